@@ -1,0 +1,42 @@
+# Two commands for a newcomer: `make demo` trains on two processes, `make test` runs the whole suite.
+# Both set up .venv first (Python >= 3.11); PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and the like are pip's own to read.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check format bench clean
+.DEFAULT_GOAL := demo
+
+demo: $(STAMP)
+	$(BIN)/python -m distributed.cli train --script examples/train.py --backend pytorch-ddp --nproc-per-node 2
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+# What a change must pass before it is committed.
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/startup.py
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The constraints pin the build's own requirements too, hence the variable and not only the option.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -e '.[all]'
+	touch $@

@@ -1,0 +1,32 @@
+"""What a figure was measured on: it stands only beside this."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+
+
+def describe() -> str:
+    """Hardware, versions, load and command in a few lines of Markdown."""
+    facts = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":", 1)[1].strip() for line in facts if "model name" in line), platform.machine())
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy"))
+    return (
+        f"{len(os.sched_getaffinity(0))} cores of {cpu}, {platform.system()} {platform.release()},"
+        f" load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}, {versions}\n"
+        f"command: python {' '.join(sys.argv)}"
+    )
+
+
+def table(rows: list[list[str]]) -> str:
+    """Rows as a Markdown table; the first one is the head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+    def line(row: list[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([line(rows[0]), rule, *map(line, rows[1:])])

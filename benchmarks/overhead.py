@@ -1,0 +1,107 @@
+"""What a step costs over a hand-written DDP loop: both train the same model in the same two processes, taking turns.
+
+python benchmarks/overhead.py [--workload mlp|gpt] [--quick]
+
+Main-thread CPU per step is the figure to trust on a shared machine; wall time is beside it. Ratios are taken within a
+round (one turn of each contestant), then their median and range over the rounds. "hand-written again" is a second
+hand-written loop: what it differs by is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import machine
+
+HERE = Path(__file__).resolve().parent
+LIMIT_S = 900
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=("mlp", "gpt"), help="only this one")
+    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs, not how fast")
+    args = parser.parse_args()
+    for name in [args.workload] if args.workload else ["mlp", "gpt"]:
+        result = measure(name, args.quick)
+        print(f"{name}: {result['about']}\n\n{machine.table(summary(result['sessions']))}\n", flush=True)
+    print(machine.describe())
+
+
+def measure(name: str, quick: bool) -> dict[str, Any]:
+    """Run both ranks to their end and return what rank 0 measured."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        out, port = Path(directory, "result.json"), free_port()
+        command = [sys.executable, str(HERE / "overhead_worker.py"), name, str(out), str(int(quick))]
+        ranks = [
+            stack.enter_context(
+                subprocess.Popen(command, cwd=directory, env=environment(rank, port), stdout=subprocess.DEVNULL)
+            )
+            for rank in range(2)
+        ]
+        try:
+            codes = [rank.wait(LIMIT_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise SystemExit(f"{name}: the two ranks ended with {codes}")
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def environment(rank: int, port: int) -> dict[str, str]:
+    """What torchrun would give rank `rank` of two; one thread each."""
+    given = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": HERE.parent,
+    }  # fmt: skip
+    return {**os.environ, **{name: str(value) for name, value in given.items()}}
+
+
+def summary(sessions: list[dict[str, Any]]) -> list[list[str]]:
+    """Table rows: each session's contestants against the hand-written loop of that session."""
+    rows = [["", "CPU us/step", "CPU x", "CPU p10 x", "CPU us over", "wall p50 x", "weights"]]
+    for session in sessions:
+        base, reference = session["turns"]["hand-written"], session["digests"]["hand-written"]
+        for name, turns in session["turns"].items():
+            over = [(turn["mean"] - raw["mean"]) * 1e6 for turn, raw in zip(turns, base, strict=True)]
+            rows.append(
+                [
+                    name,
+                    f"{statistics.median(turn['mean'] for turn in turns) * 1e6:.0f}",
+                    ratios(turns, base, "mean"),
+                    ratios(turns, base, "p10"),
+                    f"{statistics.median(over):+.0f}",
+                    ratios(turns, base, "wall"),
+                    "identical" if session["digests"][name] == reference else "DIFFER",
+                ]
+            )
+    return rows
+
+
+def ratios(turns: list[dict[str, float]], base: list[dict[str, float]], key: str) -> str:
+    """Median (smallest-largest) over the rounds."""
+    values = [turn[key] / raw[key] for turn, raw in zip(turns, base, strict=True)]
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The registry of backends: one row each. A new backend is one file plus one row here."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distributed.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from distributed.backends.base import Backend
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """What the rest of the package may know of a backend without importing it."""
+
+    name: str  # the value of `backend`
+    module: str  # where its class lives
+    class_name: str
+    group: str  # the name of its option group in code and YAML
+    preload: tuple[str, ...]  # modules the fork server imports once for all workers
+    requires: tuple[str, ...]  # importable names without which it cannot run
+    install: str  # the exact command that makes it usable
+    single_process: bool = False  # refuses more than one process
+    summary: str = ""
+
+
+# AdamW and DDP import torch._dynamo on first use, which costs a worker a second: the fork server does it once.
+_TORCH_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data")
+_TORCH_INSTALL = "pip install 'distributed-trainer[torch]'"
+
+REGISTRY: dict[str, BackendRow] = {
+    row.name: row
+    for row in (
+        BackendRow(
+            "single", "distributed.backends.single", "SingleBackend", "single", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
+            single_process=True, summary="one process, no communication",
+        ),
+        BackendRow(
+            "pytorch-ddp", "distributed.backends.ddp", "DDPBackend", "ddp", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
+            summary="PyTorch DistributedDataParallel: a full copy of the model in every process",
+        ),
+    )
+}  # fmt: skip
+
+_TRANSPORTS = ("nccl", "gloo", "mpi", "ucc")
+
+
+def backend_row(name: str) -> BackendRow:
+    """The registry row of `name`; ConfigError with the nearest name where there is none."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    if name in _TRANSPORTS:
+        raise ConfigError(
+            f"backend={name!r} is a transport, not a backend: set communication_backend={name!r} (--communication-backend {name})"
+        )
+    raise ConfigError(
+        f"backend={name!r} is not known{nearest(name, REGISTRY)}: choose one of {', '.join(REGISTRY)}"
+    )
+
+
+def backend_class(name: str) -> type[Backend[Any]]:
+    """The adapter class of backend `name`. Imports its file, never its engine."""
+    row = backend_row(name)
+    cls: type[Backend[Any]] = getattr(importlib.import_module(row.module), row.class_name)
+    return cls
+
+
+def option_groups() -> dict[str, type[Any]]:
+    """Every backend's `Options` class by the name of its group."""
+    return {row.group: backend_class(row.name).Options for row in REGISTRY.values()}

@@ -1,0 +1,117 @@
+"""Turns positions of the epoch's order into batches, with the randomness of each sample tied to its position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from distributed.backends._torch import sample_rng
+from distributed.data import sample_seed
+
+TRAIN, EVALUATION, TRAIN_COLLATE, EVALUATION_COLLATE, STREAM, SAMPLER, LOADER = range(7)  # salts of the seeds
+
+
+class Fetcher:
+    """Fetches and collates the samples of one micro-batch, in the main process and in loader workers alike.
+
+    A sample's augmentation depends on (seed, epoch, position) alone: torch's, numpy's and Python's global generators
+    are seeded around each sample and put back. Data sets that draw nothing are spared this: they are read in one go and
+    the generators watched; when one moves, the batch is read again sample by sample with that generator seeded, and so
+    are all that follow.
+    A collate function that draws is seeded once per micro-batch. Generators that a data set owns are its own affair.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int, *, train: bool) -> None:
+        self.dataset = dataset
+        self._collate_fn, self._seed = collate_fn, seed
+        self._salt, self._collate_salt = (TRAIN, TRAIN_COLLATE) if train else (EVALUATION, EVALUATION_COLLATE)
+        self._drawn = 0  # generators that the data set is known to draw from
+        self._epoch: int | None = None
+
+    def __call__(self, epoch: int, positions: Sequence[int], keys: Sequence[Any]) -> Any:
+        """The batch of the samples `keys`, which stand at `positions` of `epoch`'s order."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            announce_epoch(self.dataset, epoch)
+        before = sample_rng.save()
+        try:
+            while True:
+                batch = self._collate_fn(self._seeded(epoch, positions, keys))
+                moved = sample_rng.drawn(before) & ~self._drawn
+                if not moved:
+                    return batch
+                self._drawn |= moved
+                sample_rng.restore(before)
+        finally:
+            if self._drawn:
+                sample_rng.restore(before)
+
+    def _seeded(self, epoch: int, positions: Sequence[int], keys: Sequence[Any]) -> Any:
+        """The samples, and the seed set for the collate function; no seeding where nothing is known to draw."""
+        if not self._drawn:
+            return self._items(list(keys))
+        items = self._seeded_items(epoch, positions, keys)
+        sample_rng.seed(sample_seed(self._seed, epoch, positions[0], self._collate_salt), self._drawn)
+        return items
+
+    def collate(self, epoch: int, position: int, samples: list[Any]) -> Any:
+        """The batch of `samples` that were read elsewhere; the first one stands at `position`."""
+        with sample_rng.preserved():
+            sample_rng.seed(sample_seed(self._seed, epoch, position, self._collate_salt))
+            return self._collate_fn(samples)
+
+    def _items(self, keys: list[Any]) -> Any:
+        if callable(getattr(self.dataset, "__getitems__", None)):
+            return self.dataset.__getitems__(keys)
+        return [self.dataset[key] for key in keys]
+
+    def _seeded_items(self, epoch: int, positions: Sequence[int], keys: Sequence[Any]) -> Any:
+        items = []
+        for position, key in zip(positions, keys, strict=True):
+            sample_rng.seed(sample_seed(self._seed, epoch, position, self._salt), self._drawn)
+            item = self._items([key])
+            if not isinstance(item, list | tuple) or len(item) != 1:  # its __getitems__ collates: seed it as a whole
+                sample_rng.seed(sample_seed(self._seed, epoch, positions[0], self._salt), self._drawn)
+                return self._items(list(keys))
+            items.append(item[0])
+        return items
+
+
+def announce_epoch(target: Any, epoch: int) -> None:
+    """Call `target.set_epoch(epoch)` where there is one, as torch's own samplers and Hugging Face's streams expect."""
+    if callable(set_epoch := getattr(target, "set_epoch", None)):
+        set_epoch(epoch)
+
+
+def indexed_tensors(dataset: Any, collate_fn: Any) -> tuple[tuple[torch.Tensor, ...], Any] | None:
+    """The tensors behind a TensorDataset or a Subset of one, and the indices into them (None: all); else None.
+
+    `[t.index_select(0, i) for t in tensors]` is then bit for bit what collating single samples gives, without a draw.
+    """
+    if collate_fn is not default_collate:
+        return None
+    if type(dataset) is Subset:
+        inner = indexed_tensors(dataset.dataset, collate_fn)
+        if inner is None:
+            return None
+        own = numpy.asarray(dataset.indices, dtype=numpy.int64)
+        outer = inner[1]
+        return inner[0], own if outer is None else outer[own]
+    if type(dataset) is not TensorDataset or not dataset.tensors or not all(map(_is_plain, dataset.tensors)):
+        return None
+    return dataset.tensors, None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.dim() > 0
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+    )

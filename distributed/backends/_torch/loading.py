@@ -1,0 +1,283 @@
+"""Cuts a user's data over ranks, in our order, for every torch backend."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from distributed.backends._torch.fetching import Fetcher, indexed_tensors
+from distributed.backends._torch.sources import (
+    Reduce,
+    Source,
+    draw_stream,
+    gather,
+    loader_arguments,
+    loader_batch_size,
+    pinned,
+    read_source,
+    sample_count,
+)
+from distributed.backends._torch.streams import PreshardedData, StreamData, WholeBatches
+from distributed.backends.base import ShardedData
+from distributed.config import DistributedConfig
+from distributed.data import DataOptions, epoch_order, sample_seed, slices
+from distributed.errors import ConfigError
+from distributed.plan import BatchPlan
+from distributed.state import Group, MicroBatch, WorkerContext
+
+__all__ = ["loader_batch_size", "shard"]
+
+_Parts = list[tuple[range, int]]  # for each micro-batch: positions in the epoch, and how many samples count
+
+
+def shard(
+    data: Any,
+    *,
+    batch: BatchPlan,
+    context: WorkerContext,
+    config: DistributedConfig,
+    options: DataOptions,
+    train: bool,
+    reduce: Reduce,
+) -> ShardedData:
+    """This rank's part of `data`: a DataLoader, a map-style data set, or anything that can be iterated over.
+
+    A collective where there are several ranks: they compare lengths. ConfigError where `data` is none of these,
+    is empty, has no length where one is needed, or contradicts the settings; the same on every rank.
+    """
+    source = read_source(data, config, train=train, presharded=options.presharded)
+    if options.presharded:
+        local = _local(source, batch, context.rank, config.seed, train)
+        return PreshardedData(local, batch, context.rank, source.name, reduce)
+    agree = reduce if batch.data_parallel_size > 1 else None
+    if source.is_stream:
+        return StreamData(source, batch, context.rank, config.seed, train=train, reduce=agree)
+    return MapData(source, batch, context.rank, config.seed, train=train, reduce=agree)
+
+
+def _local(source: Source, batch: BatchPlan, rank: int, seed: int, train: bool) -> ShardedData:
+    """The data of this rank alone, as one rank of one sees it, in updates as large as the rank's share."""
+    share = sum(map(len, slices(batch.global_batch_size, batch, rank)))
+    if share == 0:
+        raise ConfigError(
+            f"global_batch_size={batch.global_batch_size} leaves ranks of presharded data without a sample:"
+            f" set global_batch_size={batch.data_parallel_size} or more"
+        )
+    plan = BatchPlan(batch.batch_size, batch.gradient_accumulation_steps, 1, share)
+    own_seed = sample_seed(seed, rank, 0)
+    if source.yields_batches:
+        return WholeBatches(source, plan, own_seed)
+    if source.is_stream:
+        return StreamData(source, plan, 0, own_seed, train=train, reduce=None)
+    return MapData(source, plan, 0, own_seed, train=train, reduce=None)
+
+
+class MapData(ShardedData):
+    """A data set whose samples can be asked for by index: nothing is read that is not used, also after a resume."""
+
+    def __init__(
+        self, source: Source, batch: BatchPlan, rank: int, seed: int, *, train: bool, reduce: Reduce | None
+    ) -> None:
+        self.batch = batch
+        self._source, self._rank, self._seed, self._reduce = source, rank, seed, reduce
+        self._fetcher = Fetcher(source.dataset, source.collate_fn, seed, train=train)
+        self._drawn: tuple[int, list[Any]] | None = None
+        self._full = slices(batch.global_batch_size, batch, rank)
+        self._requests = _Requests()
+        self._loader: DataLoader[Any] | None = None
+        self._running: Any = None
+        self._own_sampler = source.sampler if source.batch_sampler is None else source.batch_sampler
+        if self._own_sampler is None:
+            self._lay_out(sample_count(source.dataset, source.name), None)
+            self._agree(self.num_samples, "have data sets of different lengths")
+        else:
+            self._keys(0)
+
+    @property
+    def updates_per_epoch(self) -> int | None:
+        """Groups of a whole epoch, the one that was begun last."""
+        return len(self._starts)
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
+        """The groups of `epoch` after `skip` global samples. A collective with a sampler of the user's."""
+        self._end_iteration()
+        keys = self._keys(epoch)
+        starts = self._starts
+        if skip not in starts:  # made with another global batch size: go on from there
+            whole = range(skip, self.num_samples, self.batch.global_batch_size)
+            starts = whole if isinstance(starts, range) else [skip, *(start for start in starts if start > skip)]
+        read = self._from_workers if self._source.num_workers else self._in_process
+        first = starts.index(skip) if skip < self.num_samples else len(starts)
+        self._running = read(epoch, keys, starts[first:])
+        return self._running  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Stop loader processes."""
+        self._end_iteration()
+        self._loader = None
+
+    def _end_iteration(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def _keys(self, epoch: int) -> Any:
+        """The key of the sample at every position of `epoch`; lays out its updates."""
+        source, own = self._source, self._own_sampler
+        if own is None:
+            count = sample_count(source.dataset, source.name)
+            self._lay_out(count, None)
+            return epoch_order(count, self._seed, epoch, source.shuffle)
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = epoch, draw_stream(own, source.dataset, self._seed, epoch, source.name)
+        items = self._drawn[1]
+        self._agree(zlib.crc32(repr(items).encode()) & 0xFFFFFF, f"draw different samples from {type(own).__name__}")
+        if source.batch_sampler is None:
+            self._lay_out(len(items), None)
+            return _as_array(items)
+        self._lay_out(sum(map(len, items)), [len(item) for item in items if len(item)])
+        return _as_array([key for item in items for key in item])
+
+    def _lay_out(self, count: int, sizes: list[int] | None) -> None:
+        """Set how many samples an epoch has and where its updates start; `sizes` where a batch sampler makes them."""
+        size = self.batch.global_batch_size
+        self.num_samples: int = count - count % size if self._source.drop_last else count
+        if self.num_samples == 0:
+            why = (
+                f"drop_last leaves nothing of {count} samples with global_batch_size={size}" if count else "no samples"
+            )
+            raise ConfigError(f"{self._source.name}: {why}: give more samples")
+        self._starts: Sequence[int] = range(0, self.num_samples, size)
+        if sizes is not None:
+            self._starts = [0, *itertools.accumulate(sizes[:-1])]
+
+    def _agree(self, value: int, what: str) -> None:
+        """Refuse what differs between ranks. A collective."""
+        if self._reduce is None:
+            return
+        values = gather(self._reduce, self._rank, self.batch.data_parallel_size, value)
+        if any(each != values[0] for each in values):
+            raise ConfigError(
+                f"{self._source.name}: the ranks {what}, but each takes its part of the same samples:"
+                " give every rank the same data (seeded alike), or set data.presharded=true"
+            )
+
+    def _updates(self, starts: Sequence[int]) -> Iterator[tuple[int, int, _Parts]]:
+        """(position, size, parts) of the updates that start at `starts`."""
+        ends = itertools.chain(itertools.islice(starts, 1, None), [self.num_samples])
+        usual = self.batch.global_batch_size if self._source.batch_sampler is None else -1
+        for start, end in zip(starts, ends, strict=False):
+            own = self._full if end - start == usual else self._cut(end - start)
+            yield start, end - start, [_placed(places, start) for places in own]
+
+    def _cut(self, count: int) -> list[range]:
+        micro_batches = None
+        if self._source.batch_sampler is not None:  # its items set the size of a batch, ours does not
+            fitting = -(-count // self.batch.data_parallel_size)
+            micro_batches = min(self.batch.gradient_accumulation_steps, fitting)
+        return slices(count, self.batch, self._rank, micro_batches)
+
+    def _in_process(self, epoch: int, keys: Any, starts: Sequence[int]) -> Iterator[Group]:
+        read = self._reader(epoch, keys)
+        for start, count, parts in self._updates(starts):
+            yield Group([MicroBatch(read(where), n) for where, n in parts], count, start)
+
+    def _reader(self, epoch: int, keys: Any) -> Callable[[range], Any]:
+        source = self._source
+        indexed = indexed_tensors(source.dataset, source.collate_fn) if isinstance(keys, numpy.ndarray) else None
+        if indexed is None:
+            return lambda where: pinned(source, self._fetcher(epoch, where, _at(keys, where)))
+        tensors, subset = indexed
+        indices = keys if subset is None else subset[keys]
+        order = torch.from_numpy(numpy.where(indices < 0, indices + len(tensors[0]), indices))
+
+        def read(where: range) -> Any:
+            chosen = order[where.start : where.stop : where.step]
+            return [tensor.index_select(0, chosen) for tensor in tensors]
+
+        return (lambda where: pinned(source, read(where))) if source.pin_memory else read
+
+    def _from_workers(self, epoch: int, keys: Any, starts: Sequence[int]) -> Iterator[Group]:
+        self._requests.now = lambda: (
+            (epoch, where, _at(keys, where)) for _, _, parts in self._updates(starts) for where, _ in parts
+        )
+        batches = iter(self._worker_loader(epoch))
+        for start, count, parts in self._updates(starts):
+            yield Group([MicroBatch(next(batches), n) for _, n in parts], count, start)
+
+    def _worker_loader(self, epoch: int) -> DataLoader[Any]:
+        user = self._source.loader
+        assert user is not None
+        if self._loader is None or not user.persistent_workers:
+            dataset = _WorkerDataset(self._fetcher)
+            self._loader = DataLoader(
+                dataset,
+                batch_sampler=self._requests,
+                collate_fn=_as_fetched,
+                pin_memory=self._source.pin_memory,
+                persistent_workers=user.persistent_workers,
+                worker_init_fn=_WorkerInit(self._source.dataset, user.worker_init_fn),
+                **loader_arguments(self._source, self._seed, epoch),
+            )
+        return self._loader
+
+
+class _Requests:
+    """A batch sampler: what the loader processes are asked for, set anew for each epoch."""
+
+    def __init__(self) -> None:
+        self.now: Callable[[], Iterator[Any]] = lambda: iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.now()
+
+
+class _WorkerDataset(Dataset[Any]):
+    """Answers one request with one batch, in a loader process."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitems__(self, request: tuple[int, range, list[Any]]) -> Any:
+        return self._fetcher(*request)
+
+
+class _WorkerInit:
+    """Shows a loader process the user's data set in `get_worker_info()`, then calls the user's own function."""
+
+    def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
+        self._dataset, self._function = dataset, function
+
+    def __call__(self, worker_id: int) -> None:
+        object.__setattr__(get_worker_info(), "dataset", self._dataset)
+        if self._function is not None:
+            self._function(worker_id)
+
+
+def _as_fetched(batch: Any) -> Any:
+    return batch
+
+
+def _placed(places: range, start: int) -> tuple[range, int]:
+    """(positions in the epoch, samples that count). An empty slice runs the update's first sample with weight 0."""
+    if not places:
+        return range(start, start + 1), 0
+    return range(places.start + start, places.stop + start, places.step), len(places)
+
+
+def _at(keys: Any, where: range) -> list[Any]:
+    chosen = keys[where.start : where.stop : where.step]
+    return chosen.tolist() if isinstance(chosen, numpy.ndarray) else list(chosen)
+
+
+def _as_array(keys: list[Any]) -> Any:
+    """Whole numbers as an array, any other keys as they are."""
+    if all(type(key) is int for key in keys):
+        return numpy.asarray(keys, dtype=numpy.int64)
+    return keys

@@ -1,0 +1,99 @@
+"""What a torch model is made of: activation checkpointing, and the parts whose output depends on more than one sample."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from distributed.errors import ConfigError
+
+
+def checkpoint_activations(model: torch.nn.Module) -> int:
+    """Recompute the activations of the model's repeated blocks in the backward pass. Returns how many blocks.
+
+    Blocks are the entries of a ModuleList or Sequential that have sub-modules of their own; a Hugging Face model brings its
+    own switch. Names in `state_dict` do not change.
+    """
+    own = getattr(model, "gradient_checkpointing_enable", None)
+    if own is not None:
+        own(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return 1
+    blocks = [
+        block
+        for container in model.modules()
+        if isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential))
+        for block in container
+        if any(True for _ in block.children()) and any(True for _ in block.parameters())
+    ]
+    outer = [b for b in blocks if not any(b is not other and _contains(other, b) for other in blocks)]
+    if not outer:
+        raise ConfigError(
+            "activation_checkpointing=True found no repeated block (a ModuleList or Sequential of modules with sub-modules):"
+            " use torch.utils.checkpoint in the model's forward, or drop it"
+        )
+    for block in outer:
+        block.forward = functools.partial(_checkpointed, block.forward)
+    return len(outer)
+
+
+def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _contains(outer: torch.nn.Module, inner: torch.nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+def batch_dependent(model: torch.nn.Module) -> list[str]:
+    """Names of modules whose output differs with the split of a batch: batch statistics and dropout."""
+    names = []
+    for name, module in model.named_modules():
+        is_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+        drops = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0
+        if is_norm or drops or getattr(module, "dropout", None).__class__ is float and module.dropout > 0:  # type: ignore[operator]
+            names.append(f"{name or 'model'} ({type(module).__name__})")
+    return names
+
+
+def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """`batch` on `device`, floating tensors in `dtype` if given; tensors inside tuples, lists, dicts and objects with `.to`."""
+    if isinstance(batch, torch.Tensor):
+        if dtype is not None and batch.is_floating_point():
+            return batch.to(device=device, dtype=dtype, non_blocking=True)
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(item, device, dtype) for item in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(move(item, device, dtype) for item in batch)
+    if isinstance(batch, dict):
+        return {key: move(value, device, dtype) for key, value in batch.items()}
+    if hasattr(batch, "items") and hasattr(batch, "to"):  # a Hugging Face BatchEncoding
+        return {key: move(value, device, dtype) for key, value in batch.items()}
+    return batch
+
+
+def interleave(parts: list[list[tuple[int, int, Any]]]) -> Any:
+    """Outputs of all ranks in the order of the samples: rank r holds every world-th sample of each group."""
+    groups: dict[int, dict[int, Any]] = {}
+    for part in parts:
+        for number, rank, outputs in part:
+            groups.setdefault(number, {})[rank] = outputs
+    joined = [_woven([groups[number][rank] for rank in sorted(groups[number])]) for number in sorted(groups)]
+    if joined and all(isinstance(entry, torch.Tensor) for entry in joined):
+        return torch.cat(joined)
+    return [item for entry in joined for item in (entry if isinstance(entry, list) else [entry])]
+
+
+def _woven(pieces: list[Any]) -> Any:
+    if len(pieces) == 1 or not all(isinstance(piece, torch.Tensor) for piece in pieces):
+        return pieces[0] if len(pieces) == 1 else pieces
+    total = sum(piece.shape[0] for piece in pieces)
+    out = pieces[0].new_empty((total, *pieces[0].shape[1:]))
+    for rank, piece in enumerate(pieces):
+        out[rank :: len(pieces)] = piece
+    return out

@@ -1,0 +1,252 @@
+"""From a batch to a loss: every form of model, batch and loss that `Trainer` accepts, in one place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from distributed.errors import ConfigError, TrainingError
+
+_TARGET_NAMES = ("labels", "label", "targets", "target", "y")
+_EXAMPLE = "give one, for example Trainer(model, loss_fn=torch.nn.functional.cross_entropy), or a training_step(model, batch)"
+
+
+class Loss(NamedTuple):
+    """A loss of one micro-batch, differentiable.
+
+    `count` None: `value` is a mean over the batch's samples. Otherwise `value` is a sum and `count` what it is divided by.
+    """
+
+    value: torch.Tensor
+    count: torch.Tensor | float | None
+    outputs: Any = None
+    targets: Any = None
+    metrics: Mapping[str, Any] | None = None
+
+
+def as_loss(value: Any) -> Loss:
+    """The return forms of a `loss_fn` or metric: a scalar mean, any other tensor (meaned over its elements), or (sum, count)."""
+    if isinstance(value, tuple) and len(value) == 2:
+        total, count = value
+        return Loss(_tensor(total), count.detach() if isinstance(count, torch.Tensor) else float(count))
+    value = _tensor(value)
+    if value.dim() == 0:
+        return Loss(value, None)
+    return Loss(value.sum(), float(value.numel()))
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor(float(value))
+    raise ConfigError(f"a loss or metric of type {type(value).__name__} is not a number, a tensor or a pair (sum, count): return one of these")
+
+
+class Objective:
+    """Calls the model on a batch and gives its loss; the form is chosen at the first batch and kept."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any] | None,
+        training_step: Callable[..., Any] | None,
+        plain_model: torch.nn.Module,
+        notice: Callable[[str], None],
+    ) -> None:
+        self._loss_fn, self._training_step = loss_fn, training_step
+        self._plain = plain_model
+        self._notice = notice
+        self._said: set[str] = set()
+        self._default: Callable[..., torch.Tensor] | None = None
+        self.takes_count: bool = False  # the model divides by a num_items_in_batch that we give
+
+    def __call__(self, model: Callable[..., Any], batch: Any, num_items: torch.Tensor | None = None) -> Loss:
+        """The loss of `batch`. `num_items` is the label count of the whole update, for models that divide by it."""
+        if self._training_step is not None:
+            return self._from_step(self._training_step(model, batch), batch)
+        if isinstance(batch, Mapping):
+            return self._from_mapping(model, batch, num_items)
+        if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+            outputs = model(*batch[:-1])
+            targets = batch[-1]
+        elif self._loss_fn is not None or not isinstance(batch, (tuple, list)):
+            inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+            outputs, targets = model(inputs), inputs
+        else:
+            raise ConfigError("the batch is a sequence of one, so there is nothing to compare the outputs with: " + _EXAMPLE)
+        own = own_loss(outputs)
+        if self._loss_fn is None and own is not None:
+            return self._weigh(own, batch)._replace(outputs=outputs)
+        return self.compare(outputs, targets)
+
+    def compare(self, outputs: Any, targets: Any) -> Loss:
+        """The loss of `outputs` against `targets` by the user's loss, or the default one."""
+        if self._loss_fn is not None:
+            value = self._loss_fn(outputs, targets)
+        else:
+            if self._default is None:
+                self._default = self._choose_default(outputs, targets)
+            value = self._default(outputs, targets)
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            return Loss(value, None, outputs, targets)
+        return as_loss(value)._replace(outputs=outputs, targets=targets)
+
+    def label_count(self, batch: Any) -> torch.Tensor | None:
+        """Labels of `batch` that count (not -100), where the model takes the global count; else None."""
+        if not self.takes_count or not isinstance(batch, Mapping):
+            return None
+        return self._labels_that_count(batch)
+
+    def settle(self, model: torch.nn.Module, batch: Any) -> None:
+        """Find out, once and without side effects, whether the model honours `num_items_in_batch`. All ranks together."""
+        self.takes_count = False
+        if self._training_step or self._loss_fn or not isinstance(batch, Mapping) or not _accepts_count(model):
+            return
+        count = self._labels_that_count(batch)
+        if count is None or count == 0:
+            return
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            once = own_loss(model(**batch, num_items_in_batch=count))
+            twice = own_loss(model(**batch, num_items_in_batch=2 * count))
+        model.train(was_training)
+        self.takes_count = once is not None and twice is not None and bool(torch.allclose(once, 2 * twice, rtol=1e-3))
+
+    # ------------------------------------------------------------------ forms
+
+    def _from_mapping(self, model: Callable[..., Any], batch: Mapping[str, Any], num_items: torch.Tensor | None) -> Loss:
+        if self._loss_fn is not None:
+            name = next((name for name in _TARGET_NAMES if name in batch), None)
+            if name is None:
+                keys = ", ".join(map(str, batch))
+                raise ConfigError(
+                    f"the batch has the keys {keys} and none of {', '.join(_TARGET_NAMES)}, so loss_fn has no targets:"
+                    " rename one, or use training_step(model, batch)"
+                )
+            return self.compare(model(**{key: value for key, value in batch.items() if key != name}), batch[name])
+        if num_items is not None:
+            outputs = model(**batch, num_items_in_batch=num_items)
+            loss = own_loss(outputs)
+            if loss is None:
+                raise ConfigError("the model returned no .loss for a batch of named tensors: " + _EXAMPLE)
+            labels = batch.get("labels")
+            local = self._labels_that_count(batch)
+            assert local is not None
+            return Loss(loss * num_items, local, outputs, labels)
+        outputs = model(**batch)
+        loss = own_loss(outputs)
+        if loss is None:
+            raise ConfigError("the model returned no .loss for a batch of named tensors: " + _EXAMPLE)
+        return self._weigh(loss, batch)._replace(outputs=outputs, targets=batch.get("labels"))
+
+    def _from_step(self, value: Any, batch: Any) -> Loss:
+        metrics: Mapping[str, Any] | None = None
+        if isinstance(value, Mapping):
+            if "loss" not in value:
+                raise ConfigError(f"training_step returned the keys {', '.join(map(str, value))} without 'loss': add it")
+            metrics = {name: entry for name, entry in value.items() if name != "loss"}
+            value = value["loss"]
+        elif (own := own_loss(value)) is not None:
+            return self._weigh(own, batch)
+        if value is None:
+            raise ConfigError("training_step returned None: return the loss")
+        return as_loss(value)._replace(metrics=metrics)
+
+    def _weigh(self, loss: torch.Tensor, batch: Any) -> Loss:
+        """A model's own mean: weighted by its labels where it has them, else by samples."""
+        if loss.dim() != 0:
+            return as_loss(loss)
+        count = self._labels_that_count(batch) if isinstance(batch, Mapping) else None
+        if count is None:
+            self._say("the model's own loss is taken as a mean over samples")
+            return Loss(loss, None)
+        self._say("the model's own loss is weighted by the labels that are not -100")
+        # A batch without a single label gives 0/0 in the model: it weighs nothing.
+        return Loss(torch.where(count > 0, loss, torch.zeros_like(loss)) * count, count)
+
+    def _labels_that_count(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
+        labels = batch.get("labels")
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            return None
+        shifted = labels.dim() > 1 and "CausalLM" in str(getattr(self._plain, "loss_type", None) or type(self._plain).__name__)
+        return (labels[..., 1:] if shifted else labels).ne(-100).sum()
+
+    def _choose_default(self, outputs: Any, targets: Any) -> Callable[..., torch.Tensor]:
+        if isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor):
+            if is_class_index(outputs, targets):
+                self._say("no loss_fn given: cross-entropy, because the targets are class indices")
+                return F.cross_entropy
+            if targets.is_floating_point() and outputs.shape == targets.shape:
+                self._say("no loss_fn given: mean squared error, because the targets are floats of the outputs' shape")
+                return F.mse_loss
+        raise ConfigError(
+            f"no loss_fn given, and outputs {_shape(outputs)} with targets {_shape(targets)} do not say which loss is meant: " + _EXAMPLE
+        )
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._notice(text)
+
+
+def own_loss(outputs: Any) -> torch.Tensor | None:
+    """The loss inside a model's outputs (`.loss` or ["loss"]), or None."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    return loss if isinstance(loss, torch.Tensor) else None
+
+
+def is_class_index(outputs: Any, targets: Any) -> bool:
+    """Whether `outputs` are [batch, classes] scores and `targets` [batch] class indices."""
+    return (
+        isinstance(outputs, torch.Tensor)
+        and isinstance(targets, torch.Tensor)
+        and outputs.dim() == 2
+        and outputs.is_floating_point()
+        and targets.dim() == 1
+        and targets.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+    )
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """(right answers, samples) of class scores [batch, classes] against class indices [batch]."""
+    return (outputs.argmax(dim=1) == targets).sum(), float(targets.shape[0])
+
+
+def evaluate_metrics(
+    metrics: Mapping[str, Callable[..., Any]], outputs: Any, targets: Any, num_samples: int
+) -> list[tuple[str, Any, float, Any]]:
+    """(name, value, scale, count) of every metric, as `StepResult.averages` holds them."""
+    rows: list[tuple[str, Any, float, Any]] = []
+    for name, function in metrics.items():
+        rows.append((name, *weighted(as_loss(function(outputs, targets)), num_samples, name)))
+    if "accuracy" not in metrics and is_class_index(outputs, targets):
+        rows.append(("accuracy", *weighted(as_loss(accuracy(outputs, targets)), num_samples, "accuracy")))
+    return rows
+
+
+def weighted(loss: Loss, num_samples: int, name: str) -> tuple[Any, float, Any]:
+    """(value, scale, count) of a mean over `num_samples`, or of a (sum, count)."""
+    if loss.value.numel() != 1:
+        raise TrainingError(f"metric {name!r} gave a tensor of shape {tuple(loss.value.shape)} as a sum: give a number")
+    value = loss.value.detach()
+    return (value, float(num_samples), num_samples) if loss.count is None else (value, 1.0, loss.count)
+
+
+def _accepts_count(model: torch.nn.Module) -> bool:
+    """The rule of Hugging Face's Trainer: an explicit argument, `accepts_loss_kwargs`, or any keyword."""
+    stated = getattr(model, "accepts_loss_kwargs", None)
+    if stated is not None:
+        return bool(stated)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(p.name == "num_items_in_batch" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,246 @@
+"""Reads what a user handed over as data: which data set, in whose order, collated and loaded how."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from distributed.backends._torch import sample_rng
+from distributed.backends._torch.fetching import LOADER, SAMPLER, announce_epoch
+from distributed.config import DistributedConfig
+from distributed.data import sample_seed
+from distributed.errors import ConfigError
+
+Reduce = Callable[[Mapping[str, float]], dict[str, float]]
+_EXAMPLE = "give a DataLoader, or a data set such as TensorDataset(inputs, targets)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A user's data, taken apart."""
+
+    name: str  # for messages
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+    loader: DataLoader[Any] | None  # None: the bare data set was given
+    sampler: Any  # whose order is used; None: ours
+    batch_sampler: Any  # whose every item is one update; None: ours
+    shuffle: bool
+    drop_last: bool
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether samples come one after the other and cannot be asked for by index."""
+        return is_stream(self.dataset)
+
+    @property
+    def num_workers(self) -> int:
+        """Loader processes of each rank."""
+        return 0 if self.loader is None else self.loader.num_workers
+
+    @property
+    def yields_batches(self) -> bool:
+        """Whether an item of the data set is a whole batch (`batch_size=None`)."""
+        return self.loader is not None and self.loader.batch_size is None and self.batch_sampler is None
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches go to page-locked memory; it needs a GPU."""
+        return self.loader is not None and self.loader.pin_memory and torch.cuda.is_available()
+
+
+def loader_batch_size(data: Any) -> int | None:
+    """The batch size that a loader sets; None for data sets, for DataLoader's default of 1 and for batch samplers."""
+    if not isinstance(data, DataLoader) or data.batch_size == 1:
+        return None
+    return data.batch_size
+
+
+def read_source(data: Any, config: DistributedConfig, *, train: bool, presharded: bool) -> Source:
+    """Take `data` apart. ConfigError where it is no data, or where its settings contradict the configuration."""
+    name = "training data" if train else "evaluation data"
+    loader = data if isinstance(data, DataLoader) else None
+    _check_type(data.dataset if isinstance(data, DataLoader) else data, name)
+    if loader is None:
+        wanted = not is_stream(data) if config.shuffle is None else config.shuffle
+        shuffle = train and wanted
+        source = Source(name, data, default_collate, None, None, None, shuffle, False)
+    else:
+        source = _read_loader(loader, name, config, train=train, presharded=presharded)
+    if train:
+        _check_settings(source, config)
+    return source
+
+
+def _read_loader(
+    loader: DataLoader[Any], name: str, config: DistributedConfig, *, train: bool, presharded: bool
+) -> Source:
+    kind = type(loader)
+    if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
+        raise ConfigError(
+            f"{name}: {kind.__name__} has its own __iter__, which the order of samples would bypass:"
+            " give its data set with a plain DataLoader(dataset, batch_size=..., collate_fn=...)"
+        )
+    own_batches = loader.batch_sampler if loader.batch_size is None else None
+    if loader.batch_size is None and own_batches is None and not presharded:
+        raise ConfigError(
+            f"{name}: DataLoader(batch_size=None) yields items that cannot be cut over ranks: set batch_size in the"
+            " loader, or data.presharded=true where each item is a whole batch of its rank alone"
+        )
+    sampler, shuffle = None, False
+    if not is_stream(loader.dataset) and own_batches is None:
+        sampler, shuffle = _read_sampler(loader.sampler, name, presharded)
+    if not presharded:
+        _refuse_sharded(own_batches, name)
+        _refuse_sharded(getattr(own_batches, "sampler", None), name)
+    if train and config.shuffle is not None and sampler is None:
+        shuffle = config.shuffle
+    collate = loader.collate_fn or default_collate
+    drop_last = loader.drop_last and train
+    return Source(name, loader.dataset, collate, loader, sampler, own_batches, shuffle and train, drop_last)
+
+
+def _read_sampler(sampler: Any, name: str, presharded: bool) -> tuple[Any, bool]:
+    """(the user's own sampler or None, whether to shuffle). Torch's plain samplers give way to our order."""
+    if type(sampler) is SequentialSampler:
+        return None, False
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        return None, True
+    if type(sampler) is DistributedSampler and not presharded:
+        return None, sampler.shuffle
+    if not presharded:
+        _refuse_sharded(sampler, name)
+    return sampler, False
+
+
+def _refuse_sharded(sampler: Any, name: str) -> None:
+    parts = getattr(sampler, "num_replicas", 1)
+    if hasattr(sampler, "rank") and isinstance(parts, int) and parts > 1:
+        raise ConfigError(
+            f"{name}: {type(sampler).__name__} yields one rank's part only, and the samples are cut over ranks here:"
+            " give the sampler of the whole data set, or set data.presharded=true"
+        )
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether `dataset` can only be read from front to back."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+
+
+def _check_type(dataset: Any, name: str) -> None:
+    kind = type(dataset).__name__
+    if isinstance(dataset, tuple) and dataset and all(isinstance(x, torch.Tensor | numpy.ndarray) for x in dataset):
+        raise ConfigError(f"{name}: a tuple of arrays is not a data set: give TensorDataset(inputs, targets)")
+    readable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
+    if isinstance(dataset, str | bytes | Mapping | type) or not readable:
+        hint = ": pick one of its splits" if isinstance(dataset, Mapping) else ""
+        raise ConfigError(f"{name}: {kind} is not a data set{hint}: {_EXAMPLE}")
+
+
+def _check_settings(source: Source, config: DistributedConfig) -> None:
+    own = source.sampler if source.batch_sampler is None else source.batch_sampler
+    if config.shuffle is not None and own is not None:
+        raise ConfigError(f"shuffle={config.shuffle} contradicts the loader's {type(own).__name__}: drop one of them")
+    if config.shuffle and source.is_stream:
+        raise ConfigError("shuffle=True cannot order a stream: shuffle inside the data set, or drop shuffle")
+    typed = next((n for n in ("batch_size", "global_batch_size") if n in config.given), None)
+    if typed is not None and source.batch_sampler is not None:
+        kind = type(source.batch_sampler).__name__
+        value = config.given[typed]
+        raise ConfigError(
+            f"{typed}={value} contradicts the loader's {kind}, whose items are the batches: drop one of them"
+        )
+    if isinstance(source.dataset, Iterator) and config.epochs > 1 and config.max_steps is None:
+        raise one_shot_error(source, f"epochs={config.epochs}")
+
+
+def one_shot_error(source: Source, wanted: str) -> ConfigError:
+    """The error for a generator that would have to be read again."""
+    kind = type(source.dataset).__name__
+    return ConfigError(
+        f"{source.name}: a {kind} can be read only once, and {wanted} reads it again:"
+        " give a list, or an IterableDataset whose __iter__ starts anew"
+    )
+
+
+def sample_count(dataset: Any, name: str) -> int:
+    """`len(dataset)`, or ConfigError naming what has none."""
+    try:
+        return len(dataset)
+    except TypeError:
+        raise ConfigError(
+            f"{name}: {type(dataset).__name__} has __getitem__ but no length: add __len__ (samples in an epoch),"
+            " or __iter__ in place of __getitem__ for a stream"
+        ) from None
+
+
+def draw_stream(sampler: Iterable[Any], dataset: Any, seed: int, epoch: int, name: str) -> list[Any]:
+    """What a user's sampler yields in `epoch`, the same on every rank: its generators are seeded, then put back."""
+    announce_epoch(sampler, epoch)
+    announce_epoch(getattr(sampler, "sampler", None), epoch)
+    owned = [getattr(s, "generator", None) for s in (sampler, getattr(sampler, "sampler", None))]
+    generators = {id(g): g for g in owned if isinstance(g, torch.Generator)}
+    states = {key: g.get_state() for key, g in generators.items()}
+    value = sample_seed(seed, epoch, 0, SAMPLER)
+    with sample_rng.preserved():
+        sample_rng.seed(value)
+        for generator in generators.values():
+            generator.manual_seed(value >> 1)
+        try:
+            limit = max(1_000_000, 10 * len(dataset) if hasattr(dataset, "__len__") else 0)
+            stream = list(itertools.islice(sampler, limit + 1))
+        finally:
+            for key, generator in generators.items():
+                generator.set_state(states[key])
+    if len(stream) > limit:
+        kind = type(sampler).__name__
+        raise ConfigError(f"{name}: {kind} yields more than {limit} items: give it an end, an epoch needs one")
+    return stream
+
+
+def loader_arguments(source: Source, seed: int, epoch: int) -> dict[str, Any]:
+    """The arguments with which a user's loader is built again. Its iterator draws from a generator of its own."""
+    loader = source.loader
+    assert loader is not None
+    generator = torch.Generator()
+    generator.manual_seed(sample_seed(seed, epoch, 0, LOADER) >> 1)
+    arguments: dict[str, Any] = {"num_workers": loader.num_workers, "generator": generator}
+    if loader.num_workers > 0:
+        arguments.update(
+            timeout=loader.timeout,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+        )
+    return arguments
+
+
+def pinned(source: Source, batch: Any) -> Any:
+    """`batch` in page-locked memory where the loader asks for it."""
+    if not source.pin_memory:
+        return batch
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch)  # type: ignore[no-untyped-call]
+
+
+def gather(reduce: Reduce, rank: int, world_size: int, *values: int) -> list[list[int]]:
+    """Every rank's `values`, in order of rank. A collective."""
+    mine = {f"{rank}.{i}": float(value) for i, value in enumerate(values)}
+    names = [[f"{r}.{i}" for i in range(len(values))] for r in range(world_size)]
+    sums = reduce({name: mine.get(name, 0.0) for row in names for name in row}) if world_size > 1 else mine
+    return [[int(sums[name]) for name in row] for row in names]

@@ -1,0 +1,325 @@
+"""Data that is read from front to back: cut by position over ranks, or already cut by the user."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader
+
+from distributed.backends._torch import sample_rng
+from distributed.backends._torch.fetching import STREAM, Fetcher, announce_epoch
+from distributed.backends._torch.sources import (
+    Reduce,
+    Source,
+    gather,
+    is_stream,
+    loader_arguments,
+    one_shot_error,
+    pinned,
+    sample_count,
+)
+from distributed.backends.base import ShardedData
+from distributed.data import epoch_order, sample_seed, slices
+from distributed.errors import ConfigError
+from distributed.plan import BatchPlan
+from distributed.state import Group, MicroBatch
+
+_CHUNK = 32  # samples a loader process reads in a row where the loader does not say
+
+
+class StreamData(ShardedData):
+    """A stream that every rank walks whole, taking its slice of every update by position.
+
+    In the main process the stream's draws come from a generator state of its own, seeded by (seed, epoch): the same at
+    any world size. Loader processes are seeded by (seed, epoch, worker) and start anew each epoch, so that they see
+    `set_epoch`; their order is that of the user's own DataLoader. A resume reads what was used again and drops it.
+    """
+
+    def __init__(
+        self, source: Source, batch: BatchPlan, rank: int, seed: int, *, train: bool, reduce: Reduce | None
+    ) -> None:
+        self.batch = batch
+        self.num_samples = _length(source, batch)
+        self._source, self._rank, self._seed, self._reduce = source, rank, seed, reduce
+        self._fetcher = Fetcher(source.dataset, source.collate_fn, seed, train=train)
+        self._running: Iterator[Group] | None = None
+        self._was_read = False
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
+        """The groups of `epoch` after `skip` global samples. Its first group is a collective: ranks compare streams."""
+        self.close()
+        if isinstance(self._source.dataset, Iterator) and self._was_read:
+            raise one_shot_error(self._source, f"epoch {epoch + 1}")
+        self._was_read = True
+        self._running = self._groups(epoch, skip)
+        return self._running
+
+    def close(self) -> None:
+        """Stop loader processes."""
+        _finish(self._running)
+        self._running = None
+
+    def _groups(self, epoch: int, skip: int) -> Iterator[Group]:
+        announce_epoch(self._source.dataset, epoch)
+        updates = _read_in_pieces(self._samples(epoch), self.batch.global_batch_size, skip, self._own_stream(epoch))
+        position, is_first = skip, True
+        for samples in updates:
+            if is_first and self._reduce is not None:
+                self._compare(samples, self._reduce)
+            if self._source.drop_last and len(samples) < self.batch.global_batch_size:
+                break
+            is_first = False
+            yield self._group(epoch, position, samples)
+            position += len(samples)
+        if position == 0:
+            kind = type(self._source.dataset).__name__
+            raise ConfigError(f"{self._source.name}: {kind} yields no batch: give it samples")
+
+    def _group(self, epoch: int, position: int, samples: list[Any]) -> Group:
+        micro_batches = []
+        for places in slices(len(samples), self.batch, self._rank):
+            own = [samples[i] for i in places] or samples[:1]
+            batch = self._fetcher.collate(epoch, position + (places.start if places else 0), own)
+            micro_batches.append(MicroBatch(pinned(self._source, batch), len(places)))
+        return Group(micro_batches, len(samples), position)
+
+    def _samples(self, epoch: int) -> Iterator[Any]:
+        """The whole stream, opened at the first sample."""
+        source = self._source
+        if source.num_workers == 0:
+            yield from source.dataset
+            return
+        assert source.loader is not None
+        size = source.loader.batch_size or 1
+        loader: DataLoader[Any] = DataLoader(
+            source.dataset,
+            batch_size=size if size > 1 else _CHUNK,
+            collate_fn=_pack,
+            worker_init_fn=source.loader.worker_init_fn,
+            **loader_arguments(source, self._seed, epoch),
+        )
+        for chunk in loader:
+            yield from pickle.loads(chunk)
+
+    def _own_stream(self, epoch: int) -> sample_rng.OwnStream:
+        return sample_rng.OwnStream(sample_seed(self._seed, epoch, 0, STREAM))
+
+    def _compare(self, samples: list[Any], reduce: Reduce) -> None:
+        """Refuse streams that differ between ranks: cut once more, most samples would never be seen. A collective."""
+        digest = _digest(samples[:4], 0) & 0xFFFFFF  # exact as a float32 too
+        digests = gather(reduce, self._rank, self.batch.data_parallel_size, digest)
+        if any(each != digests[0] for each in digests):
+            raise ConfigError(
+                f"{self._source.name}: the ranks read different streams, but each rank takes its part of the same one:"
+                " yield all samples on every rank, or set data.presharded=true"
+            )
+
+
+class WholeBatches(ShardedData):
+    """One rank's own batches, each a micro-batch as it comes (`DataLoader(batch_size=None)` with `data.presharded`)."""
+
+    num_samples = None
+
+    def __init__(self, source: Source, batch: BatchPlan, seed: int) -> None:
+        self.batch, self._source, self._seed = batch, source, seed
+        self._running: Iterator[Group] | None = None
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
+        """The groups of `epoch`, all of them: `skip` is the caller's here."""
+        assert skip == 0
+        self.close()
+        self._running = self._groups(epoch)
+        return self._running
+
+    def close(self) -> None:
+        """Stop loader processes."""
+        _finish(self._running)
+        self._running = None
+
+    def _groups(self, epoch: int) -> Iterator[Group]:
+        source = self._source
+        assert source.loader is not None
+        announce_epoch(source.dataset, epoch)
+        arguments = loader_arguments(source, self._seed, epoch)
+        if not is_stream(source.dataset):
+            arguments["sampler"] = source.sampler
+            announce_epoch(source.sampler, epoch)
+            if source.sampler is None:
+                count = sample_count(source.dataset, source.name)
+                arguments["sampler"] = epoch_order(count, self._seed, epoch, source.shuffle).tolist()
+        loader: DataLoader[Any] = DataLoader(
+            source.dataset,
+            batch_size=None,
+            collate_fn=source.collate_fn,
+            worker_init_fn=source.loader.worker_init_fn,
+            **arguments,
+        )
+        steps, position = self.batch.gradient_accumulation_steps, 0
+        randomness = sample_rng.OwnStream(sample_seed(self._seed, epoch, 0, STREAM))
+        for batches in _read_in_pieces(_opened_late(loader), steps, 0, randomness):
+            micro = [MicroBatch(pinned(source, batch), batch_length(batch, source.name)) for batch in batches]
+            count = sum(each.num_samples for each in micro)
+            yield Group(micro, count, position)
+            position += count
+
+
+class PreshardedData(ShardedData):
+    """Ranks that bring their own, perhaps uneven, parts: they agree on every update how many samples each one has.
+
+    A rank that ran out runs its last batch again with weight 0 until all are done. `epoch` is a collective throughout.
+    """
+
+    num_samples = None
+
+    def __init__(self, local: ShardedData, batch: BatchPlan, rank: int, name: str, reduce: Reduce) -> None:
+        self.batch = batch
+        self._local, self._rank, self._name, self._reduce = local, rank, name, reduce
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
+        """The groups of `epoch`. Every rank must take all of them. A resume reads the used part again."""
+        groups, used, last = self._local.epoch(epoch), 0, None
+        while True:
+            group = next(groups, None)
+            micro = group.micro_batches if group is not None else []
+            samples, most = self._agree(sum(each.num_samples for each in micro), len(micro), is_first=used == 0)
+            if samples == 0:
+                return
+            last = _shallow(micro[-1].batch) if micro else last  # a step may take entries out of a dict
+            micro = micro + [MicroBatch(_shallow(last), 0) for _ in range(most - len(micro))]
+            if used >= skip:
+                yield Group(micro, samples, used)
+            used += samples
+            if used - samples < skip < used:
+                raise ConfigError(
+                    f"{self._name}: the checkpoint stands after {skip} samples of the epoch, inside an update here:"
+                    " resume presharded data with the same number of processes and batch size"
+                )
+
+    def close(self) -> None:
+        """Stop loader processes."""
+        self._local.close()
+
+    def _agree(self, samples: int, micro_batches: int, *, is_first: bool) -> tuple[int, int]:
+        """(samples of this update over all ranks, micro-batches each must run). A collective."""
+        world = self.batch.data_parallel_size
+        counts = gather(self._reduce, self._rank, world, samples, micro_batches)
+        if is_first and not all(count for count, _ in counts):
+            empty = ", ".join(str(r) for r, (count, _) in enumerate(counts) if not count)
+            raise ConfigError(f"{self._name}: rank {empty} has no sample at all: give every rank at least one")
+        return sum(count for count, _ in counts), max(steps for _, steps in counts)
+
+
+def _shallow(batch: Any) -> Any:
+    return batch if isinstance(batch, torch.Tensor) else copy.copy(batch)
+
+
+def _read_in_pieces(
+    items: Iterator[Any], size: int, skip: int, randomness: sample_rng.OwnStream
+) -> Iterator[list[Any]]:
+    """Lists of `size` items after the first `skip`, the last one short; draws stay within `randomness`."""
+    with randomness:
+        for _ in itertools.islice(items, skip):
+            pass
+    while True:
+        with randomness:
+            piece = list(itertools.islice(items, size))
+        if not piece:
+            return
+        yield piece
+        if len(piece) < size:
+            return
+
+
+def _opened_late(loader: DataLoader[Any]) -> Iterator[Any]:
+    yield from loader
+
+
+def batch_length(batch: Any, name: str) -> int:
+    """Samples in a collated batch: the first dimension of its first tensor or array."""
+    found = _first_array(batch)
+    if found is None:
+        kind = type(batch).__name__
+        raise ConfigError(f"{name}: a {kind} without tensors has no batch size: yield tensors, or samples")
+    return int(found.shape[0])
+
+
+def _first_array(batch: Any) -> Any:
+    if getattr(batch, "shape", None):
+        return batch
+    if isinstance(batch, list | tuple):
+        children = iter(batch)
+    elif hasattr(batch, "values"):
+        children = iter(batch.values())
+    else:
+        return None
+    return next((found for child in children if (found := _first_array(child)) is not None), None)
+
+
+def _length(source: Source, batch: BatchPlan) -> int | None:
+    if not hasattr(source.dataset, "__len__"):
+        return None
+    try:
+        length = len(source.dataset)
+    except (TypeError, NotImplementedError):  # a wrapper whose stream has none
+        return None
+    return length - length % batch.global_batch_size if source.drop_last else length
+
+
+def _finish(groups: Iterator[Group] | None) -> None:
+    if groups is not None:
+        groups.close()  # type: ignore[attr-defined] # a generator: its frame holds the loader's iterator
+
+
+_NUMPY_HAS = {torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64}
+_NUMPY_HAS |= {torch.uint8, torch.bool}
+
+
+class _ByValue(pickle.Pickler):
+    """Sends tensors by value. Torch's own way takes a file descriptor for each, and an update may hold thousands."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and _is_array(value):
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
+
+
+def _is_array(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.dtype in _NUMPY_HAS
+    )
+
+
+def _pack(samples: list[Any]) -> bytes:
+    """Collate function of the loader processes: samples travel as they are and are collated by position later."""
+    buffer = io.BytesIO()
+    _ByValue(buffer, pickle.HIGHEST_PROTOCOL).dump(samples)
+    return buffer.getvalue()
+
+
+def _digest(value: Any, before: int) -> int:
+    """A checksum of numbers, words and arrays, however nested; of anything else its type alone."""
+    if isinstance(value, Mapping):
+        return _digest([*value.items()], before)
+    if isinstance(value, list | tuple):
+        for child in value:
+            before = _digest(child, before)
+        return before
+    if type(value) is torch.Tensor and _is_array(value):
+        value = value.numpy()
+    if isinstance(value, numpy.ndarray) and value.dtype != object:
+        return zlib.crc32(value.tobytes(), before)
+    word = repr(value) if isinstance(value, str | bytes | int | float) else type(value).__name__
+    return zlib.crc32(word.encode(), before)

@@ -1,0 +1,175 @@
+"""PyTorch DistributedDataParallel: a full copy of the model in every process, gradients all-reduced in buckets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from distributed.backends.torch_base import TorchBackend
+from distributed.errors import ConfigError, ResourceError
+from distributed.fields import setting
+from distributed.plan import ProcessPlan
+from distributed.settings import MergedConfig
+from distributed.state import WorkerContext
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class DDPOptions:
+    """Settings of DistributedDataParallel, under torch's names."""
+
+    find_unused_parameters: bool = setting(False, "search each step's graph for parameters that get no gradient")
+    bucket_cap_mb: float | None = setting(None, "megabytes of gradients per all-reduce (default: torch's 25)", float, above=0)
+    static_graph: bool = setting(False, "promise that the graph is the same in every step")
+    comm_hook: str | None = setting(None, "compress gradients on the wire", str, choices=("fp16", "bf16", "powersgd"))
+
+
+class DDPBackend(TorchBackend[DDPOptions]):
+    """The torch step with DistributedDataParallel around the model."""
+
+    Options: ClassVar[type[Any]] = DDPOptions
+
+    def __init__(self, merged: MergedConfig, options: DDPOptions, plan: ProcessPlan) -> None:
+        super().__init__(merged, options, plan)
+        if options.comm_hook == "powersgd" and merged.config.dtype == "float64":
+            raise ConfigError("ddp.comm_hook='powersgd' is lossy, which contradicts dtype='float64': drop one of them")
+        if options.static_graph and options.find_unused_parameters:
+            raise ConfigError("ddp.static_graph=true finds unused parameters by itself: drop ddp.find_unused_parameters")
+
+    def _join(self) -> WorkerContext:
+        import torch.distributed as dist
+
+        from distributed.launcher import worker_environment
+
+        found = worker_environment()
+        if found is None:
+            raise ResourceError("backend 'pytorch-ddp' needs a launched worker: use 'python -m distributed.cli train', or fit()")
+        device = f"cuda:{found.local_rank}" if self.plan.device == "cuda" else "cpu"
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            if self.plan.device == "cuda":
+                import torch
+
+                torch.cuda.set_device(found.local_rank)
+            join_group(found, self.config.communication_backend or ("nccl" if self.plan.device == "cuda" else "gloo"), self.config)
+        return WorkerContext(
+            found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, device, found.restart_count
+        )
+
+    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        from torch.nn.parallel import DistributedDataParallel
+
+        if not any(p.requires_grad for p in model.parameters()):
+            return model  # build_optimizer says what is wrong
+        options = self.options
+        capacity = options.bucket_cap_mb
+        if options.comm_hook == "powersgd":
+            # With several buckets gloo mixes up the messages of PowerSGD's chained all-reduces (gloo::EnforceNotMet).
+            capacity = 1 + sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            **_buffer_sync(DistributedDataParallel, any(True for _ in model.buffers())),
+            gradient_as_bucket_view=True,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+            bucket_cap_mb=capacity,
+        )
+        if options.comm_hook is not None:
+            _register_hook(wrapped, options.comm_hook)
+        return wrapped
+
+    def _without_sync(self) -> contextlib.AbstractContextManager[None]:
+        context: contextlib.AbstractContextManager[None] = self._wrapped.no_sync()  # type: ignore[operator]
+        return context
+
+    def _sum_over_ranks(self, values: torch.Tensor) -> Any:
+        import torch.distributed as dist
+
+        return dist.all_reduce(values, async_op=True)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, src=src, device=self.device)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        boxes: list[Any] = [None] * self.context.world_size
+        dist.all_gather_object(boxes, value)
+        return boxes
+
+    def barrier(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+    def key_value_store(self) -> Any:
+        import torch.distributed as dist
+
+        return dist.PrefixStore("common-step", dist.distributed_c10d._get_default_store())
+
+    def _leave(self) -> None:
+        import torch.distributed as dist
+
+        if getattr(self, "_owns_group", False) and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, bool]:
+    """No broadcast of buffers before each forward where there are none; the word for it changed in torch 2.13."""
+    if has_buffers:
+        return {}
+    has_new_word = "forward_sync_buffers" in inspect.signature(wrapper.__init__).parameters
+    return {"forward_sync_buffers" if has_new_word else "broadcast_buffers": False}
+
+
+def join_group(found: Any, transport: str, config: Any) -> None:
+    """Join torch's process group. All ranks. Waits `start_timeout` for the others; later collectives wait `timeout_s`."""
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    # srun and mpirun set their own variables; torch's rendezvous reads these.
+    for name, value in (("MASTER_ADDR", found.master_addr), ("MASTER_PORT", found.master_port)):
+        os.environ.setdefault(name, str(value))
+    start = timedelta(seconds=config.start_timeout)
+    store, rank, world_size = next(iter(rendezvous("env://", found.rank, found.world_size, timeout=start)))
+    timeout = timedelta(seconds=config.timeout_s)
+    dist.init_process_group(transport, store=dist.PrefixStore("trainer", store), rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _register_hook(wrapped: Any, name: str) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if name == "powersgd":
+        wrapped.register_comm_hook(powerSGD_hook.PowerSGDState(process_group=None), powerSGD_hook.powerSGD_hook)
+    elif name == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    else:
+        wrapped.register_comm_hook(None, _bf16_hook)
+
+
+def _bf16_hook(state: Any, bucket: Any) -> Any:
+    """Gradients as bfloat16 on the wire. torch's own hook refuses gloo, whose bfloat16 all-reduce works."""
+    import torch
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    assert group is not None
+    compressed = bucket.buffer().to(torch.bfloat16).div_(group.size())
+    future = dist.all_reduce(compressed, group=group, async_op=True).get_future()
+
+    def decompress(done: Any) -> torch.Tensor:
+        buffer: torch.Tensor = bucket.buffer()
+        return buffer.copy_(done.value()[0])
+
+    return future.then(decompress)

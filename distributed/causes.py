@@ -1,0 +1,130 @@
+"""Which of several failures is the cause, and how to say it."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+# What torch and gloo say on the ranks that survive when another one has gone. Each is a consequence, never a cause.
+_PEER_GONE = (
+    "Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Socket Timeout", "recvValue failed",
+    "sendBytes failed", "recvBytes failed", "failed to recv", "timed out after", "Timed out waiting", "wait timeout",
+    "connectFullMesh failed", "remote process exited", "NCCL communicator was aborted", "unhandled system error",
+)  # fmt: skip
+_PEER_GONE_TYPES = {"DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError"}
+_DISTRIBUTED_TYPES = {"RuntimeError", "DistBackendError", "DistError"}  # whose message decides
+_OUR_DIRECTORY = str(Path(__file__).resolve().parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """How one rank failed. `time` is in seconds since the epoch, on the clock of the rank's machine."""
+
+    rank: int
+    kind: str  # "exception", "error" (a DistributedError: one line says it all), "exit" or "signal"
+    time: float
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+    exit_code: int = 1
+    signum: int = 0
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it only says that another rank has gone."""
+        if self.kind != "exception":
+            return False
+        if self.type in _PEER_GONE_TYPES:
+            return True
+        return self.type in _DISTRIBUTED_TYPES and any(word in self.message for word in _PEER_GONE)
+
+    @property
+    def weight(self) -> int:
+        """0 for a cause, more for what may be a consequence (an abort out of C++, a lost connection)."""
+        if self.is_consequence:
+            return 2
+        return 1 if self.kind == "signal" and self.signum == signal.SIGABRT else 0
+
+    def __str__(self) -> str:
+        if self.kind == "error":
+            return self.message
+        if self.kind == "exception":
+            return f"rank {self.rank} failed with {self.type}"
+        if self.kind == "signal":
+            return f"rank {self.rank} was killed by signal {self.signum} ({signal_name(self.signum)})"
+        return f"rank {self.rank} exited with code {self.exit_code}"
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """The earliest of the failures that are no consequence of another; the earliest of all where none is."""
+    return min(failures, key=lambda failure: (failure.weight, failure.time))
+
+
+def signal_name(signum: int) -> str:
+    """`SIGKILL` for 9; the number where it has no name."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return str(signum)
+
+
+def full_traceback(error: BaseException) -> str:
+    """The traceback from the user's script on: our own frames above it are left out."""
+    return _format(error, short=False)
+
+
+def short_traceback(error: BaseException) -> str:
+    """The same without the frames of libraries, but the last one: what fits on a screen."""
+    return _format(error, short=True)
+
+
+def _format(error: BaseException, *, short: bool) -> str:
+    report = traceback.TracebackException(type(error), error, _users_part(error.__traceback__), compact=True)
+    left_out = sum(_trim(part, short) for part in _chain(report))
+    text = "".join(report.format()).rstrip("\n")
+    if left_out:
+        text = text.replace("(most recent call last):", f"(most recent call last; {left_out} library frames are in the log):", 1)
+    return text
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """The part of `trace` below our launching frames; all of it where nothing else is in it."""
+    part = trace
+    while part is not None and _is_ours(part.tb_frame.f_code.co_filename):
+        part = part.tb_next
+    return part or trace
+
+
+def _chain(report: traceback.TracebackException) -> Iterable[traceback.TracebackException]:
+    current: traceback.TracebackException | None = report
+    while current is not None:
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+
+
+def _trim(report: traceback.TracebackException, short: bool) -> int:
+    """Drop frames of `report` that do not help its reader; returns how many. An error without user's frames stays whole."""
+    frames = report.stack
+    if not short or not any(_is_users(frame.filename) for frame in frames):
+        return 0
+    kept = [frame for i, frame in enumerate(frames) if _is_users(frame.filename) or i == len(frames) - 1]
+    left_out = len(frames) - len(kept)
+    report.stack[:] = kept
+    return left_out
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(_OUR_DIRECTORY)
+
+
+def _is_users(filename: str) -> bool:
+    if _is_ours(filename) or filename.startswith("<frozen"):
+        return False
+    return not filename.startswith(_LIBRARIES) and not (filename.startswith(sys.base_prefix + "/lib/python"))

@@ -1,0 +1,117 @@
+"""`distributed VERB ...`, the same as `python -m distributed.cli VERB ...`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from distributed.errors import ConfigError, DistributedError, nearest
+
+# verb -> (module, its typer app or command function, what `--help` says)
+VERBS = {
+    "train": ("distributed.cli.train", "train", "run a script on one or many processes"),
+    "checkpoint": ("distributed.cli.checkpoint", "app", "list, verify and export checkpoints"),
+    "doctor": ("distributed.cli.doctor", "doctor", "say what works on this machine, and what would make the rest work"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one verb and leave with the exit code of DESIGN: 0, 1, 2, 3, 130 or 143."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = run(arguments)
+    except DistributedError as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code of one command. Raises DistributedError for what the user can fix."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        sys.stdout.write(_usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        sys.stdout.write(_version() + "\n")
+        return 0
+    verb = arguments[0]
+    if verb not in VERBS:
+        what = "a flag of no command" if verb.startswith("-") else "not a command"
+        raise ConfigError(f"{verb!r} is {what}{nearest(verb, VERBS)}: choose one of {', '.join(VERBS)}")
+    module, name, _ = VERBS[verb]
+    command = getattr(importlib.import_module(module), name)
+    return _run_typer(command, verb, arguments[1:])
+
+
+def _run_typer(command: Any, verb: str, arguments: Sequence[str]) -> int:
+    """Parse and run one command; its usage errors become one line."""
+    import typer
+
+    exceptions = _click_exceptions()
+    app = command
+    if not isinstance(command, typer.Typer):
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(cls=_grouped_help())(command)
+    own, scripts = _split(arguments)
+    try:
+        code = app(args=own, obj=scripts, prog_name=f"distributed {verb}", standalone_mode=False)
+    except exceptions.NoSuchOption as error:
+        hint = f" (did you mean {error.possibilities[0]}?)" if error.possibilities else ""
+        raise ConfigError(f"{error.option_name} is not a flag of {verb}{hint}: see 'distributed {verb} --help'") from None
+    except exceptions.ClickException as error:
+        raise ConfigError(f"{_one_line(error.format_message())}: see 'distributed {verb} --help'") from None
+    except typer.Abort:
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _grouped_help() -> Any:
+    from distributed.cli.help import GroupedHelp
+
+    return GroupedHelp
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Our flags, with torchrun's underscores as dashes, and what follows `--`: the script's own."""
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    return [_dashed(argument) for argument in arguments[:end]], tuple(arguments[end + 1 :])
+
+
+def _dashed(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def _click_exceptions() -> Any:
+    """The exceptions of the click that typer uses: its own copy since 0.26, the library before."""
+    try:
+        return importlib.import_module("typer._click.exceptions")
+    except ModuleNotFoundError:
+        return importlib.import_module("click.exceptions")
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split()).rstrip(".")
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:<{width}}  {text}" for verb, (_, _, text) in VERBS.items()]
+    return "\n".join(["usage: distributed VERB ...   ('distributed VERB --help' says more)", "", *lines, ""])
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"distributed-trainer {version('distributed-trainer')}"
+    except PackageNotFoundError:
+        return "distributed-trainer (not installed, run from its source)"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""`distributed checkpoint`: look at, check and export checkpoints. Loads no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distributed.errors import CheckpointError, ConfigError
+from distributed.tensor_file import RawTensor, read_raw, write_tensors
+
+app = typer.Typer(help="List, verify and export checkpoints.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_(
+    run: Annotated[Path, typer.Argument(help="a run directory, or a directory of checkpoints")],
+) -> None:
+    """Show the checkpoints of a run, oldest first, and whether each one verifies."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from distributed.manifest import list_checkpoints, resolve
+
+    directory = resolve(run).parent
+    columns = ("step", "epoch", "size", "saved (UTC)", "backend x processes", "monitor", "best", "verified")
+    table = Table(*columns, box=None)
+    problems = []
+    for info in list_checkpoints(directory):
+        problem = _problem(info.path)
+        problems += [problem] if problem else []
+        verdict = "no" if problem else "yes"
+        if info.manifest is None:
+            table.add_row(str(info.step), *["?"] * 5, "", verdict)
+            continue
+        m = info.manifest
+        value = "" if m.monitor_value is None else f"{m.monitor} {m.monitor_value:.6g}"
+        saved, engine = m.created[:19].replace("T", " "), f"{m.backend} x {m.world_size}"
+        best = "best" if info.is_best else ""
+        table.add_row(str(m.step), str(m.epoch), _size(m.total_bytes), saved, engine, value, best, verdict)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for problem in problems:
+        console.print(problem, markup=False, highlight=False)
+
+
+@app.command("verify")
+def verify_(
+    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run directory for its newest one")],
+) -> None:
+    """Read every byte of a checkpoint and compare it with its digests. Exit code 1 where it is damaged."""
+    from distributed.manifest import resolve, verify
+
+    path = resolve(checkpoint)
+    try:
+        manifest = verify(path)
+    except CheckpointError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    size = _size(manifest.total_bytes)
+    typer.echo(f"{path}: step {manifest.step}, {len(manifest.files)} files, {size}, all as saved")
+
+
+@app.command("export")
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run directory for its newest one")],
+    out: Annotated[Path, typer.Argument(help="the file to write: OUT.safetensors")],
+    force: Annotated[bool, typer.Option("--force", help="write over an existing file")] = False,
+) -> None:
+    """Write the model's weights by name into one safetensors file; a tied weight appears under each of its names."""
+    from distributed.durable import replace_file
+    from distributed.manifest import resolve, verify
+
+    if out.is_dir():
+        raise ConfigError(f"{out} is a directory: name a file, {out / 'model.safetensors'}")
+    if out.exists() and not force:
+        raise ConfigError(f"{out} exists: give --force to write over it")
+    path = resolve(checkpoint)
+    verify(path)
+    tensors = _weights(path)
+    try:
+        write_tensors(out, tensors, {"format": "pt"}, writer=replace_file)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
+    typer.echo(f"{out}: {len(tensors)} tensors, {_size(out.stat().st_size)}, from {path}")
+
+
+def _weights(path: Path) -> list[RawTensor]:
+    """The model's tensors with every alias, bytes untouched. CheckpointError where shards overlap or there are none."""
+    weights: dict[str, RawTensor] = {}
+    for file in sorted((path / "model").glob("*.safetensors")):
+        tensors, metadata = read_raw(file)
+        by_name = {tensor.name: tensor for tensor in tensors}
+        for alias, owner in json.loads(metadata.get("aliases", "{}")).items():
+            if owner not in by_name:
+                raise CheckpointError(f"{file}: {alias} is tied to {owner}, which is not there")
+            by_name[alias] = dataclasses.replace(by_name[owner], name=alias)
+        twice = by_name.keys() & weights.keys()
+        if twice:
+            raise CheckpointError(
+                f"{file}: {min(twice)} is in another file too (a sharded checkpoint): load it in a run"
+            )
+        weights |= by_name
+    if not weights:
+        raise CheckpointError(f"{path} holds no model/*.safetensors: nothing to export")
+    return list(weights.values())
+
+
+def _problem(path: Path) -> str:
+    from distributed.manifest import verify
+
+    try:
+        verify(path)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,218 @@
+"""`distributed doctor`: what this machine can run, and the command that mends what it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from distributed.backends import REGISTRY, BackendRow
+from distributed.config import DistributedConfig
+from distributed.plan import plan_processes, visible_gpus
+
+OK, BAD, MISSING, INFO = "ok", "bad", "missing", "info"
+PROBE_LIMIT_S = 120.0
+# Each of two processes: join over gloo, add up a tensor whose sum is known, say how long 1 MB takes.
+_PROBE = """
+import datetime, os, sys, time
+import torch
+import torch.distributed as dist
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group(
+    "gloo", init_method="file://" + store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+times = []
+for _ in range(11):
+    tensor = torch.full((262144,), float(rank + 1))
+    begin = time.perf_counter()
+    dist.all_reduce(tensor)
+    times.append(time.perf_counter() - begin)
+    assert tensor.eq(3.0).all(), "all-reduce gave a wrong sum"
+dist.barrier()
+dist.destroy_process_group()
+if rank == 0:
+    print(sorted(times)[5])
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of the answer. `BAD` is what keeps the default backends from working; `MISSING` is optional."""
+
+    subject: str
+    status: str
+    detail: str
+
+
+def doctor() -> None:
+    """Check this machine: versions, devices, backends, network, a two-process all-reduce.
+
+    Exits with 0 when the default backends work, with 3 otherwise.
+    """
+    import typer
+
+    checks = []
+    for check in examine():
+        checks.append(check)
+        if not sys.stdout.isatty():
+            print(f"{check.status:<8}{check.subject:<20}{check.detail}", flush=True)
+    if sys.stdout.isatty():
+        _show_table(checks)
+    bad = [check.subject for check in checks if check.status == BAD]
+    print(f"not usable: {', '.join(bad)}" if bad else "the default backends work on this machine")
+    if bad:
+        raise typer.Exit(3)
+
+
+def examine() -> Iterator[Check]:
+    """Every check in turn; the quick ones first. Needs no torch."""
+    yield Check("python", OK, f"{platform.python_version()} at {sys.executable}")
+    yield _library("distributed-trainer", needed=False)
+    yield _library("numpy", needed=True)
+    yield Check("machine", OK, f"{len(os.sched_getaffinity(0))} cores, {_memory()}")
+    yield Check(
+        "GPUs", INFO, f"{visible_gpus()} visible" if visible_gpus() else "none: runs use CPU processes over gloo"
+    )
+    defaults = _default_backends()
+    for row in REGISTRY.values():
+        yield check_backend(row, is_default=row.name in defaults)
+    yield check_dask()
+    yield check_port()
+    yield check_run_directory(Path("runs"))
+    if importlib.util.find_spec("torch") is None:
+        yield Check("all-reduce", BAD, "not tried: torch is not installed")
+    else:
+        yield check_all_reduce()
+
+
+def check_backend(row: BackendRow, is_default: bool) -> Check:
+    """Whether the libraries of a backend are installed, or the command that installs them."""
+    absent = [name for name in row.requires if importlib.util.find_spec(name) is None]
+    if absent:
+        return Check(row.name, BAD if is_default else MISSING, f"no {', '.join(absent)}: run {row.install}")
+    versions = ", ".join(f"{name} {_version(name) or '(version unknown)'}" for name in row.requires)
+    return Check(row.name, OK, f"usable with {versions}")
+
+
+def check_dask() -> Check:
+    """Dask's own project of the name `distributed` installs a package of our name; the two overwrite each other."""
+    version = _version("distributed")
+    if version is None:
+        return Check("Dask", OK, "its package 'distributed' is not in this environment")
+    cure = "pip uninstall distributed, then install distributed-trainer again"
+    return Check("Dask", BAD, f"its package 'distributed' {version} overwrites ours: {cure}")
+
+
+def check_port() -> Check:
+    """Whether a free port of the loopback interface can be listened on and reached."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError as error:
+        return Check("loopback", BAD, f"no port of 127.0.0.1 can be used ({error}): check the firewall")
+    return Check("loopback", OK, f"port {port} was free and answered")
+
+
+def check_run_directory(path: Path) -> Check:
+    """Whether `path`, or the nearest directory above it, takes a file."""
+    nearest = next(place for place in (path, *path.resolve().parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return Check("run directory", BAD, f"{nearest} cannot be written ({error.strerror}): use --run-dir DIR")
+    return Check("run directory", OK, f"./{path} can be written, {shutil.disk_usage(nearest).free / 1e9:.1f} GB free")
+
+
+def check_all_reduce() -> Check:
+    """Two processes of our own add up a tensor over gloo."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(_start_probe(rank, Path(directory))) for rank in range(2)]
+        try:
+            results = [rank.communicate(timeout=begin + PROBE_LIMIT_S - time.monotonic()) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return Check("all-reduce", BAD, f"two gloo processes were not done after {PROBE_LIMIT_S:g} s")
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for number, (rank, (_, errors)) in enumerate(zip(ranks, results, strict=True)):
+        if rank.returncode != 0:
+            last = (errors.strip().splitlines() or ["no message"])[-1]
+            return Check("all-reduce", BAD, f"rank {number} ended with {rank.returncode}: {last}")
+    milliseconds = float(results[0][0]) * 1e3
+    seconds = time.monotonic() - begin
+    return Check("all-reduce", OK, f"two gloo processes: 1 MB in {milliseconds:.2f} ms, {seconds:.1f} s in all")
+
+
+def _start_probe(rank: int, directory: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROBE, str(rank), str(directory / "store")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _default_backends() -> set[str]:
+    """What is chosen when no backend is asked for, with one process and with several."""
+    return {plan_processes(DistributedConfig(device="cpu", nproc_per_node=n)).backend for n in (1, 2)}
+
+
+def _library(name: str, needed: bool) -> Check:
+    version = _version(name)
+    if version is not None:
+        return Check(name, OK, version)
+    if needed:
+        return Check(name, BAD, f"not installed: run pip install {name}")
+    return Check(name, INFO, "used from a source tree, not installed")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _memory() -> str:
+    sizes = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        sizes[name] = int(rest.split()[0]) / 1024**2  # kB to GiB
+    return f"{sizes['MemTotal']:.1f} GiB memory, {sizes['MemAvailable']:.1f} GiB free"
+
+
+def _show_table(checks: list[Check]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    colours = {OK: "green", BAD: "red", MISSING: "yellow", INFO: "cyan"}
+    table = Table(box=None, pad_edge=False)
+    for title in ("check", "", "detail"):
+        table.add_column(title, overflow="fold")
+    for check in checks:
+        table.add_row(check.subject, f"[{colours[check.status]}]{check.status}[/]", _escaped(check.detail))
+    Console().print(table)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

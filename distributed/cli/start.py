@@ -1,0 +1,146 @@
+"""From what was typed to running workers: checks, the launch plan, `--dry-run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from distributed.backends import backend_class, backend_row, option_groups
+from distributed.errors import ConfigError
+from distributed.launcher import (
+    Handover,
+    LaunchRequest,
+    WorkerEnvironment,
+    check_script,
+    launch,
+    node_environment,
+    set_thread_variables,
+    thread_count,
+    worker_environment,
+)
+from distributed.plan import ProcessPlan, plan_batch, plan_processes
+from distributed.run_dir import choose_run_dir
+from distributed.settings import MergedConfig, Typed, merge
+
+_NODE_SETTINGS = ("num_nodes", "node_rank", "master_addr", "master_port")
+
+
+def start(typed: Typed, *, run_dir: str | None, resume: bool, dry_run: bool) -> int:
+    """Run the typed job, here or in workers of our own; returns the exit code. Raises DistributedError before anything starts."""
+    typed = _with_slurm_node(typed)
+    merged = merge(typed, {})
+    wanted = merged.config.nproc_per_node or merged.config.gpus_per_node
+    environment = worker_environment(nproc_per_node=wanted)
+    if environment is not None and not dry_run:
+        return _run_as_worker(typed, merged, environment, run_dir, resume)
+    plan = plan_processes(merged.config)
+    _refuse(typed, merged, plan, run_dir, resume)
+    request = _request(typed, merged, plan, run_dir, resume)
+    if dry_run:
+        sys.stdout.write("\n".join(_dry_run_lines(merged, plan, request)) + "\n")
+        return 0
+    return launch(request)
+
+
+def _with_slurm_node(typed: Typed) -> Typed:
+    """One Slurm task per node: what the nodes are comes from Slurm, where nobody typed it."""
+    node = node_environment()
+    given = {**typed.file, **typed.flag}
+    if node is None or node.num_nodes == 1 or any(name in given for name in _NODE_SETTINGS):
+        return typed
+    found = {name: getattr(node, name) for name in _NODE_SETTINGS}
+    return dataclasses.replace(typed, flag={**typed.flag, **found})
+
+
+def _run_as_worker(
+    typed: Typed, merged: MergedConfig, environment: WorkerEnvironment, run_dir: str | None, resume: bool
+) -> int:
+    """Another launcher started this process: run the script in it."""
+    per_node = merged.config.nproc_per_node
+    if per_node is not None and per_node * merged.config.num_nodes != environment.world_size:
+        raise ConfigError(
+            f"--nproc-per-node {per_node} x --num-nodes {merged.config.num_nodes} is not the running world of"
+            f" {environment.world_size}: this process already is a worker, drop the flags"
+        )
+    script = _script(typed)
+    check_script(script)
+    set_thread_variables(environment.local_world_size)
+    from distributed.worker import run_here
+
+    return run_here(Handover(typed, run_dir, resume, environment.restart_count), environment)
+
+
+def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool) -> None:
+    """What can be known to be wrong before anything starts. Arithmetic first."""
+    plan_batch(merged, plan.world_size)
+    row = backend_row(plan.backend)
+    backend_class(row.name)(merged, merged.config.options(row.group), plan)
+    if merged.is_typed("backend"):
+        for group in option_groups():
+            if group != row.group and typed.flag.get(group):
+                raise ConfigError(f"--set {group}.{next(iter(typed.flag[group]))} has no effect with backend={row.name!r}: drop it")
+    if resume and run_dir is None:
+        raise ConfigError("--resume needs the run to go on with: add --run-dir RUN")
+    if plan.num_nodes > 1 and (run_dir is None or merged.config.master_port is None):
+        what = "run_dir" if run_dir is None else "master_port"
+        raise ConfigError(f"num_nodes={plan.num_nodes} needs the same {what} on every node: add --{what.replace('_', '-')}")
+    check_script(_script(typed))
+
+
+def _script(typed: Typed) -> str:
+    if typed.script is None:
+        raise ConfigError("no script to run: add --script train.py")
+    return typed.script
+
+
+def _request(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool) -> LaunchRequest:
+    config = merged.config
+    where = run_dir if run_dir is not None else str(choose_run_dir(_script(typed)))
+    lines = (*merged.notices, _plan_line(plan), f"run directory: {where}") if config.node_rank == 0 else ()
+    return LaunchRequest(
+        run_dir=where, typed=dataclasses.replace(typed, notices=()), script=_script(typed), script_args=typed.script_args,
+        resume=resume, nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes, node_rank=config.node_rank,
+        master_addr=config.master_addr, master_port=config.master_port, device=plan.device,
+        preload=backend_row(plan.backend).preload, max_restarts=config.max_restarts,
+        restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
+        start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose, started_lines=lines,
+    )  # fmt: skip
+
+
+def _plan_line(plan: ProcessPlan) -> str:
+    threads = thread_count(plan.nproc_per_node)
+    nodes = f" on each of {plan.num_nodes} nodes" if plan.num_nodes > 1 else ""
+    processes = f"{plan.nproc_per_node} process{'es' * (plan.nproc_per_node > 1)}"
+    return f"{processes}{nodes}, device {plan.device}, {threads} thread{'s' * (threads > 1)} each"
+
+
+def _dry_run_lines(merged: MergedConfig, plan: ProcessPlan, request: LaunchRequest) -> list[str]:
+    values = merged.config.to_dict()
+    names = sorted(values, key=lambda name: not merged.is_typed(name))
+    width = max(map(len, names))
+    settings = [f"  {name:<{width}}  {_shown(values[name]):<14}  {merged.source(name)}" for name in names]
+    return [
+        *merged.notices,
+        "settings (value, source):",
+        *settings,
+        "batch:",
+        f"  {plan_batch(merged, plan.world_size)}",
+        "  (a loader's own batch_size counts where none was typed)",
+        "launch:",
+        f"  script         {Path(request.script or '')} {' '.join(request.script_args)}".rstrip(),
+        f"  backend        {plan.backend}" + ("" if merged.is_typed("backend") else " (unless the script says another)"),
+        f"  processes      {_plan_line(plan)}",
+        f"  run directory  {request.run_dir}",
+        "nothing was started (--dry-run)",
+    ]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value or "none" if isinstance(value, dict) else value)
+

@@ -1,0 +1,161 @@
+"""DistributedConfig: every setting of a run, checked. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from distributed.errors import ConfigError
+from distributed.fields import check, check_options, rules, setting, unknown_name
+
+RESOURCES, TRAINING, OPTIMIZATION = "Resources", "Training", "Optimization"
+COMMUNICATION, CHECKPOINTS, MONITORING, FAULTS = "Communication", "Checkpoints", "Monitoring", "Faults"
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """All settings of a run. Frozen; wrong values and unknown names raise ConfigError with the fix.
+
+    Only what was given explicitly counts as set (`config.given`), so that a file or a flag can fill in the rest.
+    """
+
+    # fmt: off
+    backend: str | None = setting(None, "the engine: single, pytorch-ddp (default: pytorch-ddp for several processes, else single)", str, group=RESOURCES)
+    num_gpus: int | None = setting(None, "GPUs in all, over all nodes (default: the visible ones)", int, minimum=0, group=RESOURCES)
+    num_nodes: int = setting(1, "machines", minimum=1, group=RESOURCES)
+    gpus_per_node: int | None = setting(None, "GPUs of each node, one process each", int, minimum=0, group=RESOURCES)
+    nproc_per_node: int | None = setting(None, "processes of each node", int, minimum=1, group=RESOURCES)
+    device: str | None = setting(None, "cuda or cpu (default: cuda where there is one)", str, choices=("cpu", "cuda"), group=RESOURCES)
+    node_rank: int = setting(0, "this machine's number, 0 to num_nodes - 1", minimum=0, group=RESOURCES)
+    master_addr: str = setting("localhost", "host of node 0", group=RESOURCES)
+    master_port: int | None = setting(None, "port of node 0 (default: a free one)", int, minimum=1, group=RESOURCES)
+    address: str | None = setting(None, "an existing cluster to join", str, group=RESOURCES)
+
+    communication_backend: str | None = setting(None, "transport: nccl or gloo (default: nccl on GPUs, else gloo)", str, choices=("nccl", "gloo", "mpi"), group=COMMUNICATION)
+    timeout_s: float = setting(300.0, "seconds a collective may wait", above=0, group=COMMUNICATION)
+    start_timeout: float = setting(600.0, "seconds all workers may take to join", above=0, group=COMMUNICATION)
+
+    monitor_interval: float = setting(0.1, "seconds between two looks at the workers", above=0, group=FAULTS)
+    max_restarts: int = setting(3, "restarts after a worker was killed", minimum=0, group=FAULTS)
+    restart_on_exception: bool = setting(False, "restart after a Python exception of the script too", group=FAULTS)
+    nan_policy: str = setting("stop", "what a NaN or infinite loss or gradient does: stop, skip the update, or warn", choices=("stop", "skip", "warn"), group=FAULTS)
+
+    seed: int = setting(0, "seed of order, augmentation, dropout and initial weights", minimum=0, group=TRAINING)
+    deterministic: bool = setting(False, "refuse operations whose result can differ between two runs", group=TRAINING)
+    shuffle: bool | None = setting(None, "new order of the samples each epoch (default: as the loader says)", bool, group=TRAINING)
+    epochs: int = setting(1, "passes over the training data", minimum=1, group=TRAINING)
+    max_steps: int | None = setting(None, "optimizer updates at most", int, minimum=1, group=TRAINING)
+    batch_size: int = setting(32, "samples per device and micro-batch", minimum=1, group=TRAINING)
+    global_batch_size: int | None = setting(None, "samples per update (default: batch_size x gradient_accumulation_steps x processes)", int, minimum=1, group=TRAINING)
+    gradient_accumulation_steps: int = setting(1, "micro-batches per update", minimum=1, group=TRAINING)
+    dtype: str = setting("float32", "float32, or float64 for proofs", choices=("float32", "float64"), group=TRAINING)
+    early_stopping_patience: int | None = setting(None, "epochs without a better monitor before stopping", int, minimum=1, group=TRAINING)
+    monitor: str = setting("val_loss", "the metric that decides best and early stopping", group=TRAINING)
+    monitor_mode: str = setting("min", "min or max of the monitor is best", choices=("min", "max"), group=TRAINING)
+
+    learning_rate: float = setting(1e-3, "rate of the default AdamW, or of a given optimizer when typed", above=0, group=OPTIMIZATION)
+    lr_scaling: str = setting("none", "multiply the rate by global_batch_size / batch_size (linear), or its root (sqrt)", choices=("none", "linear", "sqrt"), group=OPTIMIZATION)
+    warmup_steps: int = setting(0, "updates over which the rate rises linearly to its value", minimum=0, group=OPTIMIZATION)
+    scheduler_interval: str = setting("step", "step the schedule per update (step) or per epoch", choices=("step", "epoch"), group=OPTIMIZATION)
+    gradient_clipping: float | None = setting(None, "largest global norm of the gradient", float, above=0, group=OPTIMIZATION)
+    mixed_precision: str | bool = setting("no", "no, fp16 or bf16 (true: fp16 on GPUs, bf16 on CPU)", bool, str, choices=("no", "fp16", "bf16", True, False), group=OPTIMIZATION)
+    scaler_init_scale: float = setting(2.0**16, "first loss scale of fp16", above=0, group=OPTIMIZATION)
+    scaler_growth_interval: int = setting(2000, "updates without overflow before the loss scale doubles", minimum=1, group=OPTIMIZATION)
+    activation_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory", group=OPTIMIZATION)
+    compile: bool = setting(False, "torch.compile the model (slow first step)", group=OPTIMIZATION)
+
+    checkpoint_dir: str | None = setting(None, "where checkpoints go (default: RUN/checkpoints)", str, group=CHECKPOINTS)
+    resume_from_checkpoint: str | bool = setting(False, "true: the newest verified one of the run directory; or a path", bool, str, group=CHECKPOINTS)
+    checkpoint_frequency: int | None = setting(1, "epochs between checkpoints (null: none by epoch)", int, minimum=1, optional=True, group=CHECKPOINTS)
+    checkpoint_every_n_steps: int | None = setting(None, "updates between checkpoints", int, minimum=1, group=CHECKPOINTS)
+    checkpoint_every_s: float | None = setting(None, "seconds between checkpoints", float, above=0, group=CHECKPOINTS)
+    keep_latest_k: int = setting(3, "checkpoints kept, the newest ones", minimum=1, group=CHECKPOINTS)
+    keep_best: bool = setting(True, "keep the checkpoint with the best monitor too", group=CHECKPOINTS)
+
+    log_every_n_steps: int = setting(50, "updates between two log lines", minimum=1, group=MONITORING)
+    verbose: bool = setting(True, "show progress", group=MONITORING)
+    mlflow_tracking: bool = setting(False, "log to MLflow", group=MONITORING)
+    mlflow_experiment: str | None = setting(None, "MLflow experiment name", str, group=MONITORING)
+    tensorboard: bool = setting(False, "write TensorBoard event files", group=MONITORING)
+    tensorboard_dir: str | None = setting(None, "where TensorBoard files go (default: the run directory)", str, group=MONITORING)
+
+    single: dict[str, Any] = setting(None, "options of backend single", dict)
+    ddp: dict[str, Any] = setting(None, "options of backend pytorch-ddp", dict)
+    data: dict[str, Any] = setting(None, "options of the data pipeline", dict)
+    # fmt: on
+
+    def __new__(cls, *args: Any, **given: Any) -> DistributedConfig:
+        """Remember which names were given, and answer a misspelt one before dataclasses do."""
+        if args:
+            raise ConfigError("DistributedConfig takes settings by name only: DistributedConfig(batch_size=32, ...)")
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                raise unknown_name(name, cls.__dataclass_fields__)
+        self = super().__new__(cls)
+        object.__setattr__(self, "_given", frozenset(given))
+        return self
+
+    def __post_init__(self) -> None:
+        for name, rule in rules(type(self)).items():
+            object.__setattr__(self, name, check(name, getattr(self, name), rule))
+        for group, options in group_options().items():
+            values = getattr(self, group) or {}
+            check_options(options, values, group)
+            object.__setattr__(self, group, dict(values))
+        if self.backend is not None:
+            from distributed.backends import backend_row
+
+            backend_row(self.backend)
+        if self.node_rank >= self.num_nodes:
+            raise ConfigError(f"node_rank={self.node_rank} is not below num_nodes={self.num_nodes}: number the nodes from 0")
+        _refuse_what_has_no_effect(self)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that were given explicitly, by name."""
+        given: frozenset[str] = self._given  # type: ignore[attr-defined]
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name in given}
+
+    def options(self, group: str) -> Any:
+        """The checked options object of `group` ("ddp", "data", ...)."""
+        return check_options(group_options()[group], getattr(self, group), group)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values by name, plain Python."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def group_options() -> dict[str, type[Any]]:
+    """The options class of every group: one per backend, and the data pipeline's."""
+    from distributed.backends import option_groups
+    from distributed.data import DataOptions
+
+    return {**option_groups(), "data": DataOptions}
+
+
+def _refuse_what_has_no_effect(config: DistributedConfig) -> None:
+    """Refuse settings that this version accepts by name and cannot honour."""
+    if config.mlflow_tracking or config.mlflow_experiment is not None:
+        raise ConfigError("mlflow_tracking is not in this version: drop it; every metric is in RUN/metrics.jsonl")
+    if config.tensorboard or config.tensorboard_dir is not None:
+        raise ConfigError("tensorboard is not in this version: drop it; every metric is in RUN/metrics.jsonl")
+    if config.address is not None:
+        raise ConfigError(f"address={config.address!r} names a cluster, which none of the backends here joins: drop it")
+    if config.communication_backend == "mpi":
+        raise ConfigError("communication_backend='mpi' is not in PyTorch's wheels: set communication_backend='gloo'")
+
+
+# Spellings of other tools: name -> ours. A dotted name is an option of a group.
+ALIASES: Mapping[str, str] = {
+    "find_unused_parameters": "ddp.find_unused_parameters",
+    "bucket_cap_mb": "ddp.bucket_cap_mb",
+    "bucket_size_mb": "ddp.bucket_cap_mb",
+    "static_graph": "ddp.static_graph",
+    "gradient_clip_norm": "gradient_clipping",
+    "save_interval": "checkpoint_every_n_steps",
+    "use_gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing": "activation_checkpointing",
+    "rank": "node_rank",
+}
+SWEEP_ALIASES: Mapping[str, str] = {"lr": "learning_rate"}  # only in a dict that a sweep hands over

@@ -1,0 +1,77 @@
+"""The order of samples: a pure function of (seed, epoch, position), cut over ranks without padding or dropping."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from distributed.fields import setting
+
+if TYPE_CHECKING:
+    import numpy
+    from numpy.typing import NDArray
+
+    from distributed.plan import BatchPlan
+
+_WORD = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """Options of the data pipeline, the group `data`."""
+
+    presharded: bool = setting(False, "each rank's loader already yields only its own part of the data")
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> NDArray[numpy.int64]:
+    """The index of the sample at each position of epoch `epoch`, `[num_samples]`; 0, 1, 2, ... without `shuffle`.
+
+    The same on every rank, machine and numpy version: the stream of RandomState is frozen (NEP 19).
+    """
+    import numpy
+
+    if not shuffle:
+        return numpy.arange(num_samples, dtype=numpy.int64)
+    key = numpy.random.SeedSequence((seed, epoch)).generate_state(8)
+    order: NDArray[numpy.int64] = numpy.random.RandomState(key).permutation(num_samples).astype(numpy.int64, copy=False)
+    return order
+
+
+def num_micro_batches(num_samples: int, batch: BatchPlan) -> int:
+    """How many micro-batches an update of `num_samples` global samples needs; fewer in a short last group."""
+    if num_samples == batch.global_batch_size:
+        return batch.gradient_accumulation_steps
+    return max(1, -(-num_samples // (batch.batch_size * batch.data_parallel_size)))
+
+
+def slices(num_samples: int, batch: BatchPlan, rank: int, micro_batches: int | None = None) -> list[range]:
+    """Which samples of one update `rank` takes: one range of places in the update for each micro-batch.
+
+    Micro-batch j is a contiguous run of the update and rank r takes every world-th sample of it from r on, as
+    `DistributedSampler` does. All slices of all ranks differ by at most one sample, bigger ones first; every rank
+    gets the same number of ranges, empty ones where there are fewer samples than slices.
+    """
+    world = batch.data_parallel_size
+    count = num_micro_batches(num_samples, batch) if micro_batches is None else micro_batches
+    size, bigger = divmod(num_samples, count * world)
+    cut, start = [], 0
+    for j in range(count):
+        stop = start + size * world + min(max(bigger - j * world, 0), world)
+        cut.append(range(start + rank, max(stop, start + rank), world))
+        start = stop
+    return cut
+
+
+def sample_seed(seed: int, epoch: int, position: int, salt: int = 0) -> int:
+    """The 64-bit seed of the sample at `position` of `epoch`. `salt` keeps training, validation and so on apart.
+
+    The words pass one after the other through the mixing function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
+    """
+    state = 0
+    for word in (seed ^ (seed >> 64), epoch, position, salt):
+        state = (state + _GOLDEN + word) & _WORD
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
+        state ^= state >> 31
+    return state

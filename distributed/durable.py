@@ -1,0 +1,64 @@
+"""Files that survive a crash: written, fsynced, and only then given their name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+_BUFFER_BYTES = 1 << 20
+_WRITE_BYTES = 16 << 20  # one system call at most, so that a signal handler need not wait for gigabytes
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
+    """Write a new file of `num_bytes` bytes and fsync it. OSError where it exists, the disk is full or broken.
+
+    The file has its full length from the start: a save that fails half-way still tells how much room it needed.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        os.ftruncate(fd, num_bytes)
+        _write_all(fd, chunks)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
+    """Write `path` whole or not at all, over an existing file. OSError leaves the old one as it was."""
+    stage = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        write_file(stage, chunks, num_bytes)
+        stage.rename(path)
+    except BaseException:
+        stage.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a directory. A directory's fsync is what makes the names in it survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, chunks: Iterable[bytes | memoryview]) -> None:
+    """Small chunks are gathered, so that thousands of small tensors are not thousands of system calls."""
+    pending = bytearray()
+    for chunk in chunks:
+        if len(chunk) < _BUFFER_BYTES:
+            pending += chunk
+        if len(pending) >= _BUFFER_BYTES or len(chunk) >= _BUFFER_BYTES:
+            _put(fd, memoryview(bytes(pending)))
+            pending.clear()
+        if len(chunk) >= _BUFFER_BYTES:
+            _put(fd, memoryview(chunk))
+    _put(fd, memoryview(pending))
+
+
+def _put(fd: int, view: memoryview) -> None:
+    while len(view):
+        view = view[os.write(fd, view[:_WRITE_BYTES]) :]

@@ -1,0 +1,191 @@
+"""Notices whether this process already is a worker of some launcher, so that it does not launch again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+
+from distributed.errors import ResourceError
+
+_SLURM_NOT_A_STEP = {"", "4294967290", "4294967291", "4294967292", "-5", "-6", "-4"}  # batch, interactive, external
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerEnvironment:
+    """This process among the workers that a launcher started, and where they meet."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    restart_count: int
+    source: str  # "environment" (torchrun, ours, RANK set by hand), "slurm" or "openmpi"
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables that a plain torchrun script reads."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeEnvironment:
+    """One task per node: this process is to launch the workers of its node."""
+
+    num_nodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+
+
+def worker_environment(
+    environ: Mapping[str, str] | None = None, argv: Sequence[str] | None = None, *, nproc_per_node: int | None = None
+) -> WorkerEnvironment | None:
+    """What this process is as a worker, or None where it is to launch workers itself.
+
+    RANK and WORLD_SIZE win; then a step of `srun`; then Open MPI. One Slurm task per node that is asked for
+    `nproc_per_node` > 1 launches its node (see `node_environment`). Raises ResourceError where the variables make no sense.
+    """
+    environ = os.environ if environ is None else environ
+    argv = sys.argv if argv is None else argv
+    if environ.get("RANK", "") != "" and environ.get("WORLD_SIZE", "") != "":
+        return _from_variables(environ, argv)
+    if _is_slurm_step(environ):
+        if (nproc_per_node or 1) > 1 and _one_task_per_node(environ):
+            return None
+        return _from_slurm(environ)
+    if "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ:
+        return _from_openmpi(environ)
+    return None
+
+
+def node_environment(environ: Mapping[str, str] | None = None) -> NodeEnvironment | None:
+    """This node among the nodes of an `srun` step with one task per node, or None."""
+    environ = os.environ if environ is None else environ
+    if environ.get("RANK", "") != "" or not _is_slurm_step(environ) or not _one_task_per_node(environ):
+        return None
+    addr, port = _slurm_meeting_point(environ)
+    return NodeEnvironment(_number(environ, "SLURM_NTASKS", 1), _number(environ, "SLURM_PROCID"), addr, port)
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Slurm's compressed list of hosts as single names: `n[01-03,7],gpu1` -> n01, n02, n03, n7, gpu1."""
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        hosts.extend(_expand(item))
+    return hosts
+
+
+def _expand(item: str) -> list[str]:
+    match = re.match(r"([^\[]*)\[([^\]]*)\](.*)", item)
+    if not match:
+        return [item]
+    head, ranges, tail = match.groups()
+    names = []
+    for part in ranges.split(","):
+        low, _, high = part.partition("-")
+        names += [f"{head}{n:0{len(low)}d}" for n in range(int(low), int(high or low) + 1)]
+    return [name + rest for name in names for rest in _expand(tail)]
+
+
+def _from_variables(environ: Mapping[str, str], argv: Sequence[str]) -> WorkerEnvironment:
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise ResourceError(f"RANK={rank} is not below WORLD_SIZE={world_size}: number the processes from 0, or unset both to launch here")
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size)
+    local_rank = _number(environ, "LOCAL_RANK", _local_rank_in(argv, rank % max(1, local_world_size)))
+    return WorkerEnvironment(
+        rank, local_rank, world_size, local_world_size,
+        _number(environ, "GROUP_RANK", rank // max(1, local_world_size)),
+        environ.get("MASTER_ADDR") or "127.0.0.1", _number(environ, "MASTER_PORT", 29500),
+        _number(environ, "TORCHELASTIC_RESTART_COUNT", 0), "environment",
+    )  # fmt: skip
+
+
+def _local_rank_in(argv: Sequence[str], default: int) -> int:
+    """The `--local_rank=N` that `torch.distributed.launch` appends to the arguments."""
+    for argument in argv:
+        match = re.fullmatch(r"--local[-_]rank=(\d+)", argument)
+        if match:
+            return int(match[1])
+    return default
+
+
+def _is_slurm_step(environ: Mapping[str, str]) -> bool:
+    """A batch shell has SLURM_PROCID=0 too; only an `srun` step has a real step number."""
+    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
+    return step not in _SLURM_NOT_A_STEP and "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ
+
+
+def _one_task_per_node(environ: Mapping[str, str]) -> bool:
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1))
+    return _number(environ, "SLURM_NTASKS", 1) == nodes
+
+
+def _from_slurm(environ: Mapping[str, str]) -> WorkerEnvironment:
+    addr, port = _slurm_meeting_point(environ)
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or environ["SLURM_NTASKS"]
+    node = _number(environ, "SLURM_NODEID", 0)
+    return WorkerEnvironment(
+        _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID", 0), _number(environ, "SLURM_NTASKS"),
+        _tasks_on(tasks, node), node, addr, port, _number(environ, "SLURM_RESTART_COUNT", 0), "slurm",
+    )  # fmt: skip
+
+
+def _slurm_meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host of the step's first node, and a port that every task of the step computes alike."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    hosts = expand_hostlist(nodes)
+    addr = environ.get("MASTER_ADDR") or (hosts[0] if hosts else environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+    key = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
+    return addr, _number(environ, "MASTER_PORT", _derived_port(key))
+
+
+def _tasks_on(tasks_per_node: str, node: int) -> int:
+    """Tasks of node number `node` in Slurm's `2(x3),1`."""
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match:
+            counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node] if node < len(counts) else 1
+
+
+def _from_openmpi(environ: Mapping[str, str]) -> WorkerEnvironment:
+    rank, world_size = _number(environ, "OMPI_COMM_WORLD_RANK"), _number(environ, "OMPI_COMM_WORLD_SIZE")
+    local_world_size = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", world_size)
+    addr = environ.get("MASTER_ADDR") or ("127.0.0.1" if local_world_size == world_size else "")
+    if not addr:
+        raise ResourceError("MASTER_ADDR is not set and Open MPI runs on several nodes: add -x MASTER_ADDR=HOST_OF_RANK_0 to mpirun")
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
+    return WorkerEnvironment(
+        rank, _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", rank), world_size, local_world_size,
+        rank // max(1, local_world_size), addr, _number(environ, "MASTER_PORT", _derived_port(job)), 0, "openmpi",
+    )  # fmt: skip
+
+
+def _derived_port(job: str) -> int:
+    return 20000 + zlib.crc32(job.encode()) % 12000  # below the kernel's range of free ports
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "")
+    if text == "" and default is not None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ResourceError(f"{name}={text!r} is not a whole number: the launcher that set it is broken, or unset it") from None

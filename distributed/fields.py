@@ -1,0 +1,124 @@
+"""Declares and checks settings: one `setting(...)` line per field, used by the config and by every backend's options."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from distributed.errors import ConfigError, nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a value may be, and what it means."""
+
+    kinds: tuple[type, ...]
+    help: str
+    choices: tuple[Any, ...] | None = None
+    minimum: float | None = None
+    above: float | None = None
+    optional: bool = False
+    group: str = ""
+
+
+def setting(
+    default: Any,
+    help: str,  # noqa: A002 - the field's own word
+    *kinds: type,
+    choices: tuple[Any, ...] | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    optional: bool = False,
+    group: str = "",
+) -> Any:
+    """A dataclass field with its rule. `optional` admits None; `minimum` is inclusive, `above` exclusive."""
+    kinds = kinds or (type(default),)
+    optional = optional or default is None
+    rule = Rule(kinds, help, choices, minimum, above, optional, group)
+    return dataclasses.field(default=default, metadata={"rule": rule})
+
+
+def rules(cls: type) -> dict[str, Rule]:
+    """The rule of every declared field of `cls`, in order."""
+    return {f.name: f.metadata["rule"] for f in dataclasses.fields(cls) if "rule" in f.metadata}
+
+
+def check(name: str, value: Any, rule: Rule) -> Any:
+    """`value` in the field's own type, or ConfigError naming field, value, rule and fix."""
+    if value is None:
+        if rule.optional:
+            return None
+        raise ConfigError(f"{name}=None is not allowed: give {_wanted(rule)} or drop the setting")
+    converted = _convert(value, rule)
+    if converted is None:
+        raise ConfigError(f"{name}={value!r} is not {_wanted(rule)}: set {name}={_example(rule)}")
+    if rule.choices is not None and converted not in rule.choices:
+        words = ", ".join(map(str, rule.choices))
+        raise ConfigError(f"{name}={value!r} is not a choice{nearest(str(value), map(str, rule.choices))}: choose one of {words}")
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise ConfigError(f"{name}={value!r} is not a finite number: set {name}={_example(rule)}")
+    is_number = isinstance(converted, (int, float)) and not isinstance(converted, bool)
+    if is_number and rule.minimum is not None and converted < rule.minimum:
+        raise ConfigError(f"{name}={value!r} must be at least {rule.minimum:g}: set {name}={_example(rule)} or more")
+    if is_number and rule.above is not None and converted <= rule.above:
+        raise ConfigError(f"{name}={value!r} must be greater than {rule.above:g}: set {name}={_example(rule)}")
+    return converted
+
+
+def check_options(cls: type, values: Mapping[str, Any], group: str) -> Any:
+    """An instance of the options class `cls` from a mapping; ConfigError for unknown names and wrong values."""
+    known = rules(cls)
+    for name in values:
+        if name not in known:
+            has = ", ".join(known) or "no options"
+            raise ConfigError(f"{group}.{name} is not an option{nearest(name, known)}: {group} has {has}")
+    return cls(**{name: check(f"{group}.{name}", value, known[name]) for name, value in values.items()})
+
+
+def unknown_name(name: str, known: Iterable[str], what: str = "a setting") -> ConfigError:
+    """The error for a misspelt setting, with the nearest known name."""
+    return ConfigError(f"{name} is not {what}{nearest(name, known)}: see 'python -m distributed.cli train --help'")
+
+
+def _convert(value: Any, rule: Rule) -> Any:
+    """`value` as one of the rule's kinds, or None where it is none of them."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    for kind in rule.kinds:
+        if kind is bool and isinstance(value, bool):
+            return value
+        if kind is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+            return int(value)
+        if kind is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
+            return float(value)
+        if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as a word
+            try:
+                return float(value)
+            except ValueError:
+                continue
+        if kind in (str, dict) and isinstance(value, kind):
+            return value
+    return None
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", dict: "a mapping"}
+
+
+def _wanted(rule: Rule) -> str:
+    return " or ".join(_WORDS[kind] for kind in rule.kinds)
+
+
+def _example(rule: Rule) -> str:
+    if rule.choices is not None:
+        return str(rule.choices[0])
+    if rule.minimum is not None:
+        return f"{rule.minimum:g}"
+    if rule.above is not None:
+        return f"{rule.above + 1:g}"
+    return {int: "1", float: "1.0", bool: "true", str: "NAME", dict: "{...}"}[rule.kinds[0]]

@@ -1,0 +1,288 @@
+"""The launcher process: forks the agent, imports the framework once, then forks every worker that the agent asks for.
+
+It stays single-threaded, so that its children start from a clean state, and is the parent of all of them: they share its
+memory, die with it, and it alone reaps them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from distributed.launcher import LaunchRequest, check_script, set_thread_variables
+from distributed.processes import die_with_parent
+from distributed.run_dir import RunDirectory
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_AGENT_GRACE_S = 10.0  # for the agent to print and leave once every worker is gone
+_MESSAGE_BYTES = 256 * 1024
+
+
+def serve(request: LaunchRequest) -> int:
+    """Run the job of `request` from this single-threaded process; returns the exit code."""
+    run = RunDirectory(request.run_dir)
+    _check(request, run)
+    set_thread_variables(request.nproc_per_node)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart can read stale addresses
+    with _Signals() as signals:
+        gc.disable()  # imports make no garbage worth looking for, and a collection would unshare pages
+        importlib.import_module("torch")  # the agent's; the only import of it in the whole tree
+        server, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        agent = _fork(lambda: _agent(request, run, side, server, signals))
+        side.close()
+        for name in request.preload:
+            importlib.import_module(name)
+        gc.freeze()
+        return ForkServer(request, server, agent, signals).serve()
+
+
+def _check(request: LaunchRequest, run: RunDirectory) -> None:
+    if request.script is not None:
+        check_script(request.script)
+    if request.node_rank == 0:
+        run.check(resume=request.resume)
+        run.lock()
+    else:
+        run.path.mkdir(parents=True, exist_ok=True)
+    run.logs.mkdir(exist_ok=True)
+
+
+def _agent(request: LaunchRequest, run: RunDirectory, side: socket.socket, server: socket.socket, signals: _Signals) -> int:
+    server.close()
+    signals.ignore()  # the launcher gets them and says so
+    gc.enable()
+    from distributed.agent import run_agent
+
+    return run_agent(request, run, side)
+
+
+def _fork(child: Callable[[], int]) -> int:
+    """Fork; the child dies with this process and ends with what `child()` returns. It starts with its signals blocked."""
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Until the child has its own handlers, its signals would show up on the descriptor that it shares with us.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_STOP_SIGNALS, signal.SIGCHLD))
+    pid = os.fork()
+    if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return pid
+    code = 1
+    try:
+        die_with_parent(parent)
+        code = child()
+    except BaseException:  # the top frame of a process: say it, whatever it is
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+class _Signals:
+    """Signals as bytes on a descriptor, for a select loop."""
+
+    def __enter__(self) -> _Signals:
+        self._read, self._write = os.pipe()
+        for fd in (self._read, self._write):
+            os.set_blocking(fd, False)
+        self._old = {number: signal.signal(number, _noted) for number in (*_STOP_SIGNALS, signal.SIGCHLD)}
+        self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._old_fd)
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._close()
+
+    def fileno(self) -> int:
+        return self._read
+
+    def read(self) -> list[int]:
+        """The signals since the last call, in order."""
+        try:
+            return list(os.read(self._read, 4096))
+        except BlockingIOError:
+            return []
+
+    def restore(self) -> None:
+        """In a forked worker: what a fresh interpreter has."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._end_here(signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
+
+    def ignore(self) -> None:
+        """In the forked agent: the launcher decides."""
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        self._end_here(signal.SIGCHLD)
+
+    def _end_here(self, *defaults: signal.Signals) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in defaults:
+            signal.signal(number, signal.SIG_DFL)
+        self._close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_STOP_SIGNALS, signal.SIGCHLD))
+
+    def _close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """The byte on the wake-up descriptor says it all."""
+
+
+@dataclasses.dataclass
+class _Stop:
+    """A stop that was asked for: by which signal, how often, and when patience ends (monotonic seconds)."""
+
+    signum: int
+    kill_at: float
+    count: int = 1
+
+
+class ForkServer:
+    """The loop of the launcher process: orders of the agent, signals from outside, ends of children."""
+
+    def __init__(self, request: LaunchRequest, channel: socket.socket, agent: int, signals: _Signals) -> None:
+        self._request, self._channel, self._agent, self._signals = request, channel, agent, signals
+        self._workers: dict[int, int] = {}  # process id -> local rank
+        self._stop: _Stop | None = None
+        self._code: int | None = None  # what the agent says the run ends with
+        self._agent_status: int | None = None
+        self._agent_deadline: float | None = None
+
+    def serve(self) -> int:
+        """Until the agent has ended and no worker is left; returns the exit code of the run."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(self._signals, selectors.EVENT_READ)
+            while self._agent_status is None:
+                for key, _ in selector.select(self._patience()):
+                    if key.fileobj is self._channel and not self._take_order():
+                        selector.unregister(self._channel)  # the agent is going; its end is a signal
+                for number in self._signals.read():
+                    self._note_signal(number)
+                self._reap()
+                self._run_out_of_patience()
+        self._kill_workers()
+        while self._workers:
+            self._reap(block=True)
+        return self._exit_code()
+
+    def _exit_code(self) -> int:
+        if self._code is not None:
+            return self._code
+        status = self._agent_status or 0
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with code {status}"
+        sys.stderr.write(f"error: the agent of this run (process {self._agent}) {how}: all workers were stopped\n")
+        return 1
+
+    # orders
+
+    def _take_order(self) -> bool:
+        """Carry out one message of the agent; False when it has closed its end."""
+        data, fds, _, _ = socket.recv_fds(self._channel, _MESSAGE_BYTES, 3)
+        if not data:
+            return False
+        order = json.loads(data)
+        if order["op"] == "fork":
+            self._start_worker(order, fds)
+        elif order["op"] == "kill":
+            self._kill_workers()
+        elif order["op"] == "done":
+            self._code = order["code"]
+            self._agent_deadline = time.monotonic() + _AGENT_GRACE_S
+        return True
+
+    def _tell(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # the agent has gone: its end is handled where it is reaped
+            self._channel.send(json.dumps(message).encode())
+
+    def _start_worker(self, order: dict[str, Any], fds: list[int]) -> None:
+        if self._stop is not None:  # too late: nothing may start any more
+            self._tell(op="exit", local_rank=order["local_rank"], status=-self._stop.signum, time=time.time())
+        else:
+            pid = _fork(lambda: self._worker(order, fds))
+            with contextlib.suppress(OSError):  # the child does it too; whoever comes first
+                os.setpgid(pid, pid)
+            self._workers[pid] = order["local_rank"]
+        for fd in fds:
+            os.close(fd)
+
+    def _worker(self, order: dict[str, Any], fds: list[int]) -> int:
+        os.setpgid(0, 0)  # the terminal's Ctrl-C is for the launcher alone
+        self._signals.restore()
+        self._channel.close()
+        gc.enable()
+        from distributed.worker import run_worker
+
+        return run_worker(self._request, order, fds)
+
+    # ends
+
+    def _reap(self, *, block: bool = False) -> None:
+        while self._workers or self._agent_status is None:
+            try:
+                pid, raw = os.waitpid(-1, 0 if block else os.WNOHANG)
+            except ChildProcessError:
+                self._workers.clear()
+                return
+            if pid == 0:
+                return
+            status = os.waitstatus_to_exitcode(raw)
+            if pid == self._agent:
+                self._agent_status = status
+            elif (local_rank := self._workers.pop(pid, None)) is not None:
+                self._tell(op="exit", local_rank=local_rank, status=status, time=time.time())
+
+    def _kill_workers(self) -> None:
+        for pid in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    # signals
+
+    def _note_signal(self, number: int) -> None:
+        if number not in _STOP_SIGNALS:
+            return
+        if self._stop is None:
+            self._stop = _Stop(number, time.monotonic() + self._request.timeout_s)
+            for pid in self._workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        else:
+            self._stop.count += 1
+        self._tell(op="stop", signum=self._stop.signum, count=self._stop.count)
+        if number == signal.SIGINT and self._stop.count >= 3:
+            self._stop.kill_at = time.monotonic()
+
+    def _patience(self) -> float | None:
+        """Seconds until something must be killed; None where nothing waits."""
+        ends = [self._agent_deadline] if self._agent_deadline is not None else []
+        if self._stop is not None and self._workers:
+            ends.append(self._stop.kill_at)
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def _run_out_of_patience(self) -> None:
+        now = time.monotonic()
+        if self._stop is not None and now >= self._stop.kill_at:
+            self._kill_workers()
+            self._stop.kill_at = now + self._request.timeout_s
+        if self._agent_deadline is not None and now >= self._agent_deadline and self._agent_status is None:
+            os.kill(self._agent, signal.SIGKILL)
+            self._agent_deadline = None

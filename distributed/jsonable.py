@@ -1,0 +1,65 @@
+"""Plain Python as JSON and back without loss: tuples, counters, infinities and keys that are not words included."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode(value: Any, where: str, special: Callable[[Any], Any] | None = None) -> Any:
+    """`value` as strict JSON; what JSON lacks becomes an object with one key `__kind__`.
+
+    `special` may encode what this function does not know (a tensor), or give None. TypeError names the place,
+    built from `where`, of anything that cannot be stored.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"__float__": repr(float(value))}
+    if type(value) in (list, tuple):
+        items = [encode(item, f"{where}[{i}]", special) for i, item in enumerate(value)]
+        return items if type(value) is list else {"__tuple__": items}
+    if isinstance(value, dict):
+        return _encode_dict(value, where, special)
+    known = special(value) if special is not None else None
+    if known is not None:
+        return known
+    if hasattr(value, "dtype") and getattr(value, "shape", None) == ():  # a numpy scalar
+        return encode(value.item(), where, special)
+    raise TypeError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold")
+
+
+def decode(content: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
+    """What `encode` was given. ValueError for a kind that neither this function nor `special(kind, content)` knows."""
+    if isinstance(content, list):
+        return [decode(item, special) for item in content]
+    if not isinstance(content, dict):
+        return content
+    kind = next(iter(content), "")
+    if not kind.startswith("__"):
+        return {key: decode(item, special) for key, item in content.items()}
+    inner = content[kind]
+    if kind == "__float__" and inner in _NOT_FINITE:
+        return _NOT_FINITE[inner]
+    if kind == "__tuple__":
+        return tuple(decode(inner, special))
+    if kind in ("__dict__", "__counter__"):
+        pairs = {decode(key, special): decode(item, special) for key, item in inner}
+        return pairs if kind == "__dict__" else Counter(pairs)
+    if special is None:
+        raise ValueError(f"unknown kind {kind!r}")
+    return special(kind, inner)
+
+
+def _encode_dict(value: dict[Any, Any], where: str, special: Callable[[Any], Any] | None) -> dict[str, Any]:
+    is_counter = isinstance(value, Counter)
+    if not is_counter and all(type(key) is str and not key.startswith("__") for key in value):
+        return {key: encode(item, f"{where}.{key}", special) for key, item in value.items()}
+    pairs = [
+        [encode(key, f"{where} key", special), encode(item, f"{where}.{key}", special)] for key, item in value.items()
+    ]
+    return {"__counter__" if is_counter else "__dict__": pairs}

@@ -1,0 +1,209 @@
+"""Starts the workers of a run, or tells that this process already is one. Imports no framework before `launch`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from distributed.environment import NodeEnvironment, WorkerEnvironment, node_environment, worker_environment
+from distributed.errors import ConfigError, nearest
+from distributed.settings import Typed
+
+__all__ = [
+    "Handover", "LaunchRequest", "Link", "NodeEnvironment", "WorkerEnvironment", "handover", "launch", "link",
+    "node_environment", "start_launcher", "worker_environment",
+]  # fmt: skip
+
+HANDOVER_VARIABLE = "DISTRIBUTED_CONFIG"
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+# What travels to a worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Handover:
+    """What the launcher tells a worker: what was typed outside the script, and which attempt this is."""
+
+    typed: Typed
+    run_dir: str | None = None
+    resume: bool = False
+    restart_count: int = 0
+
+    def to_json(self) -> str:
+        """The text of DISTRIBUTED_CONFIG."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Handover:
+        """What `to_json` wrote. Raises ConfigError where the text is something else."""
+        try:
+            content = json.loads(text)
+            return cls(**{**content, "typed": typed_from(content["typed"])})
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(f"{HANDOVER_VARIABLE}={text[:40]!r} was not written by a launcher of ours: unset it") from None
+
+
+def typed_from(content: Mapping[str, Any]) -> Typed:
+    """A Typed out of its JSON form."""
+    return Typed(**{**content, "notices": tuple(content["notices"]), "script_args": tuple(content["script_args"])})
+
+
+class Link:
+    """The way from a worker to its launcher: one JSON line per event. All ranks have one when our launcher started them."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+
+    def send(self, event: Mapping[str, Any]) -> None:
+        """Send one event. Any thread; does nothing in a process forked from the worker or when the launcher has gone."""
+        if os.getpid() != self._pid:
+            return
+        data = (json.dumps(event) + "\n").encode()
+        with self._lock:
+            try:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+            except OSError:
+                return
+
+
+@dataclasses.dataclass
+class _ThisProcess:
+    """What this process was told; filled in once by the entry of a worker, or from the environment."""
+
+    handover: Handover | None = None
+    link: Link | None = None
+    is_told: bool = False
+
+
+_this = _ThisProcess()
+
+
+def handover() -> Handover | None:
+    """What the launcher told this worker, or None. The variable is taken out of the environment at the first call."""
+    if not _this.is_told:
+        text = os.environ.pop(HANDOVER_VARIABLE, None)
+        _this.handover = Handover.from_json(text) if text is not None else None
+        _this.is_told = True
+    return _this.handover
+
+
+def link() -> Link | None:
+    """The way to our launcher, or None in a process that it did not start."""
+    return _this.link
+
+
+def tell(given: Handover, link_fd: int | None = None) -> None:
+    """Make `given` this process' handover, and `link_fd` its way to the launcher. Entry of a worker only."""
+    os.environ.pop(HANDOVER_VARIABLE, None)
+    _this.handover, _this.is_told = given, True
+    _this.link = Link(link_fd) if link_fd is not None else None
+
+
+# What to launch
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchRequest:
+    """All that a launcher process must know. JSON-able. Either `script` or `payload` is what the workers run."""
+
+    run_dir: str
+    typed: Typed = dataclasses.field(default_factory=Typed)
+    script: str | None = None
+    script_args: tuple[str, ...] = ()
+    payload: str | None = None  # file with a cloudpickled callable without arguments
+    working_dir: str | None = None
+    sys_path: tuple[str, ...] | None = None  # of the calling process, for a payload
+    resume: bool = False
+    nproc_per_node: int = 1
+    num_nodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "localhost"
+    master_port: int | None = None
+    device: str = "cpu"
+    preload: tuple[str, ...] = ("torch",)
+    max_restarts: int = 3
+    restart_on_exception: bool = False
+    monitor_interval: float = 0.1  # seconds between two looks at the workers
+    start_timeout: float = 600.0  # seconds all nodes may take to join
+    timeout_s: float = 300.0  # seconds workers may take to end after a signal
+    verbose: bool = True
+    live: bool | None = None  # a progress bar: None where the output is a terminal
+    started_lines: tuple[str, ...] = ()  # shown once, before the workers start
+
+    @property
+    def world_size(self) -> int:
+        """Workers in all."""
+        return self.num_nodes * self.nproc_per_node
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> LaunchRequest:
+        """The request that `to_json` wrote."""
+        content = json.loads(text)
+        for name in ("script_args", "preload", "started_lines"):
+            content[name] = tuple(content[name])
+        if content["sys_path"] is not None:
+            content["sys_path"] = tuple(content["sys_path"])
+        return cls(**{**content, "typed": typed_from(content["typed"])})
+
+
+def check_script(script: str) -> None:
+    """Raise ConfigError where `script` cannot be run, naming a file of a similar name where there is one."""
+    if os.path.isfile(script):
+        if not os.access(script, os.R_OK):
+            raise ConfigError(f"script {script!r} cannot be read: check its permissions")
+        return
+    if os.path.isdir(script):
+        raise ConfigError(f"script {script!r} is a directory: name the file with --script")
+    directory = os.path.dirname(script) or "."
+    there = [name for name in os.listdir(directory) if name.endswith(".py")] if os.path.isdir(directory) else []
+    hint = nearest(os.path.basename(script), there)
+    raise ConfigError(f"script {script!r} does not exist{hint}: check --script and the working directory {os.getcwd()!r}")
+
+
+def thread_count(local_processes: int) -> int:
+    """Threads each process of this machine gets: its share of the cores, or what OMP_NUM_THREADS says."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, local_processes))
+
+
+def set_thread_variables(local_processes: int) -> None:
+    """Share the cores of this machine between its processes, unless the user did."""
+    threads = str(thread_count(local_processes))
+    for name in _THREAD_VARIABLES:
+        os.environ.setdefault(name, threads)
+
+
+def launch(request: LaunchRequest) -> int:
+    """Run the workers from this process until they end; returns the exit code. The caller must have a single thread.
+
+    Raises ConfigError or ResourceError, before a framework is imported, for what can be known by then.
+    """
+    from distributed.forkserver import serve
+
+    return serve(request)
+
+
+def start_launcher(request: LaunchRequest) -> int:
+    """Run the workers from a launcher process of their own, for a plain script or a notebook; returns its exit code.
+
+    KeyboardInterrupt is passed on as SIGINT and raised again when the launcher has ended.
+    """
+    from distributed.subprocess_launch import run_launcher
+
+    return run_launcher(request, sys.stdout, sys.stderr)

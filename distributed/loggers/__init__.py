@@ -1,0 +1,1 @@
+"""Where the course of a run is shown and written."""

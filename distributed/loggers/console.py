@@ -1,0 +1,214 @@
+"""The display of a run: a progress bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+
+_SHORT_NAMES = {"learning_rate": "lr"}
+_NOT_METRICS = ("epoch", "epochs", "step", "total_steps", "time")
+_GAP = "  "
+
+
+class Display:
+    """Shows events of a run and rank 0's own output, on `stream` and standard error. Any thread may call it.
+
+    `live` is None for a bar where `stream` is a terminal. Not `verbose`: only warnings, errors and the script's own output.
+    """
+
+    def __init__(self, stream: TextIO | None = None, live: bool | None = None, verbose: bool = True) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._live = bool(verbose and (_is_terminal(self._stream) if live is None else live))
+        self._verbose = verbose
+        self._bar: _Bar | None = None
+        self._fresh_line = True  # nothing stands on the current line
+        self._rest = {False: "", True: ""}  # live: the script's line that has not ended, by stream
+        self._lock = threading.RLock()
+
+    def handle(self, event: Mapping[str, Any]) -> None:
+        """Show one event; an unknown kind is ignored."""
+        kind = str(event.get("kind"))
+        with self._lock:
+            if kind == "error":
+                self._say(str(event.get("text") or event.get("message")), to_stderr=True)
+            elif kind == "warning":
+                self._say(f"warning: {event['text']}", to_stderr=True)
+            elif self._verbose and (show := self._shows().get(kind)):
+                show(event)
+
+    def print_output(self, text: str, is_stderr: bool) -> None:
+        """Show what rank 0's script wrote, as it came. The bar stays below it."""
+        with self._lock:
+            if self._bar is None:
+                self._write(text, is_stderr)
+                return
+            whole, newline, self._rest[is_stderr] = (self._rest[is_stderr] + text).rpartition("\n")
+            if newline:
+                self._bar.print("\n".join(line.rpartition("\r")[2] for line in whole.split("\n")))
+
+    def close(self) -> None:
+        """Take the bar away and end the last line. May be called again; events still show, as plain lines."""
+        with self._lock:
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = None
+            self._live = False
+            for is_stderr, rest in self._rest.items():
+                if rest:
+                    self._write(rest, is_stderr)
+                self._rest[is_stderr] = ""
+            if not self._fresh_line:
+                self._write("\n", False)
+
+    def _shows(self) -> dict[str, Callable[[Mapping[str, Any]], None]]:
+        return {
+            "started": self._lines,
+            "finished": self._finished,
+            "notice": lambda event: self._say(str(event["text"])),
+            "epoch": lambda event: self._say(epoch_line(event["row"])),
+            "log": self._log,
+            "progress": self._progress,
+        }
+
+    def _lines(self, event: Mapping[str, Any]) -> None:
+        for line in event["lines"]:
+            self._say(str(line))
+
+    def _finished(self, event: Mapping[str, Any]) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self._lines(event)
+
+    def _log(self, event: Mapping[str, Any]) -> None:
+        if self._live:
+            self._progress(event)
+        else:
+            self._say(_GAP.join(progress_parts(event)))
+
+    def _progress(self, event: Mapping[str, Any]) -> None:
+        if not self._live:
+            return
+        if self._bar is None:
+            self._bar = _Bar(self._stream)
+        self._bar.show(event)
+
+    def _say(self, line: str, *, to_stderr: bool = False) -> None:
+        """One line of ours, never in the middle of a line of the script."""
+        if self._bar is not None:
+            self._bar.print(line)
+            return
+        self._write(("" if self._fresh_line else "\n") + line + "\n", to_stderr)
+
+    def _write(self, text: str, to_stderr: bool) -> None:
+        if not text:
+            return
+        stream = sys.stderr if to_stderr else self._stream
+        try:
+            stream.write(text)
+            stream.flush()
+        except UnicodeEncodeError:
+            encoding = stream.encoding or "ascii"
+            stream.write(text.encode(encoding, "replace").decode(encoding))
+            stream.flush()
+        except OSError:  # nobody reads any more; the logs and the run go on
+            return
+        self._fresh_line = text.endswith("\n")
+
+
+def progress_parts(event: Mapping[str, Any]) -> list[str]:
+    """`step 50/230`, `epoch 1/5`, the metrics, `1234 samples/s` and `ETA 12 s`: what the event knows of these."""
+    parts = [_of("step", event.get("step"), event.get("total_steps")), _of("epoch", event.get("epoch"), event.get("epochs"))]
+    parts += [f"{_SHORT_NAMES.get(name, name)} {number(value)}" for name, value in (event.get("metrics") or {}).items()]
+    if (rate := event.get("samples_per_second")) is not None:
+        parts.append(f"{rate:.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s")
+    if (eta := event.get("eta_s")) is not None:
+        parts.append(f"ETA {duration(eta)}")
+    return [part for part in parts if part]
+
+
+def epoch_line(row: Mapping[str, Any]) -> str:
+    """`epoch 1/5  loss 0.31  val_loss 0.25`: one finished epoch."""
+    metrics = [f"{_SHORT_NAMES.get(k, k)} {number(v)}" for k, v in row.items() if k not in _NOT_METRICS]
+    return _GAP.join([_of("epoch", row.get("epoch"), row.get("epochs")), *metrics])
+
+
+def number(value: Any) -> str:
+    """A metric in at most four digits: `0.1234`, `1e-3`, `12.5`."""
+    if not isinstance(value, float):
+        return str(value)
+    if value != 0 and abs(value) < 0.01:
+        mantissa, _, exponent = f"{value:.3e}".partition("e")
+        mantissa = mantissa.rstrip("0").rstrip(".")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """`12 s`, `3 min 20 s` or `2 h 05 min`."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    return f"{total // 3600} h {total % 3600 // 60:02d} min"
+
+
+def _of(word: str, value: Any, total: Any) -> str:
+    if value is None:
+        return ""
+    return f"{word} {value}" if total is None else f"{word} {value}/{total}"
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return hasattr(stream, "isatty") and stream.isatty()
+
+
+class _Bar:
+    """One line at the bottom of the terminal, as wide as the terminal and never wider."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console: Console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._event: Mapping[str, Any] = {}
+        self._live: Live = Live(
+            get_renderable=self._line, console=self._console, transient=True, refresh_per_second=8,
+            redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self._live.start()
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        self._event = event
+
+    def print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, emoji=False)
+
+    def stop(self) -> None:
+        self._live.stop()
+
+    def _line(self) -> Any:
+        from rich.text import Text
+
+        return Text(bar_line(self._event, self._console.width), no_wrap=True, overflow="crop")
+
+
+def bar_line(event: Mapping[str, Any], width: int) -> str:
+    """A bar and the parts of `event` that fit into `width` columns, the last ones left out first."""
+    parts = progress_parts(event)
+    step, total = event.get("step"), event.get("total_steps")
+    bar_width = 0 if not total or step is None else max(8, min(30, width // 5))
+    while parts and len(_GAP.join(parts)) + (bar_width + 2 if bar_width else 0) > width - 1:
+        parts.pop(-2 if len(parts) > 2 and parts[-1].startswith("ETA") else -1)
+    text = _GAP.join(parts)
+    if not bar_width:
+        return text
+    done = round(bar_width * min(1.0, step / total)) if step is not None and total else 0
+    return "━" * done + "─" * (bar_width - done) + _GAP + text

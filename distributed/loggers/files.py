@@ -1,0 +1,47 @@
+"""metrics.jsonl: one object per logged event, written by the main process."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from distributed.callbacks import Callback
+from distributed.state import TrainState
+
+
+class MetricsFile(Callback):
+    """Appends to `path`. What a killed attempt wrote past the checkpoint that training goes on from is taken out first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_start(self, state: TrainState) -> None:
+        if not self._path.exists():
+            return
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if _is_before(line, state)]
+        if kept != lines:
+            temporary = self._path.with_name(f".{self._path.name}.tmp")
+            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            temporary.replace(self._path)
+
+    def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
+        row = {"step": state.step, "epoch": state.epoch, "time": time.time(), "split": split}
+        row |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _is_before(line: str, state: TrainState) -> bool:
+    """Whether the row will not be written again: a row of this step's validation is, while its epoch is unfinished."""
+    try:
+        row = json.loads(line)
+        step, epoch, split = row["step"], row["epoch"], row["split"]
+    except (ValueError, KeyError, TypeError):  # half a line of a killed writer
+        return False
+    if step != state.step:
+        return bool(step < state.step)
+    return bool(epoch < state.epoch) if split == "val" else True

@@ -1,0 +1,66 @@
+"""Tells the display how training goes: the main process' callback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.callbacks import Callback
+from distributed.config import DistributedConfig
+from distributed.state import StepResult, TrainState
+
+_BETWEEN_S = 0.25  # seconds between two moves of the bar
+
+
+class ProgressLogger(Callback):
+    """Sends `progress`, `log`, `epoch` and `checkpoint` events to `report`."""
+
+    def __init__(self, report: Callable[[Mapping[str, Any]], None], config: DistributedConfig, updates_per_epoch: int | None) -> None:
+        self._report, self._config = report, config
+        self._per_epoch = updates_per_epoch
+        self._next = 0.0
+        self._start = time.perf_counter()
+        self._first_step = 0
+        self._metrics: dict[str, float] = {}
+
+    def on_train_start(self, state: TrainState) -> None:
+        self._start, self._first_step = time.perf_counter(), state.step
+
+    def on_step_end(self, state: TrainState, result: StepResult) -> None:
+        now = time.perf_counter()
+        if now < self._next:
+            return
+        self._next = now + _BETWEEN_S
+        self._report({"kind": "progress", **self._position(state)})
+
+    def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
+        if split != "train":
+            return
+        self._metrics = {name: value for name, value in metrics.items() if name != "samples_per_second"}
+        if state.step % self._config.log_every_n_steps == 0:  # the end of an epoch has a line of its own
+            self._report({"kind": "log", **self._position(state), "samples_per_second": metrics.get("samples_per_second")})
+
+    def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
+        self._report({"kind": "epoch", "row": dict(metrics), "epochs": self._config.epochs})
+
+    def on_checkpoint(self, state: TrainState, path: Path) -> None:
+        self._report({"kind": "checkpoint", "step": state.step, "path": str(path)})
+
+    def _position(self, state: TrainState) -> dict[str, Any]:
+        total = self._total_steps(state)
+        done = state.step - self._first_step
+        seconds = time.perf_counter() - self._start
+        eta = seconds / done * (total - state.step) if total is not None and done > 0 else None
+        return {
+            "step": state.step, "total_steps": total, "epoch": min(state.epoch + 1, self._config.epochs), "epochs": self._config.epochs,
+            "metrics": self._metrics, "samples_per_second": None, "eta_s": eta,
+        }  # fmt: skip
+
+    def _total_steps(self, state: TrainState) -> int | None:
+        limits = [self._config.max_steps]
+        if self._per_epoch is not None:
+            limits.append(self._per_epoch * self._config.epochs)
+        known = [limit for limit in limits if limit is not None]
+        return min(known) if known else None

@@ -1,0 +1,159 @@
+"""Reads what the workers write: each line to its rank's log, rank 0's to the console, events to the display and the agent."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from distributed.loggers.console import Display
+from distributed.run_dir import RunDirectory
+
+_CHUNK = 65536
+_FOR_AGENT = {"error", "interrupted"}
+Message = dict[str, Any]
+
+
+class RankLog:
+    """RUN/logs/rank-N.log: whole lines, each with its rank and time. A full disk costs lines, not the run."""
+
+    def __init__(self, run: RunDirectory, rank: int) -> None:
+        self._rank = rank
+        self._fd = os.open(run.logs / f"rank-{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, text: str) -> None:
+        """Append the lines of `text`."""
+        prefix = f"[rank {self._rank} {time.strftime('%H:%M:%S')}] "
+        lines = "".join(f"{prefix}{line}\n" for line in text.split("\n"))
+        with contextlib.suppress(OSError):
+            os.write(self._fd, lines.encode("utf-8", "replace"))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@dataclasses.dataclass
+class _Pipe:
+    """One pipe of one worker."""
+
+    rank: int
+    kind: str  # "stdout", "stderr" or "control"
+    decoder: codecs.IncrementalDecoder = dataclasses.field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+    )
+    rest: str = ""  # the line that has not ended yet
+
+    def lines(self, data: bytes, *, final: bool = False) -> str:
+        """All complete lines so far as one text without the last newline, or ""."""
+        text = self.rest + self.decoder.decode(data, final=final)
+        whole, newline, self.rest = text.rpartition("\n")
+        if final and self.rest:
+            whole, self.rest = (f"{whole}\n{self.rest}" if newline else self.rest), ""
+        return whole
+
+
+class WorkerOutput:
+    """One thread that reads every pipe and the launcher's channel. `on_message` is called in that thread."""
+
+    def __init__(
+        self, run: RunDirectory, display: Display, channel: socket.socket, on_message: Callable[[Message], None]
+    ) -> None:
+        self._run, self._display, self._channel, self._on_message = run, display, channel, on_message
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(channel, selectors.EVENT_READ)
+        self._logs: dict[int, RankLog] = {}
+        self._local: dict[int, list[int]] = {}  # local rank -> its pipes
+        self._thread = threading.Thread(target=self._read_all, name="worker output", daemon=True)
+
+    def start(self) -> None:
+        """Start reading."""
+        self._thread.start()
+
+    def attach(self, local_rank: int, rank: int, stdout: int, stderr: int, control: int) -> None:
+        """Read these pipes of a new worker. Any thread: the kernel lets a descriptor be added while another thread waits."""
+        if rank not in self._logs:
+            self._logs[rank] = RankLog(self._run, rank)
+        self._local[local_rank] = [stdout, stderr, control]
+        for fd, kind in ((stdout, "stdout"), (stderr, "stderr"), (control, "control")):
+            os.set_blocking(fd, False)
+            self._selector.register(fd, selectors.EVENT_READ, _Pipe(rank, kind))
+
+    def log(self, rank: int, text: str) -> None:
+        """Write `text` into the log of `rank`, if it ran here."""
+        if rank in self._logs:
+            self._logs[rank].write(text)
+
+    def _read_all(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._channel:
+                    if not self._read_channel():
+                        return
+                elif key.fd in self._selector.get_map():  # not closed by an exit in the same round
+                    self._read_pipe(key.fd)
+
+    def _read_channel(self) -> bool:
+        data = self._channel.recv(_CHUNK)
+        if not data:
+            return False
+        message: Message = json.loads(data)
+        if message["op"] == "exit":
+            self._drain(message["local_rank"])  # what a worker wrote comes before its end
+        self._on_message(message)
+        return True
+
+    def _drain(self, local_rank: int) -> None:
+        """Read what is left of a dead worker. A process that it started may still hold the pipe: that one is not waited for."""
+        for fd in self._local.pop(local_rank, []):
+            while fd in self._selector.get_map() and self._read_pipe(fd):
+                pass
+            if fd in self._selector.get_map():
+                self._end(fd)
+
+    def _read_pipe(self, fd: int) -> bool:
+        """One read; False when nothing is there (any more)."""
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._end(fd)
+            return False
+        self._take(self._selector.get_map()[fd].data, data)
+        return True
+
+    def _end(self, fd: int) -> None:
+        self._take(self._selector.get_map()[fd].data, b"", final=True)
+        self._selector.unregister(fd)
+        os.close(fd)
+
+    def _take(self, pipe: _Pipe, data: bytes, *, final: bool = False) -> None:
+        whole = pipe.lines(data, final=final)
+        if pipe.kind == "control":
+            for line in whole.split("\n") if whole else ():
+                self._take_event(pipe.rank, line)
+            return
+        if whole or (data and b"\n" in data):
+            self._logs[pipe.rank].write(whole)
+        if pipe.rank == 0 and (data or final):
+            self._display.print_output(data.decode("utf-8", "replace"), pipe.kind == "stderr")
+
+    def _take_event(self, rank: int, line: str) -> None:
+        try:
+            event = json.loads(line)
+        except ValueError:  # the worker died in the middle of a line
+            return
+        if event.get("kind") in _FOR_AGENT:
+            if "full_traceback" in event:
+                self.log(rank, event["full_traceback"])
+            self._on_message({"op": "report", **event, "rank": rank})
+        elif rank == 0:
+            self._display.handle(event)

@@ -1,0 +1,151 @@
+"""The arithmetic of a run: how many processes on which devices, and how a global batch is made of smaller ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError, ResourceError
+from distributed.settings import MergedConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessPlan:
+    """Processes of a run. `world_size = num_nodes x nproc_per_node`."""
+
+    num_nodes: int
+    nproc_per_node: int
+    device: str  # "cpu" or "cuda"
+    backend: str
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.nproc_per_node
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
+    """The batch equation: `global_batch_size = batch_size x gradient_accumulation_steps x data_parallel_size`.
+
+    When `global_batch_size` does not divide, it is cut into slices that differ by at most one sample and
+    `batch_size` is the largest slice.
+    """
+
+    batch_size: int
+    gradient_accumulation_steps: int
+    data_parallel_size: int
+    global_batch_size: int
+
+    def __str__(self) -> str:
+        product = self.batch_size * self.gradient_accumulation_steps * self.data_parallel_size
+        sign = "=" if product == self.global_batch_size else "<="
+        return (
+            f"global_batch_size {self.global_batch_size} {sign} batch_size {self.batch_size}"
+            f" x gradient_accumulation_steps {self.gradient_accumulation_steps}"
+            f" x data_parallel_size {self.data_parallel_size}"
+        )
+
+
+def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | None = None) -> ProcessPlan:
+    """Processes, device and backend out of the resource settings. Arithmetic first, then what the machine has."""
+    nodes = config.num_nodes
+    per_node, gpus = config.nproc_per_node, config.gpus_per_node
+    if gpus == 0 and config.num_gpus:
+        raise ConfigError(f"num_gpus={config.num_gpus} contradicts gpus_per_node=0: drop one of them")
+    if gpus and per_node is not None and per_node != gpus:
+        raise ConfigError(f"nproc_per_node={per_node} is not gpus_per_node={gpus}: one process drives one GPU, set one of them")
+    if config.num_gpus:
+        each = gpus or per_node
+        if each is not None and config.num_gpus != nodes * each:
+            word = "gpus_per_node" if gpus else "nproc_per_node"
+            raise ConfigError(
+                f"num_gpus={config.num_gpus} is not num_nodes={nodes} x {word}={each}: set num_gpus={nodes * each} or drop it"
+            )
+        if config.num_gpus % nodes:
+            raise ConfigError(f"num_gpus={config.num_gpus} does not divide over num_nodes={nodes}: set a multiple of {nodes}")
+        gpus = config.num_gpus // nodes
+    if gpus and config.device == "cpu":
+        raise ConfigError(f"device='cpu' contradicts {gpus} GPUs per node: drop one of them, or use nproc_per_node={gpus} for CPU processes")
+    visible = -1
+    if gpus or config.device == "cuda" or (config.device is None and config.num_gpus is None and gpus is None):
+        visible = (count_gpus or visible_gpus)()
+    wants_gpu = bool(gpus) or config.device == "cuda"
+    wanted = gpus or per_node or 1
+    if wants_gpu and visible < wanted:
+        have = "no GPU" if visible == 0 else f"{visible} GPU{'s' * (visible > 1)}"
+        raise ResourceError(
+            f"{wanted} GPU{'s' * (wanted > 1)} per node asked for, but this machine shows {have}:"
+            f" use --nproc-per-node {wanted} for CPU processes with gloo"
+        )
+    if wants_gpu:
+        device, processes = "cuda", gpus or per_node or visible
+    elif visible > 0:
+        device, processes = "cuda", per_node or visible
+        if processes > visible:
+            raise ResourceError(
+                f"nproc_per_node={processes} needs {processes} GPUs, but this machine shows {visible}: add --device cpu for CPU processes"
+            )
+    else:
+        device, processes = "cpu", per_node or 1
+    if device == "cpu" and config.communication_backend == "nccl":
+        raise ConfigError("communication_backend='nccl' needs GPUs, and this run is on CPUs: set communication_backend='gloo'")
+    world_size = nodes * processes
+    backend = config.backend or ("pytorch-ddp" if world_size > 1 else "single")
+    from distributed.backends import backend_row
+
+    if backend_row(backend).single_process and world_size > 1:
+        raise ConfigError(f"backend={backend!r} runs one process, not {world_size}: set backend='pytorch-ddp' or nproc_per_node=1")
+    return ProcessPlan(nodes, processes, device, backend)
+
+
+def visible_gpus() -> int:
+    """How many NVIDIA GPUs a process started now would see, without importing a framework."""
+    masked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if masked is not None:
+        entries = masked.split(",")
+        return next((i for i, entry in enumerate(entries) if entry.strip() in ("", "-1")), len(entries)) if _gpus() else 0
+    return _gpus()
+
+
+def _gpus() -> int:
+    devices = Path("/proc/driver/nvidia/gpus")
+    return len(list(devices.iterdir())) if devices.is_dir() else 0
+
+
+def plan_batch(merged: MergedConfig, data_parallel_size: int, loader_batch_size: int | None = None) -> BatchPlan:
+    """Solve the batch equation. ConfigError with the numbers where the given values do not agree.
+
+    `loader_batch_size` is the training loader's own, or None where it has none worth counting (DataLoader's default of 1).
+    A flag or file value, or a `global_batch_size`, overrides it; a value in code that disagrees is an error.
+    """
+    config, n = merged.config, data_parallel_size
+    batch = config.batch_size if merged.is_typed("batch_size") else None
+    total = config.global_batch_size
+    steps = config.gradient_accumulation_steps if merged.is_typed("gradient_accumulation_steps") else None
+    if loader_batch_size is not None:
+        if merged.source("batch_size") == "code" and batch != loader_batch_size:
+            raise ConfigError(
+                f"batch_size={batch} in Trainer is not the loader's batch_size={loader_batch_size}: drop one of them"
+            )
+        if batch is None and total is None:
+            batch = loader_batch_size
+    if total is None:
+        batch, steps = batch or config.batch_size, steps or 1
+        return BatchPlan(batch, steps, n, batch * steps * n)
+    if batch is not None and steps is not None and total != batch * steps * n:
+        raise ConfigError(
+            f"global_batch_size={total} is not batch_size={batch} x gradient_accumulation_steps={steps}"
+            f" x data_parallel_size={n} = {batch * steps * n}: drop one of the three"
+        )
+    if batch is not None and steps is None:
+        if total % (batch * n):
+            raise ConfigError(
+                f"global_batch_size={total} is not a multiple of batch_size={batch} x data_parallel_size={n} = {batch * n}:"
+                f" set global_batch_size={-(-total // (batch * n)) * batch * n} or drop batch_size"
+            )
+        steps = total // (batch * n)
+    steps = steps or 1
+    return BatchPlan(-(-total // (steps * n)), steps, n, total)

@@ -1,0 +1,24 @@
+"""Small facts about processes that the launcher and its children share."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when process `parent` ends, also when it already has. Linux only; else nothing."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def flush_c_streams() -> None:
+    """Flush what C libraries printed; os._exit does not."""
+    ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,141 @@
+"""A run directory: where it lies, whether it can be used, who uses it, and its journal of events."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from distributed.errors import ConfigError
+
+_PROBE_BYTES = 64 * 1024  # more than the text files of a run need before its first checkpoint
+_LOCK = ".lock"
+
+
+def choose_run_dir(script_name: str) -> Path:
+    """A fresh name `runs/<script>-<time>-<4 hex digits>`, relative to the working directory. Creates nothing."""
+    stem = Path(script_name).stem or "run"
+    return Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+class RunDirectory:
+    """The files of one run under `path`. Cheap to make; nothing is created before `check` or `event`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock_fd: int | None = None
+
+    @property
+    def logs(self) -> Path:
+        """Directory of the ranks' own output."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per logged event."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One JSON object per thing that happened."""
+        return self.path / "events.jsonl"
+
+    def check(self, *, resume: bool) -> None:
+        """Create the directory and prove that it can be used. Launcher only.
+
+        Raises ConfigError where it is no directory, belongs to a live run, cannot be written, is full, or holds an earlier
+        run and `resume` is false.
+        """
+        self._create()
+        if holder := self._live_holder():
+            raise _in_use(self.path, holder)
+        if not resume and any(entry.name != _LOCK for entry in self.path.iterdir()):
+            raise ConfigError(
+                f"run directory {str(self.path)!r} is not empty: add --resume to go on with its run, or name another with --run-dir"
+            )
+        self._prove_writable()
+
+    def lock(self) -> None:
+        """Hold the directory until this process and all that it forks are gone. Raises ConfigError where another run does."""
+        fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 256, 0).decode(errors="replace").strip()
+            os.close(fd)
+            raise _in_use(self.path, holder) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._lock_fd = fd
+
+    def event(self, name: str, **detail: Any) -> None:
+        """Append one line to events.jsonl; one write, so that lines of several processes never mix."""
+        line = json.dumps({"time": time.time(), "event": name, **detail}) + "\n"
+        fd = os.open(self.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(fd, line.encode())
+        finally:
+            os.close(fd)
+
+    def _create(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ConfigError(f"run directory {str(self.path)!r} is not a directory: name another with --run-dir") from None
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def _live_holder(self) -> str:
+        """Who holds the lock, or "" where nobody does."""
+        try:
+            fd = os.open(self.path / _LOCK, os.O_RDONLY)
+        except OSError:
+            return ""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return os.pread(fd, 256, 0).decode(errors="replace").strip() or "another process"
+        finally:
+            os.close(fd)
+        return ""
+
+    def _prove_writable(self) -> None:
+        probe = self.path / f".probe-{os.getpid()}"
+        try:
+            with open(probe, "wb") as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._unusable(error) from None
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(self.path if self.path.exists() else self.path.parent).free
+            return ConfigError(
+                f"run directory {str(self.path)!r} is full: {_PROBE_BYTES} bytes needed, {free} free:"
+                " free some space or name another with --run-dir"
+            )
+        return ConfigError(
+            f"run directory {str(self.path)!r} cannot be written ({error.strerror}): name another with --run-dir"
+        )
+
+
+def _in_use(path: Path, holder: str) -> ConfigError:
+    return ConfigError(f"run directory {str(path)!r} is in use by {holder}: wait for it, stop it, or name another with --run-dir")

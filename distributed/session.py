@@ -1,0 +1,433 @@
+"""What a Trainer does inside one process: join, shard, prepare, resume, run the loop, save, leave in order."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed import loop
+from distributed.common_step import CommonStep
+from distributed.backends.base import Backend
+from distributed.callbacks import Callback, EarlyStopping, unknown_metric
+from distributed.checkpoint import CheckpointStore
+from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
+from distributed.launcher import link
+from distributed.plan import BatchPlan, plan_batch
+from distributed.run_dir import RunDirectory, choose_run_dir
+from distributed.settings import MergedConfig, config_yaml
+from distributed.state import History, TrainState, WorkerContext
+
+if TYPE_CHECKING:
+    from distributed.trainer import Trainer
+
+
+class _Process:
+    """What all trainers of this process share: the run directory, and how many of them have used it."""
+
+    run: RunDirectory | None = None
+    num_trainers = 0
+    num_fits = 0
+
+
+class Session:
+    """One trainer in this process. Every method is called by all ranks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.backend = trainer, trainer.backend
+        self.context: WorkerContext = self.backend.setup()
+        atexit.register(self.backend.teardown)
+        self._reporter = _Reporter(self.context, trainer.merged.config.verbose)
+        self.backend.report = self._reporter
+        self._is_prepared = False
+        self._state: TrainState | None = None
+        self._run: RunDirectory | None = None
+        self._store: CheckpointStore | None = None
+        self._num_fits = 0
+
+    # ------------------------------------------------------------------ fit
+
+    def fit(self, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
+        backend, config = self.backend, merged.config
+        backend.merged, backend.config = merged, config
+        self.trainer.merged = merged
+        self._reporter.verbose = config.verbose
+        batch = plan_batch(merged, self.context.world_size, _loader_batch_size(train_data))
+        _check_monitor(merged, val_data)
+        run = self._open_run(merged)
+        train = backend.shard(train_data, batch, train=True)
+        val = None if val_data is None else backend.shard(val_data, self._eval_batch(val_data, batch), train=False)
+        try:
+            notices = self._prepare(batch)
+            callbacks = self._callbacks(merged, run, train)
+            store = self._make_store(merged, run)
+            state, resumed = self._resume(merged, store, callbacks)
+            self._limit(merged, state, resumed)
+            self._say_start(merged, batch, run, notices, state, resumed)
+            return self._train(train, val, state, callbacks, store, run)
+        finally:
+            for data in (train, val):
+                if data is not None:
+                    data.close()
+
+    def _train(self, train: Any, val: Any, state: TrainState, callbacks: list[Callback], store: CheckpointStore, run: RunDirectory) -> History:
+        config = self.trainer.merged.config
+        common = CommonStep(
+            self.context.rank, self.context.world_size, self.backend.key_value_store(), f"fit-{_Process.num_fits}", timeout_s=config.timeout_s
+        )
+        _Process.num_fits += 1
+        started = time.monotonic()
+        before = state.total_time
+        the_run = loop.Run(
+            self.backend, config, train, val, state, common, callbacks, lambda: None, last_saved=(state.step, state.epoch) if self._is_saved else (-1, -1)
+        )
+
+        def write_checkpoint() -> None:
+            state.total_time = before + time.monotonic() - started
+            self._write_checkpoint(state, callbacks, store)
+
+        the_run.write_checkpoint = write_checkpoint
+        try:
+            with _signals(common, in_worker=self.trainer._worker is not None), _clock(common, config.checkpoint_every_s, self.context):
+                loop.fit(the_run)
+        except BaseException as error:
+            for callback in callbacks:
+                callback.on_error(state, error)
+            raise
+        finally:
+            common.close()
+            self.backend.unwrap()
+        state.total_time = before + time.monotonic() - started
+        self._state = state
+        history = History(list(state.rows), dict(state.best), state.total_time, state.step, str(run.path), state.stop_reason)
+        self._write_result(history, run, store)
+        if state.stop_reason is not None and state.stop_reason.startswith("signal "):
+            self._leave_after_signal(int(state.stop_reason.split()[1]), run, state)
+        return history
+
+    def _leave_after_signal(self, signum: int, run: RunDirectory, state: TrainState) -> None:
+        if self.context.is_main_process:
+            run.event("preempted", signal=signum, step=state.step)
+        if signum == signal.SIGINT and self.trainer._worker is None:
+            raise KeyboardInterrupt
+        raise TrainingInterrupted(signum if signum == signal.SIGINT else signal.SIGTERM)
+
+    # ------------------------------------------------------------------ parts of fit
+
+    def _prepare(self, batch: BatchPlan) -> list[str]:
+        if self._is_prepared:
+            self.backend.rewrap()
+            return []
+        self._is_prepared = True
+        return self.backend.prepare(self.trainer.job, batch)
+
+    def _eval_batch(self, data: Any, batch: BatchPlan) -> BatchPlan:
+        size = _loader_batch_size(data) or batch.batch_size
+        return BatchPlan(size, 1, self.context.world_size, size * self.context.world_size)
+
+    def _open_run(self, merged: MergedConfig) -> RunDirectory:
+        """This trainer's run directory: the launcher's, or a new one; later trainers of the process use fit-2, fit-3, ..."""
+        if self._run is not None:
+            return self._run
+        given = self.trainer._given
+        first = _Process.run is None
+        if _Process.run is None:
+            path = given.run_dir if given is not None and given.run_dir is not None else None
+            if path is None:
+                path = self.backend.broadcast(str(choose_run_dir(_script_name())) if self.context.is_main_process else None)
+            _Process.run = RunDirectory(path)
+            if self.context.is_main_process and link() is None:
+                _Process.run.check(resume=self._wants_resume(merged))
+                _Process.run.lock()
+        _Process.num_trainers += 1
+        self._run = _Process.run if first else RunDirectory(_Process.run.path / f"fit-{_Process.num_trainers}")
+        if self.context.is_main_process:
+            self._run.path.mkdir(parents=True, exist_ok=True)
+            typed = given.typed if given is not None else None
+            text = config_yaml(merged, typed.script if typed else None, typed.script_args if typed else ())
+            (self._run.path / "config.yaml").write_text(text, encoding="utf-8")
+        self.backend.barrier()
+        return self._run
+
+    def _wants_resume(self, merged: MergedConfig) -> bool:
+        given = self.trainer._given
+        return (given is not None and given.resume) or merged.config.resume_from_checkpoint is not False or self.context.restart_count > 0
+
+    def _make_store(self, merged: MergedConfig, run: RunDirectory) -> CheckpointStore:
+        config = merged.config
+        directory = run.checkpoints
+        if config.checkpoint_dir is not None:
+            directory = Path(config.checkpoint_dir)
+            if _Process.run is not None and run is not _Process.run:
+                directory = directory / run.path.name
+        self._store = CheckpointStore(
+            directory, self.backend, keep_latest_k=config.keep_latest_k, keep_best=config.keep_best, monitor=config.monitor,
+            monitor_mode=config.monitor_mode, context=self.context, report=self._reporter,
+        )  # fmt: skip
+        return self._store
+
+    def _resume(self, merged: MergedConfig, store: CheckpointStore, callbacks: list[Callback]) -> tuple[TrainState, str | None]:
+        """The state to go on from, and where it came from."""
+        self._is_saved = False
+        self._num_fits += 1
+        if self._state is not None:  # a further fit of this trainer
+            self._state.stop_reason = None
+            return self._state, None
+        path: Path | None = None
+        source = merged.config.resume_from_checkpoint
+        if self._wants_resume(merged):
+            path = store.find()
+        if path is None and isinstance(source, str):
+            path = store.open(source)
+        if path is None:
+            return TrainState(), None
+        state = store.load(path)
+        self._is_saved = path.parent == store.directory
+        if state.stop_reason != "early_stopping" or self.context.restart_count == 0:
+            state.stop_reason = None
+        for index, callback in enumerate(callbacks):
+            if (kept := state.callbacks.get(f"{index}:{type(callback).__name__}")) is not None:
+                callback.load_state_dict(kept)
+        if self.context.is_main_process:
+            assert self._run is not None
+            self._run.event("resumed", step=state.step, checkpoint=path.name)
+        return state, path.name
+
+    def _limit(self, merged: MergedConfig, state: TrainState, resumed: str | None) -> None:
+        """Count `epochs` and `max_steps` of a further fit from where it started, also when a restart repeats it."""
+        import dataclasses
+
+        index = self._num_fits - 1
+        if index >= len(state.fit_starts):
+            state.fit_starts.append([state.epoch, state.step] if index else [0, 0])
+        epoch, step = state.fit_starts[index]
+        if index:
+            config = merged.config
+            limit = None if config.max_steps is None else config.max_steps + step
+            changed = dataclasses.replace(config, epochs=config.epochs + int(epoch), max_steps=limit)
+            self.trainer.merged = dataclasses.replace(merged, config=changed)
+
+    def _callbacks(self, merged: MergedConfig, run: RunDirectory, train: Any) -> list[Callback]:
+        config = merged.config
+        callbacks = list(self.trainer.callbacks)
+        if config.early_stopping_patience is not None:
+            callbacks.append(EarlyStopping(config.monitor, config.early_stopping_patience, config.monitor_mode))
+        if self.context.is_main_process:
+            from distributed.loggers.files import MetricsFile
+            from distributed.loggers.progress import ProgressLogger
+
+            callbacks.append(MetricsFile(run.metrics))
+            callbacks.append(ProgressLogger(self._reporter, config, train.updates_per_epoch))
+        return callbacks
+
+    def _write_checkpoint(self, state: TrainState, callbacks: list[Callback], store: CheckpointStore) -> None:
+        state.callbacks = {
+            f"{index}:{type(callback).__name__}": kept for index, callback in enumerate(callbacks) if (kept := callback.state_dict())
+        }
+        merged = self.trainer.merged
+        value = state.metrics.get(merged.config.monitor)
+        path = store.save(state, merged.config.to_dict(), value)
+        if path is None:
+            return
+        if self.context.is_main_process:
+            assert self._run is not None
+            self._run.event("checkpoint_saved", step=state.step, checkpoint=path.name)
+        for callback in callbacks:
+            callback.on_checkpoint(state, path)
+
+    def _say_start(self, merged: MergedConfig, batch: BatchPlan, run: RunDirectory, notices: list[str], state: TrainState, resumed: str | None) -> None:
+        if not self.context.is_main_process:
+            return
+        plan = self.trainer.plan
+        lines = [
+            f"backend {plan.backend}, {self.context.world_size} process{'es' * (self.context.world_size > 1)} on {plan.device}, run directory {run.path}",
+            str(batch),
+            *dict.fromkeys([*merged.notices, *notices]),
+        ]
+        if resumed is not None:
+            lines.append(f"resumed from {resumed}: step {state.step}, epoch {state.epoch}")
+        elif self._wants_resume(merged):
+            lines.append("nothing to resume from: starting at step 0")
+        self._reporter({"kind": "started", "lines": lines})
+        run.event("started", backend=plan.backend, world_size=self.context.world_size, step=state.step, restart_count=self.context.restart_count)
+
+    def _write_result(self, history: History, run: RunDirectory, store: CheckpointStore) -> None:
+        if not self.context.is_main_process:
+            return
+        state = self._state
+        assert state is not None
+        is_stopped = (state.stop_reason or "").startswith("signal ")
+        rate = state.samples_seen / state.train_time_s if state.train_time_s else 0.0
+        checkpoint = store.directory / f"step-{state.step:08d}"
+        result = {
+            "status": "interrupted" if is_stopped else "finished", "backend": self.trainer.plan.backend,
+            "world_size": self.context.world_size, "steps": state.step, "epochs": state.epoch, "total_time": history.total_time,
+            "final_metrics": state.metrics, "best_metrics": state.best, "samples_per_second": rate,
+            "checkpoint": _relative(checkpoint, run.path), "stop_reason": state.stop_reason,
+        }  # fmt: skip
+        _replace_text(run.path / "result.json", json.dumps(result, indent=1))
+        if not is_stopped:
+            run.event("finished", step=state.step, epoch=state.epoch)
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in state.best.items() if name.startswith("val_") or "accuracy" in name)
+        done = "stopped" if is_stopped else "finished"
+        lines = [f"{done} at step {state.step}, epoch {state.epoch}, in {history.total_time:.1f} s" + (f"; best: {metrics}" if metrics else "")]
+        lines.append(f"run directory: {run.path}")
+        self._reporter({"kind": "finished", "lines": lines})
+
+    # ------------------------------------------------------------------ evaluate, predict, save
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        sharded = self._sharded(data)
+        measured = loop.evaluate(self.backend, sharded)
+        sharded.close()
+        return measured or {}
+
+    def predict(self, data: Any) -> Any:
+        sharded = self._sharded(data)
+        mine: list[tuple[int, int, Any]] = []
+        for number, group in enumerate(sharded.epoch(0)):
+            (micro,) = group.micro_batches
+            outputs = self.backend.predict_step(micro)
+            if micro.num_samples:
+                mine.append((number, self.context.rank, outputs))
+        sharded.close()
+        parts = self.backend.gather(mine)
+        return self.backend.join_outputs(parts)
+
+    def save(self, path: Path) -> Path:
+        self._ensure_prepared(BatchPlan(1, 1, 1, 1))
+        if path.suffix == ".safetensors":
+            self.backend.export(path)
+            return path
+        store = CheckpointStore(
+            path, self.backend, keep_latest_k=1 << 30, keep_best=False, monitor="", monitor_mode="min", context=self.context, report=self._reporter
+        )
+        state = self._state or TrainState()
+        saved = store.save(state, self.trainer.merged.config.to_dict(), None)
+        if saved is None:
+            raise ConfigError(f"{path} could not be written: name another path")
+        return saved
+
+    def _sharded(self, data: Any) -> Any:
+        batch = plan_batch(self.trainer.merged, self.context.world_size, _loader_batch_size(data))
+        self._ensure_prepared(batch)
+        return self.backend.shard(data, self._eval_batch(data, batch), train=False)
+
+    def _ensure_prepared(self, batch: BatchPlan) -> None:
+        if not self._is_prepared:
+            self._is_prepared = True
+            self.backend.prepare(self.trainer.job, batch)
+
+
+class _Reporter:
+    """Sends events to the launcher's display, or shows them here. Main process only, but for warnings of other ranks."""
+
+    def __init__(self, context: WorkerContext, verbose: bool) -> None:
+        self._context, self.verbose = context, verbose
+        self._display: Any = None
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if not self._context.is_main_process:
+            return
+        content = dict(event)
+        if "text" not in content and "message" in content:
+            content["text"] = content["message"]
+        channel = link()
+        if channel is not None:
+            channel.send(content)
+            return
+        if self._display is None:
+            from distributed.loggers.console import Display
+
+            self._display = Display(verbose=self.verbose)
+        self._display.handle(content)
+        if content["kind"] == "finished":
+            self._display.close()
+            self._display = None
+
+
+@contextlib.contextmanager
+def _signals(common: CommonStep, in_worker: bool) -> Iterator[None]:
+    """SIGTERM, SIGINT and SIGUSR1 ask all ranks to stop at the same step. Main thread only; elsewhere they keep their meaning."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list[int] = []
+
+    def stop(signum: int, frame: Any) -> None:
+        if seen and not in_worker and signum == signal.SIGINT:
+            raise KeyboardInterrupt  # the second Ctrl-C in one's own process is meant
+        if not seen:
+            common.request(f"signal {signum}")
+        seen.append(signum)
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _clock(common: CommonStep, every_s: float | None, context: WorkerContext) -> Iterator[None]:
+    """Ask for a save every `every_s` seconds; one rank's clock counts for all."""
+    if every_s is None or not context.is_main_process:
+        yield
+        return
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.wait(every_s):
+            common.request("save")
+
+    thread = threading.Thread(target=ask, name="distributed-checkpoint-clock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _check_monitor(merged: MergedConfig, val_data: Any) -> None:
+    config = merged.config
+    if loop.is_larger_better(config.monitor) and config.monitor_mode == "min" and not merged.is_typed("monitor_mode"):
+        raise ConfigError(f"monitor={config.monitor!r} is best when large, and monitor_mode is 'min': set monitor_mode='max' (or 'min' explicitly)")
+    if config.early_stopping_patience is not None and config.monitor.startswith("val_") and val_data is None:
+        raise ConfigError(
+            f"early_stopping_patience={config.early_stopping_patience} watches {config.monitor!r}, and fit() got no validation data:"
+            " pass val_data, or set monitor='loss'"
+        )
+
+
+def _loader_batch_size(data: Any) -> int | None:
+    from distributed.backends._torch.loading import loader_batch_size
+
+    return loader_batch_size(data)
+
+
+def _script_name() -> str:
+    import sys
+
+    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else ""
+    return name if name.endswith(".py") and "ipykernel" not in name else "notebook"
+
+
+def _relative(path: Path, base: Path) -> str:
+    import os
+
+    return os.path.relpath(path, base)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

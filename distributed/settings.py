@@ -1,0 +1,179 @@
+"""Merges defaults < config file < code < flags into one DistributedConfig, and remembers where each value came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.config import ALIASES, SWEEP_ALIASES, DistributedConfig, group_options
+from distributed.errors import ConfigError, nearest
+from distributed.fields import unknown_name
+
+LAYERS = ("file", "code", "flag")  # weakest first
+_GROUPS = ("single", "ddp", "data")
+
+
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """What was typed outside the script: the part of a run that travels to the workers."""
+
+    file: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    flag: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+    script: str | None = None
+    script_args: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedConfig:
+    """The configuration of a run with the source ("default", "file", "code", "flag") of every value."""
+
+    config: DistributedConfig
+    sources: Mapping[str, str]
+    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+    def source(self, name: str) -> str:
+        """Where the value of `name` came from."""
+        return self.sources.get(name, "default")
+
+    def is_typed(self, name: str) -> bool:
+        """Whether anybody set `name`."""
+        return name in self.sources
+
+
+def merge(typed: Typed, code: Mapping[str, Any], hyperparameters: Mapping[str, Any] | None = None) -> MergedConfig:
+    """One checked configuration out of what the file, the code and the flags say."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    notices = list(typed.notices)
+    for layer, given in (("file", typed.file), ("code", code), ("flag", typed.flag)):
+        for name, value in given.items():
+            if name in _GROUPS and isinstance(value, Mapping):
+                values[name] = {**values.get(name, {}), **value}
+                sources.update({f"{name}.{option}": layer for option in value})
+                sources[name] = layer
+            else:
+                values[name] = value
+                sources[name] = layer
+    return MergedConfig(DistributedConfig(**values), sources, dict(hyperparameters or {}), tuple(notices))
+
+
+def canonical(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Settings under their own names: aliases and dotted names resolved, with one notice for each alias."""
+    out: dict[str, Any] = {}
+    notices: list[str] = []
+    for raw, value in given.items():
+        name = raw.replace("-", "_")
+        if name == "world_size":
+            notices.append("world_size is read as nproc_per_node")
+            out["nproc_per_node"] = value
+            continue
+        if name == "no_nccl":
+            notices.append("no_nccl is read as communication_backend=gloo")
+            if value:
+                out["communication_backend"] = "gloo"
+            continue
+        if name in ALIASES:
+            notices.append(f"{raw} is read as {ALIASES[name]}")
+            name = ALIASES[name]
+        group, _, option = name.partition(".")
+        if option:
+            if group not in _GROUPS:
+                raise unknown_name(raw, [f"{g}.{o}" for g, c in group_options().items() for o in c.__dataclass_fields__])
+            out.setdefault(group, {})[option] = value
+        elif group in _GROUPS and isinstance(value, Mapping):
+            out.setdefault(group, {}).update(value)
+        elif name not in DistributedConfig.__dataclass_fields__:
+            raise unknown_name(raw, [*DistributedConfig.__dataclass_fields__, *ALIASES])
+        else:
+            out[name] = value
+    return out, notices
+
+
+def split_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """A plain dict from a sweep as (settings, other hyperparameters, warnings about near-misses)."""
+    known = {*DistributedConfig.__dataclass_fields__, *ALIASES}
+    fields: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    warnings = []
+    for name, value in values.items():
+        if name in SWEEP_ALIASES or name in known or name.partition(".")[0] in _GROUPS:
+            fields[SWEEP_ALIASES.get(name, name)] = value
+        else:
+            others[name] = value
+            if close := nearest(name, known):
+                warnings.append(f"config has {name!r}, which is not a setting{close}: kept as a hyperparameter")
+    settings, notices = canonical(fields)
+    return settings, others, warnings + notices
+
+
+# ------------------------------------------------------------------ files
+
+
+def read_config_file(path: str | os.PathLike[str]) -> Typed:
+    """A YAML file of settings. One that a run wrote also says which values were flags, and its script."""
+    import yaml
+
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read ({error.strerror}): check --config") from None
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "not YAML"
+        raise ConfigError(f"config file {str(path)!r}{where} is not YAML ({problem}): write 'name: value' lines") from None
+    if content is None:
+        content = {}
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ConfigError(f"config file {str(path)!r} is not a mapping: write 'name: value' lines")
+    sources = content.pop("sources", None) or {}
+    script = content.pop("script", None)
+    arguments = content.pop("script_args", None) or []
+    content.pop("hyperparameters", None)
+    if sources:  # written by a run: what was a default then stays a default, what was a flag stays as strong
+        content = _only_typed(content, sources)
+    settings, notices = canonical(content)
+    flags: dict[str, Any] = {}
+    for name in [name for name in settings if sources.get(name) == "flag" and name not in _GROUPS]:
+        flags[name] = settings.pop(name)
+    for group in [name for name in settings if name in _GROUPS]:
+        strong = {o: v for o, v in settings[group].items() if sources.get(f"{group}.{o}") == "flag"}
+        if strong:
+            flags[group] = strong
+    return Typed(settings, flags, tuple(notices), script, tuple(map(str, arguments)))
+
+
+def _only_typed(content: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if name in sources}
+
+
+def config_yaml(merged: MergedConfig, script: str | None = None, script_args: tuple[str, ...] = ()) -> str:
+    """The text of a run's config.yaml: every value with its source as a comment, readable again by --config."""
+    import yaml
+
+    def block(content: Mapping[str, Any]) -> str:
+        return yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=False, allow_unicode=True)
+
+    lines = ["# The settings of this run. Start it again: python -m distributed.cli train --config THIS --run-dir NEW\n"]
+    if script is not None:
+        lines.append(block({"script": script, "script_args": list(script_args)}))
+    for name, value in merged.config.to_dict().items():
+        text = block({name: value}).rstrip("\n")
+        first, _, rest = text.partition("\n")
+        lines.append(f"{first}  # {merged.source(name)}\n" + (rest + "\n" if rest else ""))
+    if merged.hyperparameters:
+        lines.append(block({"hyperparameters": {k: _plain(v) for k, v in merged.hyperparameters.items()}}))
+    lines.append(block({"sources": dict(merged.sources)}))
+    return "".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)

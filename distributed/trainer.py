@@ -1,0 +1,241 @@
+"""Trainer: one model, one configuration, any backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from distributed.backends import backend_class, backend_row
+from distributed.backends.base import Backend, Job
+from distributed.callbacks import Callback
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError
+from distributed.launcher import WorkerEnvironment, handover, worker_environment
+from distributed.plan import ProcessPlan, plan_processes
+from distributed.settings import MergedConfig, Typed, canonical, merge, split_sweep
+from distributed.state import History
+
+
+class Trainer:
+    """Trains `model` on the backend that the settings choose.
+
+    Args:
+        model: a module, or a factory `() -> module` (called on every rank under the seed).
+        config: a DistributedConfig, or a plain dict from a sweep (settings and `lr` apply, the rest is recorded).
+        optimizer: an optimizer, or a factory `(params) -> optimizer`; none means AdamW at `learning_rate`.
+        scheduler: a schedule, or a factory `(optimizer) -> schedule`; stepped once per update, or per epoch with
+            `scheduler_interval="epoch"`.
+        loss_fn: `(outputs, targets)` -> a scalar (mean over the samples), any other tensor (meaned over its elements), or
+            `(sum, count)`. None: cross-entropy for [batch, classes] outputs with class indices, mean squared error for
+            float targets of the outputs' shape, or the model's own `.loss`.
+        training_step: `(model, batch)` -> the forms of a loss, a dict with `loss` and metrics, or an object with `.loss`.
+        metrics: name -> `(outputs, targets)` with the forms of a loss. Class-index targets get `accuracy` by themselves.
+        callbacks: `Callback` objects; their hooks run on every rank.
+        settings: fields of DistributedConfig, or a backend's group: `ddp={"bucket_cap_mb": 50}`.
+
+    Raises ConfigError or ResourceError, in the parent and in every worker, before any of them joins the others.
+    """
+
+    _backend: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        model: Any,
+        config: DistributedConfig | Mapping[str, Any] | None = None,
+        *,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        training_step: Callable[..., Any] | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        callbacks: Sequence[Callback] = (),
+        **settings: Any,
+    ) -> None:
+        if not callable(model):
+            raise ConfigError(f"model is a {type(model).__name__}: pass a module, or a function that makes one")
+        if loss_fn is not None and training_step is not None:
+            raise ConfigError("loss_fn and training_step both say what the loss is: drop one of them")
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(f"callback {callback!r} is not a distributed.Callback: derive its class from it")
+        self.job = Job(model, optimizer, scheduler, loss_fn, training_step, dict(metrics or {}))
+        self.callbacks = list(callbacks)
+        self._code, self._hyperparameters, self._notices = self._settings(config, settings)
+        self._worker = worker_environment()
+        self._given = handover()
+        self.merged = self._merge({})
+        self.plan = self._plan(self.merged)
+        self._check_backend()
+        self.backend: Backend[Any] = self._make_backend(self.merged, self.plan)
+        self.history: History | None = None
+        self._session: Any = None  # distributed.session.Session of this process, made by the first fit or evaluate
+
+    # ------------------------------------------------------------------ what users call
+
+    def fit(
+        self,
+        train_data: Any,
+        val_data: Any = None,
+        *,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        mlflow_experiment: str | None = None,
+    ) -> History:
+        """Train, validating after each epoch. All ranks call it; outside a worker it starts the workers itself.
+
+        Args:
+            train_data, val_data: a DataLoader, a map-style or an iterable dataset.
+            epochs, max_steps, checkpoint_dir, mlflow_experiment: as the settings of that name. A further `fit` of the same
+                trainer goes on from its state, for that many epochs or steps more.
+
+        Returns the History; the model in this process then has the trained weights.
+        Raises TrainingError when training failed, TrainingInterrupted (an exit with 128 + signal) after SIGTERM, and
+        KeyboardInterrupt after Ctrl-C, both when the state has been saved.
+        """
+        given = {"epochs": epochs, "max_steps": max_steps, "checkpoint_dir": checkpoint_dir, "mlflow_experiment": mlflow_experiment}
+        merged = self._merge({name: value for name, value in given.items() if value is not None})
+        if train_data is None:
+            raise ConfigError("fit() got no training data: pass a DataLoader or a dataset")
+        if self._worker is None and self.plan.world_size > 1:
+            from distributed.remote import fit_in_workers
+
+            self.history = fit_in_workers(self, merged, train_data, val_data)
+        else:
+            self.history = self._open_session().fit(merged, train_data, val_data)
+        return self.history
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Loss and metrics over `data`, each sample once. All ranks call it; outside a worker it runs in this process."""
+        return self._open_session().evaluate(data)
+
+    def predict(self, data: Any) -> Any:
+        """The model's outputs for every sample of `data` in order, on the host. All ranks call it and get all of them.
+
+        A batch is taken as in training; of a tuple the last entry (the targets) is left out. Tensors are joined along their
+        first dimension; other outputs come as a list, one entry per batch.
+        """
+        return self._open_session().predict(data)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the trained state. All ranks call it.
+
+        A path ending in `.safetensors` gets the model's weights by name in one file; any other is a directory that gets a
+        checkpoint, which `resume_from_checkpoint` takes. Returns what was written.
+        """
+        return self._open_session().save(Path(path))
+
+    @property
+    def model(self) -> Any:
+        """The user's module; after `fit` with the trained weights."""
+        return getattr(self.backend, "plain", self.job.model)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0, or the process that called `fit`."""
+        return self._worker is None or self._worker.rank == 0
+
+    @property
+    def best_accuracy(self) -> float:
+        """`History.best_accuracy` of the last fit."""
+        if self.history is None:
+            raise ConfigError("best_accuracy is known after fit(): call it first")
+        return self.history.best_accuracy
+
+    # ------------------------------------------------------------------ settings
+
+    def _settings(
+        self, config: DistributedConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        """(settings in code, other hyperparameters of a sweep, notices)."""
+        others: dict[str, Any] = {}
+        notices: list[str] = []
+        if config is None:
+            code: dict[str, Any] = {}
+        elif isinstance(config, DistributedConfig):
+            code = dict(config.given)
+        elif isinstance(config, Mapping):
+            code, others, notices = split_sweep(config)
+        else:
+            raise ConfigError(f"config is a {type(config).__name__}: pass a DistributedConfig or a dict of settings")
+        direct, said = canonical(self._flat_options(settings))
+        for name, value in direct.items():
+            both = isinstance(value, Mapping) and isinstance(code.get(name), Mapping)
+            code[name] = {**code[name], **value} if both else value
+        return code, others, notices + said
+
+    def _flat_options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """On a subclass that pins the backend its options may be given flat."""
+        if self._backend is None:
+            return dict(settings)
+        row = backend_row(self._backend)
+        options = backend_class(self._backend).Options.__dataclass_fields__
+        return {f"{row.group}.{name}" if name in options else name: value for name, value in settings.items()}
+
+    def _merge(self, more: Mapping[str, Any]) -> MergedConfig:
+        typed = self._given.typed if self._given is not None else Typed()
+        code = {**self._code, **more}
+        if self._backend is not None:
+            chosen = typed.flag.get("backend") or code.get("backend") or typed.file.get("backend")
+            if chosen not in (None, self._backend):
+                raise ConfigError(
+                    f"backend={chosen!r} does not fit {type(self).__name__}, which is always {self._backend!r}: use Trainer in the script"
+                )
+            code["backend"] = self._backend
+        merged = merge(typed, code, self._hyperparameters)
+        return MergedConfig(merged.config, merged.sources, merged.hyperparameters, (*self._notices, *merged.notices))
+
+    def _plan(self, merged: MergedConfig) -> ProcessPlan:
+        found = self._worker
+        if found is None:
+            return plan_processes(merged.config)
+        config = merged.config
+        asked = config.nproc_per_node or config.gpus_per_node
+        if asked is not None and asked != found.local_world_size and merged.source("nproc_per_node") != "flag":
+            name = "nproc_per_node" if config.nproc_per_node else "gpus_per_node"
+            raise ConfigError(
+                f"{name}={asked} in the script is not the running world's {found.local_world_size} processes per node:"
+                f" start with --nproc-per-node {asked}, or drop it from the script"
+            )
+        device = "cpu" if config.device == "cpu" or config.num_gpus == 0 else plan_processes(_local(config, found)).device
+        backend = config.backend or ("pytorch-ddp" if found.world_size > 1 else "single")
+        if backend_row(backend).single_process and found.world_size > 1:
+            raise ConfigError(f"backend={backend!r} runs one process, not {found.world_size}: set --backend pytorch-ddp")
+        return ProcessPlan(found.world_size // found.local_world_size, found.local_world_size, device, backend)
+
+    def _check_backend(self) -> None:
+        """Options of a backend that is not chosen are inert; typed as a flag they are an error."""
+        chosen = backend_row(self.plan.backend).group
+        for name, source in self.merged.sources.items():
+            group, _, option = name.partition(".")
+            if option and group not in (chosen, "data"):
+                if source == "flag":
+                    raise ConfigError(f"{name} is an option of another backend than {self.plan.backend!r}: drop it, or set --backend")
+                self._notices.append(f"{name} is not used by backend {self.plan.backend!r}")
+
+    def _make_backend(self, merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
+        row = backend_row(plan.backend)
+        return backend_class(plan.backend)(merged, merged.config.options(row.group), plan)
+
+    def _open_session(self) -> Any:
+        from distributed.session import Session
+
+        if self._session is None:
+            if self._worker is None and self.plan.world_size > 1:  # evaluate, predict, save after a fit in workers
+                self.plan = ProcessPlan(1, 1, self.plan.device, "single")
+                self.backend = self._make_backend(self.merged, self.plan)
+            self._session = Session(self)
+        return self._session
+
+
+def _local(config: DistributedConfig, found: WorkerEnvironment) -> DistributedConfig:
+    """The resource settings of one node of the running world, to find its device."""
+    return DistributedConfig(device=config.device, nproc_per_node=found.local_world_size)
+
+
+class PyTorchDDPTrainer(Trainer):
+    """Trainer on PyTorch DistributedDataParallel; its options may be given flat (`static_graph=True`)."""
+
+    _backend = "pytorch-ddp"

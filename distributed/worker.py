@@ -1,0 +1,178 @@
+"""What happens inside a worker: the process is made to look like `python SCRIPT ARGS`, runs it, and says how it ended."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.machinery
+import json
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from distributed.causes import full_traceback, short_traceback
+from distributed.errors import DistributedError, TrainingInterrupted
+from distributed.launcher import Handover, LaunchRequest, WorkerEnvironment, link, tell
+from distributed.processes import flush_c_streams
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) -> int:
+    """The life of a forked worker. `order` holds its environment, `fds` its stdout, stderr and control pipe."""
+    _take_streams(fds)
+    os.environ.update(order["environ"])
+    tell(Handover(request.typed, request.run_dir, request.resume, order["restart_count"]), fds[2])
+    _fresh_randomness()
+    rank = int(order["environ"]["RANK"])
+
+    def report(event: dict[str, Any]) -> None:
+        channel = link()
+        if channel is not None:
+            channel.send({**event, "rank": rank})
+
+    code = _run(request, report)
+    _finish()
+    return code
+
+
+def run_here(given: Handover, environment: WorkerEnvironment) -> int:
+    """Run the typed script in this process, which another launcher started as a worker; returns its exit code."""
+    os.environ.update({name: value for name, value in environment.to_environ().items() if not os.environ.get(name)})
+    tell(given)
+    request = LaunchRequest(given.run_dir or "", script=given.typed.script, script_args=given.typed.script_args)
+
+    def report(event: dict[str, Any]) -> None:
+        if event["kind"] != "error":
+            return
+        _write_error_file(event)
+        text = f"error: {event['message']}" if event["is_message_enough"] else event["traceback"]
+        sys.stderr.write(text + "\n")
+
+    return _run(request, report)
+
+
+def _run(request: LaunchRequest, report: Report) -> int:
+    """Run what the request names. Reports how it failed, and returns the exit code."""
+    try:
+        if request.working_dir is not None:
+            os.chdir(request.working_dir)
+        if request.payload is not None:
+            _run_payload(request)
+        else:
+            assert request.script is not None
+            _run_script(request.script, request.script_args)
+    except TrainingInterrupted as end:
+        report({"kind": "interrupted", "signum": end.signum})
+        return 128 + end.signum
+    except SystemExit as end:
+        return _exit_code(end)
+    except KeyboardInterrupt:
+        report({"kind": "interrupted", "signum": int(signal.SIGINT)})
+        return 128 + signal.SIGINT
+    except BaseException as error:  # the top frame of a worker: whatever it is, the launcher must hear of it
+        return _failed(error, report)
+    return 0
+
+
+def _failed(error: BaseException, report: Report) -> int:
+    began = time.time()
+    _flush()
+    is_ours = isinstance(error, DistributedError)
+    code = error.exit_code if isinstance(error, DistributedError) else 1
+    report({
+        "kind": "error", "type": type(error).__name__, "message": _text(error), "exit_code": code, "time": began,
+        "is_message_enough": is_ours, "traceback": short_traceback(error), "full_traceback": full_traceback(error),
+    })  # fmt: skip
+    return code
+
+
+def _text(error: BaseException) -> str:
+    """What the error says; a broken __str__ is no reason to lose the report."""
+    return traceback.TracebackException(type(error), error, None)._str  # type: ignore[attr-defined,no-any-return]
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    sys.stderr.write(f"{end.code}\n")
+    return 1
+
+
+def _run_script(script: str, arguments: tuple[str, ...]) -> None:
+    """As `python SCRIPT ARGUMENTS` does it. The module stays in sys.modules, for pickling and for threads that live on."""
+    sys.argv[:] = [script, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    loader = importlib.machinery.SourceFileLoader("__main__", script)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=script, __loader__=loader, __spec__=None, __cached__=None, __annotations__={})
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    sys.modules["__main__"] = main
+    exec(loader.source_to_code(loader.get_data(script), script), main.__dict__)
+
+
+def _run_payload(request: LaunchRequest) -> None:
+    """Call the pickled job in a fresh, empty __main__, with the caller's search path."""
+    assert request.payload is not None
+    if request.sys_path is not None:
+        sys.path[:] = request.sys_path
+    sys.argv[:] = [request.script or "", *request.script_args]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    with open(request.payload, "rb") as file:
+        job = pickle.load(file)
+    job()
+
+
+def _take_streams(fds: list[int]) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (fds[0], 1), (fds[1], 2)):
+        os.dup2(source, target)
+    for fd in (null, *fds[:2]):
+        os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # it goes to a pipe, and a person may be watching
+            stream.reconfigure(line_buffering=True)
+
+
+def _fresh_randomness() -> None:
+    """A fork shares its parent's random state; a fresh interpreter has its own (torch: the same default seed, never drawn from here)."""
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _finish() -> None:
+    """End as an interpreter does: threads, atexit, buffers. Destructors of C++ globals are left to the kernel: in torch they can abort."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    _flush()
+    flush_c_streams()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # closed by the script, or nobody reads any more
+            continue
+
+
+def _write_error_file(event: dict[str, Any]) -> None:
+    """The error as torchrun reads it from its workers, where the launcher asked for that."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    detail = {"py_callstack": event["full_traceback"], "timestamp": str(int(event["time"]))}
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": f"{event['type']}: {event['message']}", "extraInfo": detail}}, file)

@@ -1,0 +1,371 @@
+"""Workers under `train --script`: what a plain script finds, and what happens when something dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from tests.conftest import clean_environment, poll
+
+pytestmark = pytest.mark.timeout(90)
+
+JOIN = "import os, sys, time, json, signal, datetime\nimport torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"
+READY = "print('ready', flush=True)\nopen(f'ready-{rank}', 'w').close()\n"
+
+FACTS = """
+import atexit, json, os, random, subprocess, sys, threading, time
+import torch, torch.distributed as dist
+
+class Local:
+    pass
+
+def main():
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    child = subprocess.run([sys.executable, "-c", "import os; print('DISTRIBUTED_CONFIG' in os.environ)"], capture_output=True, text=True)
+    facts = dict(
+        total=total.item(), argv=sys.argv, name=__name__, file=__file__, path=sys.path[0], cwd=os.getcwd(), doc=__doc__, spec=__spec__,
+        is_main_module=sys.modules["__main__"].__dict__ is globals(), qualified=Local.__module__, environ=dict(os.environ),
+        child=child.stdout, threads=torch.get_num_threads(), draw=random.random(), seed=torch.initial_seed(),
+        group=os.getpgid(0) == os.getpid(), stdin=sys.stdin.read(), tasks=len(os.listdir("/proc/self/task")),
+    )
+    with open(os.path.join(sys.argv[1], f"facts-{dist.get_rank()}.json"), "w") as file:
+        json.dump(facts, file)
+    print("hello from", dist.get_rank())
+    print("partial line", end="")
+    print("to stderr", file=sys.stderr)
+    dist.destroy_process_group()
+    atexit.register(lambda: print("; at exit", dist.is_initialized()))
+    threading.Thread(target=lambda: (time.sleep(0.2), open(os.path.join(sys.argv[1], f"thread-{facts['environ']['RANK']}"), "w").close())).start()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def write(directory: Path, text: str, name: str = "script.py") -> Path:
+    path = directory / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def events(run: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def train(script: Path, *more: str, processes: int = 2) -> list[str]:
+    return ["train", "--script", str(script), "--nproc-per-node", str(processes), "--run-dir", str(script.parent / "run"), *more]
+
+
+def start_train(start, script: Path, *more: str, processes: int = 2):
+    return start([sys.executable, "-m", "distributed.cli", *train(script, *more, processes=processes)], cwd=script.parent)
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    """One script under our launcher and under torchrun: (ours, torchrun's), each a list of facts by rank, and our result."""
+    home = tmp_path_factory.mktemp("facts")
+    write(home, FACTS)
+    base = clean_environment()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        base.pop(name, None)
+    commands = {
+        "ours": ["-m", "distributed.cli", "train", "--script", "script.py", "--nproc-per-node", "2", "--run-dir", "run", "--", "ours", "--x", "a b"],
+        "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "script.py", "torchrun", "--x", "a b"],
+    }
+    found = {}
+    for name, command in commands.items():
+        (home / name).mkdir()
+        done = subprocess.run([sys.executable, *command], cwd=home, env=base, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[name] = ([json.loads((home / name / f"facts-{rank}.json").read_text()) for rank in (0, 1)], done)
+    return home, found
+
+
+def test_a_torchrun_script_finds_its_world(facts):
+    _, found = facts
+    ours, _ = found["ours"]
+
+    assert [each["total"] for each in ours] == [3.0, 3.0]
+    assert [each["environ"]["RANK"] for each in ours] == ["0", "1"]
+
+
+def test_the_environment_is_torchruns(facts):
+    _, found = facts
+    variable = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS", "MASTER_ADDR")
+    for rank in (0, 1):
+        theirs, ours = (found[name][0][rank]["environ"] for name in ("torchrun", "ours"))
+        given = {name for name in theirs if name.startswith(("TORCH", "MASTER_")) or name.endswith(("RANK", "_SIZE", "ROLE_NAME"))}
+        assert given - set(ours) == set()
+        assert {name: ours[name] for name in given if name not in variable} == {name: theirs[name] for name in given if name not in variable}
+
+
+def test_a_worker_is_as_python_script_arguments(facts):
+    home, found = facts
+    for each in found["ours"][0]:
+        assert (each["argv"], each["name"]) == (["script.py", "ours", "--x", "a b"], "__main__")
+        assert (each["path"], each["cwd"]) == (str(home.resolve()), str(home.resolve()))
+        assert each["is_main_module"]
+        assert (each["qualified"], each["spec"], each["file"]) == ("__main__", None, "script.py")
+        assert each["group"]
+        assert each["stdin"] == ""
+
+
+def test_a_worker_tells_its_own_children_nothing(facts):
+    assert [each["child"].strip() for each in facts[1]["ours"][0]] == ["False", "False"]
+
+
+def test_cores_are_shared_and_randomness_is_not(facts):
+    ours = facts[1]["ours"][0]
+    cores = len(os.sched_getaffinity(0))
+
+    assert [each["threads"] for each in ours] == [max(1, cores // 2)] * 2
+    assert ours[0]["draw"] != ours[1]["draw"]
+    assert ours[0]["seed"] == facts[1]["torchrun"][0][0]["seed"]
+
+
+def test_logs_hold_every_rank_and_the_console_rank_0(facts):
+    home, found = facts
+    for rank in (0, 1):
+        lines = (home / "run" / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert all(line.startswith(f"[rank {rank} ") for line in lines)
+        texts = [line.partition("] ")[2] for line in lines]
+        assert set(texts) == {f"hello from {rank}", "to stderr", "partial line; at exit False"}
+    done = found["ours"][1]
+    assert "hello from 0\npartial line; at exit False\n" in done.stdout
+    assert "hello from 1" not in done.stdout
+    assert done.stderr == "to stderr\n"
+
+
+def test_threads_of_a_worker_end_before_it(facts):
+    assert [(facts[0] / "ours" / f"thread-{rank}").exists() for rank in (0, 1)] == [True, True]
+
+
+def test_an_exception_on_one_rank_is_the_last_thing_on_the_screen(run_cli, tmp_path):
+    script = write(tmp_path, JOIN + """
+def deeper():
+    raise ValueError("boom on one rank")
+
+if rank == 1:
+    open("when", "w").write(str(time.time()))
+    deeper()
+import torch
+dist.all_reduce(torch.ones(1))
+""")
+
+    done = run_cli(train(script), cwd=tmp_path)
+
+    took = time.time() - float((tmp_path / "when").read_text())
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1, done.output
+    assert lines[-1] == "ValueError: boom on one rank"
+    assert lines[0].startswith("error: rank 1 failed with ValueError")
+    assert lines[1].startswith("Traceback")
+    assert lines[2] == f'  File "{script}", line 11, in <module>'
+    assert "Connection" not in done.stdout + done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert took <= 3
+    assert "ValueError: boom on one rank" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+    assert events(tmp_path / "run").count("restarted") == 0
+
+
+def test_a_killed_worker_restarts_the_group(run_cli, tmp_path):
+    script = write(tmp_path, JOIN + """
+import torch
+if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    open("when", "w").write(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+total = torch.ones(1)
+dist.all_reduce(total)
+if rank == 0:
+    print("sum", total.item(), "attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "after", time.time() - float(open("when").read()))
+""")
+
+    done = run_cli(train(script), cwd=tmp_path)
+
+    assert done.returncode == 0, done.output
+    assert "sum 2.0 attempt 1" in done.stdout
+    assert "warning: rank 1 was killed by signal 9 (SIGKILL): restarting (1 of 3)" in done.stderr
+    assert events(tmp_path / "run") == ["worker_failed", "restarted"]
+    assert float(done.stdout.split("after ")[1].split()[0]) < 4
+
+
+def test_no_restart_is_left_for_a_worker_that_always_dies(run_cli, tmp_path):
+    script = write(tmp_path, JOIN + "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()\n")
+
+    done = run_cli(train(script, "--max-restarts", "1"), cwd=tmp_path)
+
+    assert done.returncode == 1, done.output
+    assert done.stderr.splitlines()[-1].startswith("error: rank 1 was killed by signal 9 (SIGKILL)")
+    assert events(tmp_path / "run") == ["worker_failed", "restarted", "worker_failed"]
+
+
+def test_an_exception_restarts_where_asked(run_cli, tmp_path):
+    script = write(tmp_path, """
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
+    raise OSError("flaky")
+print("done")
+""")
+
+    done = run_cli(train(script, "--restart-on-exception"), cwd=tmp_path)
+
+    assert done.returncode == 0, done.output
+    assert "rank 0 failed with OSError: flaky: restarting (1 of 3)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "line"),
+    [
+        ("sys.exit(3)", 1, "error: rank 1 exited with code 3"),
+        ("sys.exit('a reason')", 1, "error: rank 1 exited with code 1"),
+        ("from distributed.errors import ConfigError; raise ConfigError('epochs=0: set epochs=1')", 2, "error: epochs=0: set epochs=1"),
+    ],
+)
+def test_an_orderly_refusal_is_one_line_and_final(run_cli, tmp_path, ending, code, line):
+    script = write(tmp_path, f"import os, sys, time\nif os.environ['RANK'] == '1': {ending.replace('; ', chr(10) + '    ') if False else 'exec(' + repr(ending) + ')'}\ntime.sleep(60)\n")
+
+    done = run_cli(train(script), cwd=tmp_path)
+
+    assert done.returncode == code, done.output
+    assert done.stderr.splitlines() == [line]
+    assert "restarted" not in events(tmp_path / "run")
+
+
+STOPPABLE = JOIN + """
+def stop(number, frame):
+    open(f"stopped-{rank}-{number}", "w").close()
+    sys.exit(128 + number)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, stop)
+""" + READY + "while True: time.sleep(0.05)\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+def test_a_signal_reaches_every_worker_and_nobody_is_left(start, tmp_path, number, code):
+    script = write(tmp_path, STOPPABLE)
+    command = start_train(start, script)
+    command.wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
+
+    command.signal(number)
+    command.signal(number)
+    done = command.finish(20)
+
+    assert done.returncode == code, done.output
+    assert sorted(path.name for path in tmp_path.glob("stopped-*")) == [f"stopped-{rank}-{int(number)}" for rank in (0, 1)]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "events.jsonl").exists() or "restarted" not in events(tmp_path / "run")
+
+
+def test_workers_that_ignore_a_signal_are_killed_when_time_is_up(start, tmp_path):
+    script = write(tmp_path, JOIN + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(300)\n")
+    command = start_train(start, script, "--set", "timeout_s=1")
+    command.wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
+
+    command.signal(signal.SIGTERM)
+
+    assert command.finish(20).returncode == 143
+
+
+def test_killing_the_launcher_kills_everybody_and_frees_the_directory(start, run_cli, tmp_path):
+    script = write(tmp_path, JOIN + READY + "time.sleep(300)\n")
+    command = start_train(start, script)
+    command.wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
+    assert len(command.alive()) == 4
+
+    second = run_cli([*train(script), "--resume"], cwd=tmp_path)
+    command.signal(signal.SIGKILL)
+
+    assert second.returncode == 2
+    assert f"is in use by process {command.pid} on " in second.stderr
+    command.process.wait()
+    poll(lambda: command.alive() == [], 5, lambda: f"still there: {command.alive()}")
+    script.write_text("print('again')\n")
+    assert run_cli([*train(script, processes=1), "--resume"], cwd=tmp_path).returncode == 0
+
+
+def test_the_death_of_the_agent_is_said(start, tmp_path):
+    script = write(tmp_path, JOIN + READY + "time.sleep(300)\n")
+    command = start_train(start, script)
+    command.wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
+    groups = {pid: os.getpgid(pid) for pid in command.alive()}
+    agent = next(pid for pid, group in groups.items() if group == command.pid and pid != command.pid)
+
+    os.kill(agent, signal.SIGKILL)
+    done = command.finish(20)
+
+    assert done.returncode == 1
+    assert f"the agent of this run (process {agent}) was killed by signal 9" in done.stderr
+
+
+CALLER = """
+import os, sys, time
+print("module runs in", os.getpid())
+import cloudpickle
+from distributed.launcher import LaunchRequest, start_launcher
+
+class Mine:
+    text = "by value"
+
+def job():
+    import torch
+    from distributed.launcher import handover, link
+    told = handover()
+    print("job:", Mine.text, os.environ["RANK"], told.typed.flag["epochs"], told.run_dir, link() is not None)
+    ENDING
+
+with open("job.pickle", "wb") as file:
+    file.write(cloudpickle.dumps(job))
+from distributed.settings import Typed
+request = LaunchRequest(
+    "run", Typed(flag={"epochs": 2}), payload="job.pickle", working_dir=os.getcwd(), sys_path=tuple(sys.path), nproc_per_node=2, verbose=False)
+try:
+    print("code", start_launcher(request))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_a_plain_script_starts_workers_without_a_guard(run_python, tmp_path):
+    script = write(tmp_path, CALLER.replace("ENDING", "pass"))
+
+    done = run_python([str(script)], cwd=tmp_path)
+
+    assert done.returncode == 0, done.output
+    assert done.stdout.count("module runs in") == 1
+    assert "job: by value 0 2 run True" in done.stdout
+    assert "code 0" in done.stdout
+    assert "job: by value 1 2 run True" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_plain_script_that_ends_takes_its_workers_along(start, tmp_path, number):
+    script = write(tmp_path, CALLER.replace("ENDING", "open('ready-' + os.environ['RANK'], 'w').close(); time.sleep(300)"))
+    command = start([sys.executable, str(script)], cwd=tmp_path)
+    command.wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
+
+    command.signal(number)
+    done = command.finish(20)
+
+    assert ("interrupted" in done.stdout) == (number == signal.SIGINT), done.output
+
+
+def test_a_worker_of_torchrun_does_not_launch_again(run_python, tmp_path):
+    script = write(tmp_path, JOIN + "from distributed.launcher import handover\nprint('rank', rank, 'told', handover().typed.flag['epochs'], sys.argv[1:], flush=True)\n")
+
+    done = run_python(
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "distributed.cli",
+         "train", "--script", str(script), "--epochs", "3", "--", "--flag"], cwd=tmp_path,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.output
+    assert {"rank 0 told 3 ['--flag']", "rank 1 told 3 ['--flag']"} <= set(done.stdout.splitlines())
+    assert not (tmp_path / "runs").exists()

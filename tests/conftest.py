@@ -1,0 +1,208 @@
+"""Fixtures for every test: commands run in a clean environment, under a time limit, and leave no process behind.
+
+run_cli(args, timeout=60, cwd=None, env=None)      `python -m distributed.cli ARGS`, waited for; returns a Finished
+run_python(args, timeout=60, cwd=None, env=None)   `python ARGS`, the same
+start(argv, cwd=None, env=None)                    a Started: .wait_for(text), .signal(n), .finish(timeout), .alive()
+
+Each fails the test when the time is up (all processes are killed first) and when a finished command leaves a process:
+descendants are found by an environment variable, so also those that made a session of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "DISTRIBUTED_TEST_COMMAND"
+# What a launcher or a cluster sets: a test that ran under one would see workers that are not its own.
+_FOREIGN = re.compile(
+    r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_|ROLE_|NODE_RANK|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI"
+    r"|DISTRIBUTED_|COLUMNS$|LINES$|FORCE_COLOR|NO_COLOR|PYTEST_)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A command that ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def output(self) -> str:
+        """Both streams, for a message."""
+        ending = f"exit {self.returncode} after {self.seconds:.1f} s"
+        return f"{ending}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+class Started:
+    """A command that runs. Its output goes to files, so that nothing blocks on a full pipe."""
+
+    def __init__(self, argv: Sequence[str], directory: Path, cwd: Path | None, env: dict[str, str]) -> None:
+        self.mark = uuid.uuid4().hex
+        self._files = [directory / f"{self.mark}.{name}" for name in ("out", "err")]
+        self._began = time.monotonic()
+        with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
+            self.process = subprocess.Popen(
+                argv, cwd=cwd, env={**env, MARK: self.mark}, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=err, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        """Everything written so far, stdout first."""
+        return "".join(file.read_text(errors="replace") for file in self._files)
+
+    def alive(self) -> list[int]:
+        """Process ids of the command and all its descendants that run."""
+        return marked(self.mark)
+
+    def wait_for(self, what: str | Callable[[], Any], timeout: float = 30) -> Any:
+        """Until the output holds `what` (or `what()` is true); fails the test when the command ends or time is up."""
+
+        def seen() -> Any:
+            return what in self.output if isinstance(what, str) else what()
+
+        return poll(
+            seen, timeout, lambda: f"{what!r} did not come\n{self.output}", lambda: self.process.poll() is not None
+        )
+
+    def signal(self, number: int) -> None:
+        """Send `number` to the command's first process only."""
+        self.process.send_signal(number)
+
+    def finish(self, timeout: float = 60, grace: float = 5) -> Finished:
+        """Wait for the end, at most `timeout` seconds; then all descendants have `grace` seconds to be gone."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"not done after {timeout} s:\n{self.output}")
+        seconds = time.monotonic() - self._began
+        out, err = (file.read_text(errors="replace") for file in self._files)
+        try:
+            poll(lambda: not self.alive(), grace, lambda: f"left processes {describe(self.alive())}\n{out}\n{err}")
+        finally:
+            self.kill()
+        return Finished(code, out, err, seconds)
+
+    def kill(self) -> None:
+        """End whatever is left."""
+        for pid in self.alive():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def marked(mark: str) -> list[int]:
+    """Running processes (no zombies) whose environment carries `mark`."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:  # ended while we looked, or not ours
+            continue
+    return found
+
+
+def describe(pids: Sequence[int]) -> str:
+    """Process ids with their command lines."""
+    lines = []
+    for pid in pids:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            command = "(gone)"
+        lines.append(f"{pid}: {command}")
+    return "; ".join(lines)
+
+
+def poll(
+    condition: Callable[[], Any],
+    timeout: float,
+    message: Callable[[], str],
+    ended: Callable[[], bool] = lambda: False,
+) -> Any:
+    """The first true value of `condition()`; fails the test after `timeout` seconds, or once `ended()` and not true."""
+    deadline = time.monotonic() + timeout
+    while True:
+        last_look = ended() or time.monotonic() > deadline
+        if value := condition():
+            return value
+        if last_look:
+            pytest.fail(message())
+        time.sleep(0.02)
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """This process' environment without what launchers, clusters and terminals set; our checkout first on the path."""
+    env = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
+    env["PYTHONPATH"] = str(ROOT)
+    return {**env, **extra}
+
+
+@pytest.fixture(autouse=True)
+def _no_foreign_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if _FOREIGN.match(name) and not name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Started]]:
+    """Start a command (see the top of this file); what the test leaves running is killed at its end."""
+    directory = tmp_path_factory.mktemp("commands")
+    running: list[Started] = []
+
+    def begin(argv: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> Started:
+        running.append(Started(list(map(str, argv)), directory, cwd, clean_environment(**(env or {}))))
+        return running[-1]
+
+    yield begin
+    for command in running:
+        command.kill()
+
+
+@pytest.fixture
+def run_python(start: Callable[..., Started]) -> Callable[..., Finished]:
+    """Run `python ARGS` to its end (see the top of this file)."""
+
+    def run(args: Sequence[str], timeout: float = 60, **where: Any) -> Finished:
+        return start([sys.executable, *args], **where).finish(timeout)
+
+    return run
+
+
+@pytest.fixture
+def run_cli(run_python: Callable[..., Finished]) -> Callable[..., Finished]:
+    """Run `python -m distributed.cli ARGS` to its end (see the top of this file)."""
+
+    def run(args: Sequence[str], timeout: float = 60, **where: Any) -> Finished:
+        return run_python(["-m", "distributed.cli", *args], timeout, **where)
+
+    return run

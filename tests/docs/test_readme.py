@@ -1,0 +1,64 @@
+"""The samples of README.md run as they stand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import warnings
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\S+)(?: (\S+))?\n(.*?)^```$", README, re.M | re.S)
+SCRIPTS = [code for language, kind, code in BLOCKS if (language, kind) == ("python", "")]
+CELLS = [code for language, kind, code in BLOCKS if (language, kind) == ("python", "notebook")]
+COMMANDS = [
+    line
+    for language, _, code in BLOCKS
+    if language == "bash"
+    for line in code.splitlines()
+    if line.startswith("python -m distributed.cli train")
+]
+
+
+def test_all_three_ways_have_a_sample():
+    assert len(COMMANDS) >= 1
+    assert len(SCRIPTS) >= 1
+    assert len(CELLS) >= 1
+
+
+@pytest.mark.parametrize("code", SCRIPTS, ids=lambda code: re.search(r"\w*Trainer\(", code).group())
+def test_python_sample_runs(code, run_python, tmp_path):
+    (tmp_path / "sample.py").write_text(code)
+
+    done = run_python(["sample.py"], timeout=90, cwd=tmp_path)
+
+    assert done.returncode == 0, done.output
+
+
+@pytest.mark.parametrize("code", CELLS, ids=["notebook"])
+def test_notebook_sample_runs(code, tmp_path, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the notebook tools, at import
+        import nbformat
+        from nbclient import NotebookClient
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+
+    NotebookClient(notebook, timeout=90, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+
+    errors = [output for output in notebook.cells[0].outputs if output.output_type == "error"]
+    assert errors == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_line_sample_is_understood(command, run_cli, tmp_path):
+    _, _, _, *arguments = shlex.split(command)
+    arguments.insert(1, "--dry-run")
+
+    done = run_cli(arguments, cwd=ROOT)
+
+    assert done.returncode == 0, done.output
+    assert "global_batch_size" in done.stdout

@@ -1,0 +1,675 @@
+"""CheckpointStore: what is committed survives, what is damaged is noticed. A backend of plain bytes, no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed import checkpoint, durable, manifest
+from distributed.checkpoint import CheckpointStore, list_checkpoints, read_state, resolve, verify
+from distributed.errors import CheckpointError, TrainingError
+from distributed.manifest import NewerFormatError
+from distributed.plan import ProcessPlan
+from distributed.state import TrainState, WorkerContext
+from distributed.tensor_file import RawTensor, read_raw, write_tensors
+
+
+class BytesBackend:
+    """One rank of a backend whose model is a few bytes. `world` lets several in threads agree."""
+
+    def __init__(self, rank: int = 0, world: World | None = None) -> None:
+        self.rank, self.world, self.plan = rank, world, ProcessPlan(1, world.size if world else 1, "cpu", "bytes")
+        self.weights, self.extra, self.loaded = b"\x01\x02\x03\x04" * 64, {"groups": []}, None
+        self.before_save: Callable[[], None] = lambda: None
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        self.before_save()
+        (directory / "rng").mkdir(exist_ok=True)
+        self._write(directory / "rng" / f"rank-{self.rank}.safetensors", bytes([self.rank]) * 40)
+        if self.rank == 0:
+            (directory / "model").mkdir()
+            self._write(directory / "model" / "model.safetensors", self.weights)
+        return dict(self.extra)
+
+    def _write(self, path: Path, content: bytes) -> None:
+        write_tensors(path, [RawTensor("weight", "U8", (len(content),), lambda: content)], {})
+
+    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
+        tensors, _ = read_raw(directory / "model" / "model.safetensors")
+        self.loaded = (bytes(tensors[0].read()), state)
+
+    def reduce(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return self.world.reduce(self.rank, sums) if self.world else dict(sums)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        return self.world.share(self.rank, value)[src] if self.world else value
+
+
+class World:
+    """Collectives between threads; a rank that waits for the dead fails after 10 s."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.slots, self.barrier = size, [None] * size, threading.Barrier(size, timeout=10)
+
+    def share(self, rank: int, value: Any) -> list[Any]:
+        self.slots[rank] = json.dumps(value)
+        self.barrier.wait()
+        values = [json.loads(slot) for slot in self.slots]
+        self.barrier.wait()
+        return values
+
+    def reduce(self, rank: int, sums: Mapping[str, float]) -> dict[str, float]:
+        rows = self.share(rank, dict(sums))
+        return {name: sum(row[name] for row in rows) for name in sums}
+
+
+@dataclasses.dataclass
+class Rig:
+    """A store on one rank, with what it reported."""
+
+    store: CheckpointStore
+    backend: BytesBackend
+    events: list[dict[str, Any]]
+
+    def save(self, step: int, best_value: float | None = None, **fields: Any) -> Path | None:
+        return self.store.save(TrainState(step=step, samples_seen=step * 10, **fields), {"epochs": 1}, best_value)
+
+    @property
+    def messages(self) -> list[str]:
+        return [event["message"] for event in self.events]
+
+
+def rig(directory: Path, rank: int = 0, world: World | None = None, **options: Any) -> Rig:
+    backend, events = BytesBackend(rank, world), []
+    size = world.size if world else 1
+    given = {"keep_latest_k": 3, "keep_best": True, "monitor": "val_loss", "monitor_mode": "min"} | options
+    context = WorkerContext(rank, size, rank, size, 0, "cpu")
+    return Rig(CheckpointStore(directory, backend, context=context, report=events.append, **given), backend, events)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_save_is_found_verified_and_loaded_again(tmp_path: Path) -> None:
+    first = rig(tmp_path / "checkpoints")
+    state = TrainState(
+        step=12, epoch=1, samples_seen=120, samples_in_epoch=20, metrics={"loss": math.nan, "best": math.inf},
+        callbacks={"mine": {"pair": (1, 2.5), 7: [None, True]}},
+    )  # fmt: skip
+    path = first.store.save(state, {"epochs": 3}, 0.5)
+    second = rig(tmp_path / "checkpoints")
+    assert path == second.store.find() == tmp_path / "checkpoints" / "step-00000012"
+    loaded = second.store.load(path)
+    assert math.isnan(loaded.metrics.pop("loss"))
+    assert state.metrics.pop("loss")
+    assert loaded == state
+    assert second.backend.loaded == (first.backend.weights, {"groups": []})
+    found = verify(path)
+    assert (found.step, found.epoch, found.samples_seen, found.samples_in_epoch) == (12, 1, 120, 20)
+    assert (found.backend, found.world_size, found.config, found.monitor_value) == ("bytes", 1, {"epochs": 3}, 0.5)
+    assert set(found.files) == {"state.json", "model/model.safetensors", "rng/rank-0.safetensors"}
+    assert first.events == second.events == []
+
+
+def test_nothing_stored_holds_a_path_of_this_machine(tmp_path: Path) -> None:
+    path = rig(tmp_path / "a").save(1)
+    assert not [f for f in path.rglob("*") if f.is_file() and str(tmp_path).encode() in f.read_bytes()]
+    moved = shutil.move(tmp_path / "a", tmp_path / "b")
+    assert rig(Path(moved)).store.find() == tmp_path / "b" / "step-00000001"
+
+
+def test_files_and_directories_are_synced_before_the_rename_and_the_parent_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def recording_fsync(fd: int) -> None:
+        calls.append(("fsync", os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path)))
+        fsync(fd)
+
+    def recording_rename(source: Any, target: Any) -> None:
+        calls.append(("rename", os.path.relpath(target, tmp_path)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "rename", recording_rename)
+    rig(tmp_path / "c").save(5)
+    stage = "c/.tmp-step-00000005"
+    at = {call: i for i, call in enumerate(calls)}  # the last of each
+    commit = at["rename", "c/step-00000005"]
+    files = ["model/model.safetensors", "rng/rank-0.safetensors", "state.json", "manifest.json"]
+    directories = [f"{stage}/model", f"{stage}/rng", stage]
+    synced = [at["fsync", f"{stage}/{name}"] for name in files] + [at["fsync", name] for name in directories]
+    assert max(synced) < commit < at["fsync", "c"]
+    assert at["fsync", f"{stage}/manifest.json"] > max(at["fsync", f"{stage}/{name}"] for name in files[:3])
+    assert at["fsync", "."] < commit  # the new directory of checkpoints itself
+
+
+@pytest.mark.parametrize("code", [28, 5], ids=["ENOSPC", "EIO"])
+@pytest.mark.parametrize("step", [1, 2], ids=["same-step", "next-step"])
+def test_whichever_write_sync_or_rename_fails_the_newest_checkpoint_verifies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, step: int
+) -> None:
+    real = {name: getattr(os, name) for name in ("write", "fsync", "rename", "mkdir", "ftruncate", "rmdir", "unlink")}
+    count, fail_at = 0, 0
+
+    def failing(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == fail_at:
+                raise OSError(code, os.strerror(code))
+            return real[name](*args, **kwargs)
+
+        return call
+
+    failed_saves = 0
+    for n in range(1, 200):
+        directory = tmp_path / str(n)
+        one = rig(directory, keep_latest_k=1)
+        one.save(1)
+        one.backend.weights = b"new" * 100
+        count, fail_at = 0, n
+        with monkeypatch.context() as patch:
+            for name in real:
+                patch.setattr(os, name, failing(name))
+            saved = one.save(step, best_value=1.0)
+        if count < n:
+            break
+        failed_saves += saved is None
+        kept = list_checkpoints(directory)
+        assert kept, f"call {n} of {code} lost everything"
+        assert verify(kept[-1].path)
+        if saved is None:
+            assert one.events[-1]["cause"] == os.strerror(code)
+            assert not [name for name in names(directory) if name.startswith(".tmp")]
+        after = rig(directory)
+        found = after.store.find()
+        assert found is not None
+        assert verify(found)
+        assert after.messages == []
+        assert all(name.startswith("step-") for name in names(directory))
+        assert one.save(step + 1) is not None, "the next save must work again"
+        shutil.rmtree(directory)
+    else:
+        pytest.fail("the save never passed")
+    assert failed_saves >= 15
+
+
+def _save_for_ever(directory: Path, start: int) -> None:
+    one = rig(directory, keep_latest_k=2)
+    step = start
+    while True:
+        step += 1
+        one.backend.weights = step.to_bytes(4, "big") * 5000
+        one.save(step, best_value=float(step % 7))
+        if step % 3 == 0:  # the same step again: a directory is replaced
+            one.save(step, best_value=-float(step), epoch=1)
+
+
+def _kill_saves(directory: Path) -> None:
+    generator, last, interrupted = random.Random(1), 0, 0
+    rig(directory).save(1)
+    for _ in range(120):
+        child = os.fork()
+        if child == 0:
+            try:
+                _save_for_ever(directory, last)
+            finally:
+                os._exit(1)
+        time.sleep(generator.uniform(0.001, 0.02))  # when the kill falls is what this test varies
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        interrupted += any(name.startswith(".") for name in names(directory))
+        last = _check_after_kill(directory, last)
+    assert interrupted >= 30
+    assert last > 20
+
+
+def _check_after_kill(directory: Path, last: int) -> int:
+    fresh = rig(directory, keep_latest_k=2)
+    found = fresh.store.find()
+    assert found is not None
+    assert fresh.messages == []
+    state = fresh.store.load(found)
+    assert state.step >= last, "an older checkpoint than one that was committed before"
+    if state.step > 1:
+        assert fresh.backend.loaded[0] == state.step.to_bytes(4, "big") * 5000
+    assert all(name.startswith("step-") for name in names(directory)), "leftovers of a dead save"
+    return state.step
+
+
+def test_sigkill_anywhere_in_a_save_leaves_a_newest_checkpoint_that_verifies(
+    tmp_path: Path, run_python: Callable[..., Any]
+) -> None:
+    done = run_python([__file__, str(tmp_path / "checkpoints")], timeout=60)  # forks best without pytest's threads
+    assert done.returncode == 0, done.output
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    path = rig(tmp_path).save(3, best_value=0.25)
+    generator = random.Random(2)
+    for file in sorted(f for f in path.rglob("*") if f.is_file()):
+        content = file.read_bytes()
+        for _ in range(100):
+            at, bit = generator.randrange(len(content)), 1 << generator.randrange(8)
+            file.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
+            with pytest.raises(CheckpointError, match=file.name):
+                verify(path)
+        file.write_bytes(content)
+    assert verify(path)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path / "model" / "model.safetensors", 100)
+
+
+def _remove_file(path: Path) -> None:
+    (path / "rng" / "rank-0.safetensors").unlink()
+
+
+def _remove_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def _empty_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("")
+
+
+def _flip(path: Path) -> None:
+    file = path / "model" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 4
+    file.write_bytes(content)
+
+
+def _remove_all(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+DAMAGES = {
+    _truncate: "model.safetensors", _remove_file: "rank-0.safetensors", _remove_manifest: "manifest.json",
+    _empty_manifest: "manifest.json", _flip: "model.safetensors", _remove_all: "manifest.json",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__.strip("_"))
+def test_a_damaged_newest_is_set_aside_with_one_warning_and_the_one_before_is_found(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    one = rig(tmp_path)
+    good, bad = one.save(10), one.save(20)
+    damage(bad)
+    fresh = rig(tmp_path)
+    assert fresh.store.find() == good
+    (message,) = fresh.messages
+    assert DAMAGES[damage] in message
+    assert "step 20" in message
+    assert names(tmp_path) == ["damaged-step-00000020", "step-00000010"]
+    again = rig(tmp_path)
+    assert (again.store.find(), again.messages) == (good, [])
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__.strip("_"))
+def test_a_damaged_checkpoint_asked_for_by_name_is_an_error_and_stays(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    one = rig(tmp_path)
+    good, bad = one.save(10), one.save(20)
+    damage(bad)
+    with pytest.raises(CheckpointError, match=DAMAGES[damage]) as error:
+        rig(tmp_path / "elsewhere").store.open(bad)
+    assert str(good) in str(error.value)
+    assert names(tmp_path) == ["step-00000010", "step-00000020"]
+
+
+def test_all_damaged_means_none_found(tmp_path: Path) -> None:
+    one = rig(tmp_path)
+    for step in (1, 2):
+        _truncate(one.save(step))
+    fresh = rig(tmp_path)
+    assert fresh.store.find() is None
+    assert len(fresh.messages) == 2
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_and_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig(tmp_path)
+    one.save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT", 2)
+        one.save(2)
+    with pytest.raises(NewerFormatError, match="upgrade"):
+        rig(tmp_path).store.find()
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_run_a_directory_and_a_checkpoint_can_all_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = rig(tmp_path / "run" / "checkpoints").save(4)
+    for given in (tmp_path / "run", tmp_path / "run" / "checkpoints", path):
+        assert resolve(given) == path
+    monkeypatch.chdir(tmp_path)
+    assert rig(tmp_path / "x").store.open("run") == path
+    for wrong in (tmp_path / "nowhere", tmp_path / "run" / "checkpoints" / "step-00000004" / "state.json"):
+        with pytest.raises(CheckpointError, match="no checkpoint at"):
+            resolve(wrong)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        resolve(tmp_path / "empty")
+
+
+def test_the_newest_and_the_best_are_kept_also_after_a_restart(tmp_path: Path) -> None:
+    values = {1: 0.9, 2: 0.3, 3: 0.5, 4: None, 5: math.nan, 6: 0.4}
+    for step, value in values.items():
+        rig(tmp_path, keep_latest_k=2).save(step, value)  # a new process each time
+    assert names(tmp_path) == ["step-00000002", "step-00000005", "step-00000006"]
+    assert [info.step for info in list_checkpoints(tmp_path) if info.is_best] == [2]
+
+
+def test_without_keep_best_only_the_newest_are_kept(tmp_path: Path) -> None:
+    one = rig(tmp_path, keep_latest_k=2, keep_best=False)
+    for step in range(1, 6):
+        one.save(step, float(step))
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+
+
+def test_monitor_mode_max_keeps_the_largest(tmp_path: Path) -> None:
+    one = rig(tmp_path, keep_latest_k=1, monitor="val_accuracy", monitor_mode="max")
+    for step, value in enumerate((0.5, 0.9, 0.7), start=1):
+        one.save(step, value)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_after_going_back_to_an_older_step_the_last_save_is_the_newest(tmp_path: Path) -> None:
+    one = rig(tmp_path, keep_latest_k=2)
+    for step in (10, 20):
+        one.save(step)
+    back = rig(tmp_path, keep_latest_k=2)
+    back.store.load(back.store.open(tmp_path / "step-00000010"))
+    assert back.save(12) == rig(tmp_path).store.find()
+    assert names(tmp_path) == ["step-00000012", "step-00000020"]
+
+
+def test_the_same_state_is_not_written_twice_but_a_changed_one_is(tmp_path: Path) -> None:
+    one = rig(tmp_path)
+    path = one.save(8, 0.5, train_time_s=1.0)
+    before = path.stat().st_ino
+    one.save(8, 0.5, train_time_s=2.0)
+    assert path.stat().st_ino == before
+    one.save(8, 0.5, epoch=1)
+    assert read_state(path)[0].epoch == 1
+    resumed = rig(tmp_path)
+    resumed.store.load(resumed.store.find())
+    before = path.stat().st_ino
+    resumed.save(8, 0.5, epoch=1)
+    assert path.stat().st_ino == before
+    _truncate(path)
+    resumed.save(8, 0.5, epoch=1)
+    assert verify(path)
+
+
+def test_another_runs_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    rig(tmp_path).save(8)
+    one = rig(tmp_path)
+    one.backend.weights = b"mine"
+    one.store.load(one.save(8))
+    assert one.backend.loaded[0] == b"mine"
+
+
+def test_leftovers_of_a_dead_process_are_removed_and_a_replaced_checkpoint_comes_back(tmp_path: Path) -> None:
+    path = rig(tmp_path).save(8)
+    path.rename(tmp_path / ".old-step-00000008")
+    for name in (".tmp-step-00000009", ".trash-step-00000001"):
+        (tmp_path / name / "model").mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert rig(tmp_path).store.find() == path
+    assert names(tmp_path) == ["notes.txt", "step-00000008"]
+
+
+def test_a_failed_save_is_reported_with_bytes_and_the_third_in_a_row_ends_training(tmp_path: Path) -> None:
+    one = rig(tmp_path / "c")
+    one.save(1)
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    one.backend.before_save = full
+    assert one.save(2) is None
+    event = one.events[-1]
+    assert event["kind"] == "warning"
+    assert event["bytes_needed"] == verify(tmp_path / "c" / "step-00000001").total_bytes
+    assert event["bytes_free"] > 0
+    for part in ("step-00000002", "No space left on device", "MB", "miss 1 of 3"):
+        assert part in event["message"]
+    one.backend.before_save = lambda: None
+    assert one.save(3) is not None
+    one.backend.before_save = full
+    assert [one.save(4), one.save(5)] == [None, None]
+    with pytest.raises(TrainingError, match="3 misses in a row"):
+        one.save(6)
+    assert names(tmp_path / "c") == ["step-00000001", "step-00000003"]
+
+
+def test_a_directory_that_went_away_is_made_again(tmp_path: Path) -> None:
+    one = rig(tmp_path / "run" / "checkpoints")
+    one.save(1)
+    shutil.rmtree(tmp_path / "run")
+    assert verify(one.save(2))
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("in the way")
+    assert one.save(3) is None
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_disk_failure_on_one_rank_is_a_miss_on_all_and_nobody_waits(tmp_path: Path, failing: int) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    rigs, results = _on_ranks(tmp_path, 3, failing, full, lambda one: (one.save(2), one.save(3)))
+    assert results == [(None, None)] * 3
+    assert "No space left" in rigs[0].messages[0]
+    assert [one.events for one in rigs[1:]] == [[], []]
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_refusal_on_one_rank_is_raised_on_all(tmp_path: Path, failing: int) -> None:
+    def refuse() -> None:
+        raise TrainingError("extra_state is a set")
+
+    def save(one: Rig) -> str:
+        with pytest.raises(TrainingError) as error:
+            one.save(2)
+        return str(error.value)
+
+    _, results = _on_ranks(tmp_path, 3, failing, refuse, save)
+    told = f"rank {failing}: extra_state is a set"
+    assert results == ["extra_state is a set" if rank == failing else told for rank in range(3)]
+
+
+def test_every_rank_saves_its_part_and_finds_the_same(tmp_path: Path) -> None:
+    def save_and_find(one: Rig) -> Any:
+        saved = one.save(2)
+        return saved, one.store.find(), one.store.load(saved).step
+
+    rigs, results = _on_ranks(tmp_path, 3, None, lambda: None, save_and_find)
+    path = tmp_path / "step-00000002"
+    assert results == [(path, path, 2)] * 3
+    assert {name for name in verify(path).files if "rng" in name} == {f"rng/rank-{i}.safetensors" for i in range(3)}
+    _truncate(path)
+    _, results = _on_ranks(tmp_path, 3, None, lambda: None, lambda one: _error_of(lambda: one.store.open(path)))
+    assert all("model.safetensors" in result for result in results)
+
+
+def _error_of(action: Callable[[], Any]) -> str:
+    with pytest.raises(CheckpointError) as error:
+        action()
+    return str(error.value)
+
+
+def _on_ranks(
+    directory: Path, size: int, failing: int | None, fault: Callable[[], None], action: Callable[[Rig], Any]
+) -> tuple[list[Rig], list[Any]]:
+    world = World(size)
+    rigs = [rig(directory, rank, world) for rank in range(size)]
+    if failing is not None:
+        rigs[failing].backend.before_save = fault
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        results[rank] = action(rigs[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads), "a rank waits for the others"
+    return rigs, results
+
+
+def test_a_state_that_json_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    one = rig(tmp_path)
+    with pytest.raises(TrainingError, match=r"train\.callbacks\.mine is a builtins\.set"):
+        one.save(1, callbacks={"mine": {1, 2}})
+    one.backend.extra = {"scheduler": object()}
+    with pytest.raises(TrainingError, match="object"):
+        one.save(1)
+    assert names(tmp_path) == []
+
+
+def _reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite the manifest as a forger would, its own digest included."""
+    content = json.loads((path / "manifest.json").read_bytes())
+    content.pop("xxh3_128")
+    change(content)
+    body = json.dumps(content, indent=1)[:-2].encode()
+    seal = manifest.xxhash.xxh3_128_hexdigest(body).encode()
+    (path / "manifest.json").write_bytes(body + manifest._SEAL + seal + b'"\n}\n')
+
+
+def _name_outside(path: Path) -> None:
+    (path.parent / "secret").write_text("x")
+    _reseal(path, lambda content: content["files"].update({"../secret": {"bytes": 1, "xxh3_128": "0"}}))
+
+
+def _name_absolute(path: Path) -> None:
+    _reseal(path, lambda content: content["files"].update({"/etc/hostname": {"bytes": 1, "xxh3_128": "0"}}))
+
+
+def _link_file(path: Path) -> None:
+    file = path / "model" / "model.safetensors"
+    file.rename(path.parent / "elsewhere")
+    file.symlink_to(path.parent / "elsewhere")
+
+
+def _link_directory(path: Path) -> None:
+    (path / "model").rename(path.parent / "model")
+    (path / "model").symlink_to(path.parent / "model")
+
+
+def _link_manifest(path: Path) -> None:
+    (path / "manifest.json").rename(path.parent / "m")
+    (path / "manifest.json").symlink_to(path.parent / "m")
+
+
+def _add_file(path: Path) -> None:
+    (path / "model" / "custom.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/marker'\ntR.")
+
+
+def _pipe(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+
+
+def _deep_json(path: Path) -> None:
+    body = b"[" * 5_000_000
+    seal = manifest.xxhash.xxh3_128_hexdigest(body).encode()
+    (path / "manifest.json").write_bytes(body + manifest._SEAL + seal + b'"\n}\n')
+
+
+def _huge_header(path: Path) -> None:
+    file = path / "model" / "model.safetensors"
+    content = (1 << 40).to_bytes(8, "little") + file.read_bytes()[8:]
+    file.write_bytes(content)
+    record = {"bytes": len(content), "xxh3_128": manifest.file_digest(file)}
+    _reseal(path, lambda manifest: manifest["files"].update({"model/model.safetensors": record}))
+
+
+def _huge_manifest(path: Path) -> None:
+    os.truncate(path / "manifest.json", 1 << 40)
+
+
+def _wrong_types(path: Path) -> None:
+    _reseal(path, lambda content: content.update({"step": "DROP TABLE"}))
+
+
+HOSTILE = [
+    _name_outside, _name_absolute, _link_file, _link_directory, _link_manifest, _add_file, _pipe, _deep_json,
+    _huge_header, _huge_manifest, _wrong_types,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", HOSTILE, ids=lambda attack: attack.__name__.strip("_"))
+def test_a_hostile_checkpoint_is_refused_quickly(tmp_path: Path, attack: Callable[[Path], None]) -> None:
+    path = rig(tmp_path / "c").save(1)
+    attack(path)
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(CheckpointError):
+        verify(path)
+    assert time.monotonic() - start < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"train": 1, "backend": {}}', b"\x80\x04", b"[" * 100_000])
+def test_a_state_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "state.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        read_state(tmp_path)
+
+
+def test_listing_and_verifying_load_no_framework(tmp_path: Path) -> None:
+    rig(tmp_path).save(1)
+    code = (
+        "import sys; from pathlib import Path; from distributed.manifest import list_checkpoints, verify;"
+        "[verify(i.path) for i in list_checkpoints(Path(sys.argv[1]))];"
+        "import distributed.checkpoint, distributed.cli.checkpoint;"
+        "sys.exit(bool({'torch', 'numpy', 'tensorflow'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=30, check=False).returncode == 0
+
+
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data)[:7]))
+    chunks = [b"a" * 20, b"", b"b" * 10]
+    durable.write_file(tmp_path / "x", chunks, 30)
+    assert (tmp_path / "x").read_bytes() == b"a" * 20 + b"b" * 10
+
+
+def test_large_and_small_chunks_keep_their_order(tmp_path: Path) -> None:
+    chunks = [b"1" * 10, memoryview(b"2" * (3 << 20)), b"3" * (1 << 19), b"4" * (1 << 19), b"5" * 5]
+    durable.write_file(tmp_path / "x", chunks, sum(map(len, chunks)))
+    assert (tmp_path / "x").read_bytes() == b"".join(map(bytes, chunks))
+    assert checkpoint.MAX_MISSES == 3
+
+
+if __name__ == "__main__":
+    _kill_saves(Path(sys.argv[1]))

@@ -1,0 +1,43 @@
+"""The fixtures of conftest.py notice what they promise to notice."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+
+SLEEP = "import time; time.sleep(100)"
+
+
+def test_commands_see_no_foreign_launcher(run_python, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+
+    done = run_python(["-c", "import os; print(os.environ.get('RANK'))"])
+
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.output
+
+
+def test_a_process_left_behind_is_a_failure(start):
+    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
+
+    with pytest.raises(pytest.fail.Exception, match="left processes"):
+        start([sys.executable, "-c", child]).finish(grace=0.2)
+
+
+def test_time_is_limited_and_nothing_survives(start):
+    command = start([sys.executable, "-c", SLEEP])
+
+    with pytest.raises(pytest.fail.Exception, match="not done after"):
+        command.finish(timeout=0.2)
+    assert command.alive() == []
+
+
+def test_waits_for_text_and_says_when_it_cannot_come(start):
+    command = start([sys.executable, "-u", "-c", f"print('hello'); {SLEEP}"])
+    command.wait_for("hello")
+    command.signal(signal.SIGTERM)
+
+    assert command.finish().returncode == -signal.SIGTERM
+    with pytest.raises(pytest.fail.Exception, match="did not come"):
+        command.wait_for("goodbye")
