@@ -1,12 +1,12 @@
-"""The launcher process of a plain script or a notebook: `python _launch.py REQUEST PARENT`, a file or - for standard input.
+"""The launcher process of a plain script or a notebook: `python _launch.py REQUEST PARENT`; - is standard input.
 
 Run by its path, not with -m: nothing of the caller's working directory is on the path before the request says so.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+from pathlib import Path
 
 
 def main() -> None:
@@ -33,5 +33,5 @@ def _request_text(name: str) -> str:
 
 if __name__ == "__main__":
     # sys.path[0] is the package's own directory, whose files would hide others: its parent is what is meant.
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
     main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import logging
 import os
@@ -12,7 +13,14 @@ import time
 import uuid
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
@@ -28,7 +36,6 @@ from distributed.run_dir import RunDirectory
 # of something that another rank, or the kernel, is about to report.
 _SETTLE_S = {0: 0.1, 1: 0.5, 2: 1.0}
 _ORPHANED_STOP_S = 5.0  # for the others to end, once a rank died during a stop: no common save can come
-
 
 
 @dataclasses.dataclass
@@ -55,7 +62,7 @@ class _Rank:
         return Failure(rank, "exit", self.ended, exit_code=self.status)
 
 
-class ForkAgent(SimpleElasticAgent):  # type: ignore[misc]
+class ForkAgent(SimpleElasticAgent):
     """torch's agent loop (rendezvous, start, watch, restart) with our workers, verdicts and messages."""
 
     def __init__(
@@ -107,7 +114,9 @@ class ForkAgent(SimpleElasticAgent):  # type: ignore[misc]
 
     # torch's hooks
 
-    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
         """Ranks follow `node_rank`, and the workers meet at node 0 on a port of this attempt alone."""
         node, local = self._request.node_rank, spec.local_world_size
         if node == 0:
@@ -242,14 +251,15 @@ class ForkAgent(SimpleElasticAgent):  # type: ignore[misc]
 
 
 def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket) -> int:
-    """Run the workers of this node to their end and show what happened; tells the launcher the exit code, and returns it."""
+    """Run the workers of this node to their end and show what happened; returns the exit code, told to the launcher."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     display = Display(live=request.live, verbose=request.verbose)
     if request.started_lines:
         display.handle({"kind": "started", "lines": list(request.started_lines)})
     handler = _rendezvous_handler(request)
     spec = WorkerSpec(
-        role="default", local_world_size=request.nproc_per_node, rdzv_handler=handler, entrypoint=request.script or "job",
+        role="default", local_world_size=request.nproc_per_node, rdzv_handler=handler,
+        entrypoint=request.script or "job",
         max_restarts=request.max_restarts, monitor_interval=0.001,  # _monitor_workers itself waits
     )  # fmt: skip
     agent = ForkAgent(spec, request, run, channel, display)
@@ -261,7 +271,8 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
         _show_end(agent, display, code)
     except RendezvousError as error:
         display.close()
-        display.handle({"kind": "error", "text": f"error: not all nodes joined within {request.start_timeout:g} s ({error})"})
+        text = f"error: not all nodes joined within {request.start_timeout:g} s ({error})"
+        display.handle({"kind": "error", "text": text})
     finally:
         display.close()
         if request.num_nodes > 1:
@@ -282,11 +293,12 @@ def _rendezvous_handler(request: LaunchRequest) -> DynamicRendezvousHandler:
         "c10d", endpoint, run_id, request.num_nodes, request.num_nodes, is_host=str(is_host), read_timeout=60
     )
     backend, store = create_backend(parameters)
-    return DynamicRendezvousHandler.from_backend(
+    handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         run_id, store, backend, request.num_nodes, request.num_nodes,
         local_addr="127.0.0.1" if request.num_nodes == 1 else socket.gethostname(),
-        timeout=RendezvousTimeout(join=_seconds(request.start_timeout)),
+        timeout=RendezvousTimeout(join=datetime.timedelta(seconds=request.start_timeout)),
     )  # fmt: skip
+    return handler
 
 
 def _exit_code(agent: ForkAgent, result: RunResult | None) -> int:
@@ -306,7 +318,8 @@ def _show_end(agent: ForkAgent, display: Display, code: int) -> None:
         return
     text = f"error: {cause}"
     if cause.kind == "signal":
-        text += f"; no restarts left of {agent._request.max_restarts}" if agent._request.max_restarts else "; max_restarts=0"
+        budget = agent._request.max_restarts
+        text += f"; no restarts left of {budget}" if budget else "; max_restarts=0"
     if cause.traceback and cause.kind == "exception":
         text += f" (whole log: {agent._run.logs / f'rank-{cause.rank}.log'})\n{cause.traceback}"
     display.handle({"kind": "error", "text": text})
@@ -314,12 +327,6 @@ def _show_end(agent: ForkAgent, display: Display, code: int) -> None:
 
 def _in_words(cause: Failure) -> str:
     return f"{cause}: {cause.message}" if cause.kind == "exception" and cause.message else str(cause)
-
-
-def _seconds(value: float) -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=value)
 
 
 def _free_port() -> int:

@@ -13,9 +13,10 @@ from types import TracebackType
 
 # What torch and gloo say on the ranks that survive when another one has gone. Each is a consequence, never a cause.
 _PEER_GONE = (
-    "Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Socket Timeout", "recvValue failed",
-    "sendBytes failed", "recvBytes failed", "failed to recv", "timed out after", "Timed out waiting", "wait timeout",
-    "connectFullMesh failed", "remote process exited", "NCCL communicator was aborted", "unhandled system error",
+    "Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Socket Timeout",
+    "recvValue failed", "sendBytes failed", "recvBytes failed", "failed to recv", "timed out after",
+    "Timed out waiting", "wait timeout", "connectFullMesh failed", "remote process exited",
+    "NCCL communicator was aborted", "unhandled system error",
 )  # fmt: skip
 _PEER_GONE_TYPES = {"DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError"}
 _DISTRIBUTED_TYPES = {"RuntimeError", "DistBackendError", "DistError"}  # whose message decides
@@ -90,7 +91,7 @@ def _format(error: BaseException, *, short: bool) -> str:
     left_out = sum(_trim(part, short) for part in _chain(report))
     text = "".join(report.format()).rstrip("\n")
     if left_out:
-        text = text.replace("(most recent call last):", f"(most recent call last; {left_out} library frames are in the log):", 1)
+        text = text.replace("call last):", f"call last; {left_out} library frames are in the log):", 1)
     return text
 
 
@@ -110,7 +111,7 @@ def _chain(report: traceback.TracebackException) -> Iterable[traceback.Traceback
 
 
 def _trim(report: traceback.TracebackException, short: bool) -> int:
-    """Drop frames of `report` that do not help its reader; returns how many. An error without user's frames stays whole."""
+    """Drop frames of `report` that do not help its reader; returns how many. An error with none of the user's stays."""
     frames = report.stack
     if not short or not any(_is_users(frame.filename) for frame in frames):
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib.metadata
 import json
 import math
@@ -218,7 +219,7 @@ class CheckpointStore:
             raise TrainingError(f"{message}; {self._misses} misses in a row: free the disk and run again with --resume")
 
     def _bytes_needed(self, target: Path) -> int:
-        """The larger of the newest checkpoint and what the failed save had begun (files get their full length first)."""
+        """The larger of the newest checkpoint and what the failed save had begun; files get their length first."""
         manifests = [info.manifest for info in list_checkpoints(self.directory) if info.manifest is not None]
         newest = manifests[-1].total_bytes if manifests else 0
         with contextlib.suppress(OSError):
@@ -276,7 +277,7 @@ class CheckpointStore:
         if self._is_tidy or not self.directory.is_dir():
             return
         for path in self.directory.iterdir():
-            if path.name.startswith((_STAGE + "step-", _TRASH)):
+            if path.name.startswith((_STAGE + "step-", _TRASH + "step-")):
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name.startswith(_OLD + "step-"):
                 target = path.with_name(path.name.removeprefix(_OLD))
@@ -301,7 +302,9 @@ def _open_verified(path: Path) -> str:
         raise
     except CheckpointError as error:
         others = [info for info in list_checkpoints(checkpoint.parent) if info.path != checkpoint and not info.problem]
-        hint = f"another one is sound by its sizes: {others[-1].path}" if others else "there is no other in its directory"
+        hint = (
+            f"another one is sound by its sizes: {others[-1].path}" if others else "there is no other in its directory"
+        )
         raise CheckpointError(f"{error}; {hint}") from None
     return str(checkpoint)
 
@@ -338,13 +341,19 @@ def _seal_file(path: Path) -> FileRecord:
 
 def _versions() -> dict[str, str]:
     """Versions of the libraries in use that shape what is stored."""
-    versions = {"python": sys.version.split()[0]}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        versions["distributed-trainer"] = importlib.metadata.version("distributed-trainer")
+    versions = {"python": sys.version.split()[0], "distributed-trainer": _own_version()}
     for name in ("numpy", "safetensors", "tensorflow", "torch"):
         if name in sys.modules:
             versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
     return versions
+
+
+@functools.cache
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("distributed-trainer")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"
 
 
 def _discard(path: Path) -> None:

@@ -18,7 +18,9 @@ class CommonStep:
     `store` is shared by the ranks, with `set`, `get`, `check` and `compare_set` as torch.distributed's Store has them.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Any, name: str, *, poll_s: float = 0.2, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, rank: int, world_size: int, store: Any, name: str, *, poll_s: float = 0.2, timeout_s: float = 300.0
+    ) -> None:
         self._rank, self._world_size, self._store = rank, world_size, store
         self._name, self._poll_s, self._timeout_s = name, poll_s, timeout_s
         self._entered = 0
@@ -60,7 +62,9 @@ class CommonStep:
             self._is_armed = bool(self._requests)
             return action
         if not self._known.wait(self._timeout_s) or self._target is None:
-            raise TimeoutError(f"the other ranks did not agree on {self._action or 'a request'} within {self._timeout_s:g} s")
+            raise TimeoutError(
+                f"the other ranks did not agree on {self._action or 'a request'} within {self._timeout_s:g} s"
+            )
         if self._entered <= self._target:
             return None
         self._entered -= 1

@@ -108,7 +108,9 @@ class DistributedConfig:
 
             backend_row(self.backend)
         if self.node_rank >= self.num_nodes:
-            raise ConfigError(f"node_rank={self.node_rank} is not below num_nodes={self.num_nodes}: number the nodes from 0")
+            raise ConfigError(
+                f"node_rank={self.node_rank} is not below num_nodes={self.num_nodes}: number the nodes from 0"
+            )
         _refuse_what_has_no_effect(self)
 
     @property

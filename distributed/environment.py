@@ -57,7 +57,8 @@ def worker_environment(
     """What this process is as a worker, or None where it is to launch workers itself.
 
     RANK and WORLD_SIZE win; then a step of `srun`; then Open MPI. One Slurm task per node that is asked for
-    `nproc_per_node` > 1 launches its node (see `node_environment`). Raises ResourceError where the variables make no sense.
+    `nproc_per_node` > 1 launches its node (see `node_environment`). Raises ResourceError where the variables make no
+    sense.
     """
     environ = os.environ if environ is None else environ
     argv = sys.argv if argv is None else argv
@@ -104,7 +105,9 @@ def _expand(item: str) -> list[str]:
 def _from_variables(environ: Mapping[str, str], argv: Sequence[str]) -> WorkerEnvironment:
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     if not 0 <= rank < world_size:
-        raise ResourceError(f"RANK={rank} is not below WORLD_SIZE={world_size}: number the processes from 0, or unset both to launch here")
+        raise ResourceError(
+            f"RANK={rank} is not below WORLD_SIZE={world_size}: number processes from 0, or unset both to launch here"
+        )
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size)
     local_rank = _number(environ, "LOCAL_RANK", _local_rank_in(argv, rank % max(1, local_world_size)))
     return WorkerEnvironment(
@@ -147,7 +150,9 @@ def _from_slurm(environ: Mapping[str, str]) -> WorkerEnvironment:
 
 def _slurm_meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
     """Host of the step's first node, and a port that every task of the step computes alike."""
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    nodes = (
+        environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    )
     hosts = expand_hostlist(nodes)
     addr = environ.get("MASTER_ADDR") or (hosts[0] if hosts else environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
     key = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
@@ -169,7 +174,9 @@ def _from_openmpi(environ: Mapping[str, str]) -> WorkerEnvironment:
     local_world_size = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", world_size)
     addr = environ.get("MASTER_ADDR") or ("127.0.0.1" if local_world_size == world_size else "")
     if not addr:
-        raise ResourceError("MASTER_ADDR is not set and Open MPI runs on several nodes: add -x MASTER_ADDR=HOST_OF_RANK_0 to mpirun")
+        raise ResourceError(
+            "MASTER_ADDR is not set and Open MPI runs on several nodes: add -x MASTER_ADDR=HOST_OF_RANK_0 to mpirun"
+        )
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
     return WorkerEnvironment(
         rank, _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", rank), world_size, local_world_size,
@@ -188,4 +195,6 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     try:
         return int(text)
     except ValueError:
-        raise ResourceError(f"{name}={text!r} is not a whole number: the launcher that set it is broken, or unset it") from None
+        raise ResourceError(
+            f"{name}={text!r} is not a whole number: the launcher that set it is broken, or unset it"
+        ) from None

@@ -58,7 +58,9 @@ def check(name: str, value: Any, rule: Rule) -> Any:
         raise ConfigError(f"{name}={value!r} is not {_wanted(rule)}: set {name}={_example(rule)}")
     if rule.choices is not None and converted not in rule.choices:
         words = ", ".join(map(str, rule.choices))
-        raise ConfigError(f"{name}={value!r} is not a choice{nearest(str(value), map(str, rule.choices))}: choose one of {words}")
+        raise ConfigError(
+            f"{name}={value!r} is not a choice{nearest(str(value), map(str, rule.choices))}: choose one of {words}"
+        )
     if isinstance(converted, float) and not math.isfinite(converted):
         raise ConfigError(f"{name}={value!r} is not a finite number: set {name}={_example(rule)}")
     is_number = isinstance(converted, (int, float)) and not isinstance(converted, bool)

@@ -1,7 +1,7 @@
 """The launcher process: forks the agent, imports the framework once, then forks every worker that the agent asks for.
 
-It stays single-threaded, so that its children start from a clean state, and is the parent of all of them: they share its
-memory, die with it, and it alone reaps them.
+It stays single-threaded, so that its children start from a clean state, and is the parent of all of them: they share
+its memory, die with it, and it alone reaps them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def _check(request: LaunchRequest, run: RunDirectory) -> None:
     run.logs.mkdir(exist_ok=True)
 
 
-def _agent(request: LaunchRequest, run: RunDirectory, side: socket.socket, server: socket.socket, signals: _Signals) -> int:
+def _agent(
+    request: LaunchRequest, run: RunDirectory, side: socket.socket, server: socket.socket, signals: _Signals
+) -> int:
     server.close()
     signals.ignore()  # the launcher gets them and says so
     gc.enable()
@@ -69,7 +71,7 @@ def _agent(request: LaunchRequest, run: RunDirectory, side: socket.socket, serve
 
 
 def _fork(child: Callable[[], int]) -> int:
-    """Fork; the child dies with this process and ends with what `child()` returns. It starts with its signals blocked."""
+    """Fork; the child dies with this process and ends with what `child()` returns. Its signals are blocked at first."""
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from distributed.environment import NodeEnvironment, WorkerEnvironment, node_environment, worker_environment
@@ -46,7 +47,9 @@ class Handover:
             content = json.loads(text)
             return cls(**{**content, "typed": typed_from(content["typed"])})
         except (ValueError, TypeError, KeyError):
-            raise ConfigError(f"{HANDOVER_VARIABLE}={text[:40]!r} was not written by a launcher of ours: unset it") from None
+            raise ConfigError(
+                f"{HANDOVER_VARIABLE}={text[:40]!r} was not written by a launcher of ours: unset it"
+            ) from None
 
 
 def typed_from(content: Mapping[str, Any]) -> Typed:
@@ -55,7 +58,7 @@ def typed_from(content: Mapping[str, Any]) -> Typed:
 
 
 class Link:
-    """The way from a worker to its launcher: one JSON line per event. All ranks have one when our launcher started them."""
+    """The way from a worker to its launcher: one JSON line per event. None where another launcher started it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -63,7 +66,7 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, event: Mapping[str, Any]) -> None:
-        """Send one event. Any thread; does nothing in a process forked from the worker or when the launcher has gone."""
+        """Send one event. Any thread; nothing happens in a fork of the worker or when the launcher has gone."""
         if os.getpid() != self._pid:
             return
         data = (json.dumps(event) + "\n").encode()
@@ -161,16 +164,18 @@ class LaunchRequest:
 
 def check_script(script: str) -> None:
     """Raise ConfigError where `script` cannot be run, naming a file of a similar name where there is one."""
-    if os.path.isfile(script):
-        if not os.access(script, os.R_OK):
+    path = Path(script)
+    if path.is_file():
+        if not os.access(path, os.R_OK):
             raise ConfigError(f"script {script!r} cannot be read: check its permissions")
         return
-    if os.path.isdir(script):
+    if path.is_dir():
         raise ConfigError(f"script {script!r} is a directory: name the file with --script")
-    directory = os.path.dirname(script) or "."
-    there = [name for name in os.listdir(directory) if name.endswith(".py")] if os.path.isdir(directory) else []
-    hint = nearest(os.path.basename(script), there)
-    raise ConfigError(f"script {script!r} does not exist{hint}: check --script and the working directory {os.getcwd()!r}")
+    there = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    hint = nearest(path.name, there)
+    raise ConfigError(
+        f"script {script!r} does not exist{hint}: check --script, the working directory is {str(Path.cwd())!r}"
+    )
 
 
 def thread_count(local_processes: int) -> int:

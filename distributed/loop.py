@@ -185,7 +185,9 @@ def save(run: Run) -> None:
     run.last_saved = (run.state.step, run.state.epoch)
 
 
-def evaluate(backend: Backend[Any], data: ShardedData, enter: Callable[[], bool] = lambda: True) -> dict[str, float] | None:
+def evaluate(
+    backend: Backend[Any], data: ShardedData, enter: Callable[[], bool] = lambda: True
+) -> dict[str, float] | None:
     """Means over `data`, each sample once, on all ranks; None when `enter()` says to stop before the end."""
     sums: dict[str, list[float]] = {}
     window: list[StepResult] = []

@@ -1,4 +1,4 @@
-"""Reads what the workers write: each line to its rank's log, rank 0's to the console, events to the display and the agent."""
+"""Reads what the workers write: lines to their rank's log, rank 0's to the console, events to display and agent."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class WorkerOutput:
         self._thread.start()
 
     def attach(self, local_rank: int, rank: int, stdout: int, stderr: int, control: int) -> None:
-        """Read these pipes of a new worker. Any thread: the kernel lets a descriptor be added while another thread waits."""
+        """Read these pipes of a new worker. Any thread: epoll lets one add while another waits."""
         if rank not in self._logs:
             self._logs[rank] = RankLog(self._run, rank)
         self._local[local_rank] = [stdout, stderr, control]
@@ -111,7 +111,7 @@ class WorkerOutput:
         return True
 
     def _drain(self, local_rank: int) -> None:
-        """Read what is left of a dead worker. A process that it started may still hold the pipe: that one is not waited for."""
+        """Read what is left of a dead worker. A process of its own that still holds the pipe is not waited for."""
         for fd in self._local.pop(local_rank, []):
             while fd in self._selector.get_map() and self._read_pipe(fd):
                 pass

@@ -56,7 +56,9 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
     if gpus == 0 and config.num_gpus:
         raise ConfigError(f"num_gpus={config.num_gpus} contradicts gpus_per_node=0: drop one of them")
     if gpus and per_node is not None and per_node != gpus:
-        raise ConfigError(f"nproc_per_node={per_node} is not gpus_per_node={gpus}: one process drives one GPU, set one of them")
+        raise ConfigError(
+            f"nproc_per_node={per_node} is not gpus_per_node={gpus}: one process drives one GPU, set one of them"
+        )
     if config.num_gpus:
         each = gpus or per_node
         if each is not None and config.num_gpus != nodes * each:
@@ -65,10 +67,14 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
                 f"num_gpus={config.num_gpus} is not num_nodes={nodes} x {word}={each}: set num_gpus={nodes * each} or drop it"
             )
         if config.num_gpus % nodes:
-            raise ConfigError(f"num_gpus={config.num_gpus} does not divide over num_nodes={nodes}: set a multiple of {nodes}")
+            raise ConfigError(
+                f"num_gpus={config.num_gpus} does not divide over num_nodes={nodes}: set a multiple of {nodes}"
+            )
         gpus = config.num_gpus // nodes
     if gpus and config.device == "cpu":
-        raise ConfigError(f"device='cpu' contradicts {gpus} GPUs per node: drop one of them, or use nproc_per_node={gpus} for CPU processes")
+        raise ConfigError(
+            f"device='cpu' contradicts {gpus} GPUs per node: drop one of them, or use nproc_per_node={gpus} for CPU processes"
+        )
     visible = -1
     if gpus or config.device == "cuda" or (config.device is None and config.num_gpus is None and gpus is None):
         visible = (count_gpus or visible_gpus)()
@@ -91,13 +97,17 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
     else:
         device, processes = "cpu", per_node or 1
     if device == "cpu" and config.communication_backend == "nccl":
-        raise ConfigError("communication_backend='nccl' needs GPUs, and this run is on CPUs: set communication_backend='gloo'")
+        raise ConfigError(
+            "communication_backend='nccl' needs GPUs, and this run is on CPUs: set communication_backend='gloo'"
+        )
     world_size = nodes * processes
     backend = config.backend or ("pytorch-ddp" if world_size > 1 else "single")
     from distributed.backends import backend_row
 
     if backend_row(backend).single_process and world_size > 1:
-        raise ConfigError(f"backend={backend!r} runs one process, not {world_size}: set backend='pytorch-ddp' or nproc_per_node=1")
+        raise ConfigError(
+            f"backend={backend!r} runs one process, not {world_size}: set backend='pytorch-ddp' or nproc_per_node=1"
+        )
     return ProcessPlan(nodes, processes, device, backend)
 
 
@@ -106,7 +116,9 @@ def visible_gpus() -> int:
     masked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if masked is not None:
         entries = masked.split(",")
-        return next((i for i, entry in enumerate(entries) if entry.strip() in ("", "-1")), len(entries)) if _gpus() else 0
+        return (
+            next((i for i, entry in enumerate(entries) if entry.strip() in ("", "-1")), len(entries)) if _gpus() else 0
+        )
     return _gpus()
 
 

@@ -152,11 +152,15 @@ def _failure(code: int, run_dir: Path) -> DistributedError:
     cause = f"exit code {code}"
     events = run_dir / "events.jsonl"
     if events.exists():
-        failed = [event for line in events.read_text().splitlines() if (event := json.loads(line))["event"] == "worker_failed"]
+        failed = [
+            event for line in events.read_text().splitlines() if (event := json.loads(line))["event"] == "worker_failed"
+        ]
         if failed:
             cause = failed[-1].get("traceback") or failed[-1]["cause"]
     kind = {2: ConfigError, 3: ResourceError}.get(code, TrainingError)
-    return kind(f"training in workers failed: {cause.strip()}" if code == 1 else f"the workers refused: {cause.strip()}")
+    return kind(
+        f"training in workers failed: {cause.strip()}" if code == 1 else f"the workers refused: {cause.strip()}"
+    )
 
 
 def _take_back(trainer: Trainer, run_dir: Path, merged: MergedConfig) -> History:

@@ -56,20 +56,21 @@ class RunDirectory:
     def check(self, *, resume: bool) -> None:
         """Create the directory and prove that it can be used. Launcher only.
 
-        Raises ConfigError where it is no directory, belongs to a live run, cannot be written, is full, or holds an earlier
-        run and `resume` is false.
+        Raises ConfigError where it is no directory, belongs to a live run, cannot be written, is full, or holds an
+        earlier run and `resume` is false.
         """
         self._create()
         if holder := self._live_holder():
             raise _in_use(self.path, holder)
         if not resume and any(entry.name != _LOCK for entry in self.path.iterdir()):
             raise ConfigError(
-                f"run directory {str(self.path)!r} is not empty: add --resume to go on with its run, or name another with --run-dir"
+                f"run directory {str(self.path)!r} is not empty:"
+                " add --resume to go on with its run, or name another with --run-dir"
             )
         self._prove_writable()
 
     def lock(self) -> None:
-        """Hold the directory until this process and all that it forks are gone. Raises ConfigError where another run does."""
+        """Hold the directory until this process and all that it forks are gone. ConfigError where another run does."""
         fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,7 +95,9 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise ConfigError(f"run directory {str(self.path)!r} is not a directory: name another with --run-dir") from None
+            raise ConfigError(
+                f"run directory {str(self.path)!r} is no directory: name another with --run-dir"
+            ) from None
         except OSError as error:
             raise self._unusable(error) from None
 
@@ -138,4 +141,4 @@ class RunDirectory:
 
 
 def _in_use(path: Path, holder: str) -> ConfigError:
-    return ConfigError(f"run directory {str(path)!r} is in use by {holder}: wait for it, stop it, or name another with --run-dir")
+    return ConfigError(f"run directory {str(path)!r} is in use by {holder}: stop that, or name another with --run-dir")

@@ -76,16 +76,36 @@ class Session:
                 if data is not None:
                     data.close()
 
-    def _train(self, train: Any, val: Any, state: TrainState, callbacks: list[Callback], store: CheckpointStore, run: RunDirectory) -> History:
+    def _train(
+        self,
+        train: Any,
+        val: Any,
+        state: TrainState,
+        callbacks: list[Callback],
+        store: CheckpointStore,
+        run: RunDirectory,
+    ) -> History:
         config = self.trainer.merged.config
         common = CommonStep(
-            self.context.rank, self.context.world_size, self.backend.key_value_store(), f"fit-{_Process.num_fits}", timeout_s=config.timeout_s
+            self.context.rank,
+            self.context.world_size,
+            self.backend.key_value_store(),
+            f"fit-{_Process.num_fits}",
+            timeout_s=config.timeout_s,
         )
         _Process.num_fits += 1
         started = time.monotonic()
         before = state.total_time
         the_run = loop.Run(
-            self.backend, config, train, val, state, common, callbacks, lambda: None, last_saved=(state.step, state.epoch) if self._is_saved else (-1, -1)
+            self.backend,
+            config,
+            train,
+            val,
+            state,
+            common,
+            callbacks,
+            lambda: None,
+            last_saved=(state.step, state.epoch) if self._is_saved else (-1, -1),
         )
 
         def write_checkpoint() -> None:
@@ -94,7 +114,10 @@ class Session:
 
         the_run.write_checkpoint = write_checkpoint
         try:
-            with _signals(common, in_worker=self.trainer._worker is not None), _clock(common, config.checkpoint_every_s, self.context):
+            with (
+                _signals(common, in_worker=self.trainer._worker is not None),
+                _clock(common, config.checkpoint_every_s, self.context),
+            ):
                 loop.fit(the_run)
         except BaseException as error:
             for callback in callbacks:
@@ -105,7 +128,9 @@ class Session:
             self.backend.unwrap()
         state.total_time = before + time.monotonic() - started
         self._state = state
-        history = History(list(state.rows), dict(state.best), state.total_time, state.step, str(run.path), state.stop_reason)
+        history = History(
+            list(state.rows), dict(state.best), state.total_time, state.step, str(run.path), state.stop_reason
+        )
         self._write_result(history, run, store)
         if state.stop_reason is not None and state.stop_reason.startswith("signal "):
             self._leave_after_signal(int(state.stop_reason.split()[1]), run, state)
@@ -140,7 +165,9 @@ class Session:
         if _Process.run is None:
             path = given.run_dir if given is not None and given.run_dir is not None else None
             if path is None:
-                path = self.backend.broadcast(str(choose_run_dir(_script_name())) if self.context.is_main_process else None)
+                path = self.backend.broadcast(
+                    str(choose_run_dir(_script_name())) if self.context.is_main_process else None
+                )
             _Process.run = RunDirectory(path)
             if self.context.is_main_process and link() is None:
                 _Process.run.check(resume=self._wants_resume(merged))
@@ -157,7 +184,11 @@ class Session:
 
     def _wants_resume(self, merged: MergedConfig) -> bool:
         given = self.trainer._given
-        return (given is not None and given.resume) or merged.config.resume_from_checkpoint is not False or self.context.restart_count > 0
+        return (
+            (given is not None and given.resume)
+            or merged.config.resume_from_checkpoint is not False
+            or self.context.restart_count > 0
+        )
 
     def _make_store(self, merged: MergedConfig, run: RunDirectory) -> CheckpointStore:
         config = merged.config
@@ -172,7 +203,9 @@ class Session:
         )  # fmt: skip
         return self._store
 
-    def _resume(self, merged: MergedConfig, store: CheckpointStore, callbacks: list[Callback]) -> tuple[TrainState, str | None]:
+    def _resume(
+        self, merged: MergedConfig, store: CheckpointStore, callbacks: list[Callback]
+    ) -> tuple[TrainState, str | None]:
         """The state to go on from, and where it came from."""
         self._is_saved = False
         self._num_fits += 1
@@ -228,7 +261,9 @@ class Session:
 
     def _write_checkpoint(self, state: TrainState, callbacks: list[Callback], store: CheckpointStore) -> None:
         state.callbacks = {
-            f"{index}:{type(callback).__name__}": kept for index, callback in enumerate(callbacks) if (kept := callback.state_dict())
+            f"{index}:{type(callback).__name__}": kept
+            for index, callback in enumerate(callbacks)
+            if (kept := callback.state_dict())
         }
         merged = self.trainer.merged
         value = state.metrics.get(merged.config.monitor)
@@ -241,7 +276,15 @@ class Session:
         for callback in callbacks:
             callback.on_checkpoint(state, path)
 
-    def _say_start(self, merged: MergedConfig, batch: BatchPlan, run: RunDirectory, notices: list[str], state: TrainState, resumed: str | None) -> None:
+    def _say_start(
+        self,
+        merged: MergedConfig,
+        batch: BatchPlan,
+        run: RunDirectory,
+        notices: list[str],
+        state: TrainState,
+        resumed: str | None,
+    ) -> None:
         if not self.context.is_main_process:
             return
         plan = self.trainer.plan
@@ -255,7 +298,13 @@ class Session:
         elif self._wants_resume(merged):
             lines.append("nothing to resume from: starting at step 0")
         self._reporter({"kind": "started", "lines": lines})
-        run.event("started", backend=plan.backend, world_size=self.context.world_size, step=state.step, restart_count=self.context.restart_count)
+        run.event(
+            "started",
+            backend=plan.backend,
+            world_size=self.context.world_size,
+            step=state.step,
+            restart_count=self.context.restart_count,
+        )
 
     def _write_result(self, history: History, run: RunDirectory, store: CheckpointStore) -> None:
         if not self.context.is_main_process:
@@ -274,9 +323,14 @@ class Session:
         _replace_text(run.path / "result.json", json.dumps(result, indent=1))
         if not is_stopped:
             run.event("finished", step=state.step, epoch=state.epoch)
-        metrics = "  ".join(f"{name} {value:.4g}" for name, value in state.best.items() if name.startswith("val_") or "accuracy" in name)
+        metrics = "  ".join(
+            f"{name} {value:.4g}" for name, value in state.best.items() if name.startswith("val_") or "accuracy" in name
+        )
         done = "stopped" if is_stopped else "finished"
-        lines = [f"{done} at step {state.step}, epoch {state.epoch}, in {history.total_time:.1f} s" + (f"; best: {metrics}" if metrics else "")]
+        lines = [
+            f"{done} at step {state.step}, epoch {state.epoch}, in {history.total_time:.1f} s"
+            + (f"; best: {metrics}" if metrics else "")
+        ]
         lines.append(f"run directory: {run.path}")
         self._reporter({"kind": "finished", "lines": lines})
 
@@ -306,7 +360,14 @@ class Session:
             self.backend.export(path)
             return path
         store = CheckpointStore(
-            path, self.backend, keep_latest_k=1 << 30, keep_best=False, monitor="", monitor_mode="min", context=self.context, report=self._reporter
+            path,
+            self.backend,
+            keep_latest_k=1 << 30,
+            keep_best=False,
+            monitor="",
+            monitor_mode="min",
+            context=self.context,
+            report=self._reporter,
         )
         state = self._state or TrainState()
         saved = store.save(state, self.trainer.merged.config.to_dict(), None)
@@ -400,7 +461,9 @@ def _clock(common: CommonStep, every_s: float | None, context: WorkerContext) ->
 def _check_monitor(merged: MergedConfig, val_data: Any) -> None:
     config = merged.config
     if loop.is_larger_better(config.monitor) and config.monitor_mode == "min" and not merged.is_typed("monitor_mode"):
-        raise ConfigError(f"monitor={config.monitor!r} is best when large, and monitor_mode is 'min': set monitor_mode='max' (or 'min' explicitly)")
+        raise ConfigError(
+            f"monitor={config.monitor!r} is best when large, and monitor_mode is 'min': set monitor_mode='max' (or 'min' explicitly)"
+        )
     if config.early_stopping_patience is not None and config.monitor.startswith("val_") and val_data is None:
         raise ConfigError(
             f"early_stopping_patience={config.early_stopping_patience} watches {config.monitor!r}, and fit() got no validation data:"

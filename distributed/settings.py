@@ -83,7 +83,9 @@ def canonical(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         group, _, option = name.partition(".")
         if option:
             if group not in _GROUPS:
-                raise unknown_name(raw, [f"{g}.{o}" for g, c in group_options().items() for o in c.__dataclass_fields__])
+                raise unknown_name(
+                    raw, [f"{g}.{o}" for g, c in group_options().items() for o in c.__dataclass_fields__]
+                )
             out.setdefault(group, {})[option] = value
         elif group in _GROUPS and isinstance(value, Mapping):
             out.setdefault(group, {}).update(value)
@@ -129,7 +131,9 @@ def read_config_file(path: str | os.PathLike[str]) -> Typed:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not YAML"
-        raise ConfigError(f"config file {str(path)!r}{where} is not YAML ({problem}): write 'name: value' lines") from None
+        raise ConfigError(
+            f"config file {str(path)!r}{where} is not YAML ({problem}): write 'name: value' lines"
+        ) from None
     if content is None:
         content = {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
@@ -162,7 +166,9 @@ def config_yaml(merged: MergedConfig, script: str | None = None, script_args: tu
     def block(content: Mapping[str, Any]) -> str:
         return yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=False, allow_unicode=True)
 
-    lines = ["# The settings of this run. Start it again: python -m distributed.cli train --config THIS --run-dir NEW\n"]
+    lines = [
+        "# The settings of this run. Start it again: python -m distributed.cli train --config THIS --run-dir NEW\n"
+    ]
     if script is not None:
         lines.append(block({"script": script, "script_args": list(script_args)}))
     for name, value in merged.config.to_dict().items():

@@ -69,7 +69,9 @@ class TrainState:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # the latest of every name
     best: dict[str, float] = dataclasses.field(default_factory=dict)
     rows: list[dict[str, float]] = dataclasses.field(default_factory=list)  # one per finished epoch
-    epoch_sums: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # name -> [sum, count] of the running epoch
+    epoch_sums: dict[str, list[float]] = dataclasses.field(
+        default_factory=dict
+    )  # name -> [sum, count] of the running epoch
     log_sums: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # the same since the last log line
     train_time_s: float = 0.0  # spent in steps, of all attempts
     total_time: float = 0.0  # seconds in fit, of all attempts

@@ -95,7 +95,12 @@ class Trainer:
         Raises TrainingError when training failed, TrainingInterrupted (an exit with 128 + signal) after SIGTERM, and
         KeyboardInterrupt after Ctrl-C, both when the state has been saved.
         """
-        given = {"epochs": epochs, "max_steps": max_steps, "checkpoint_dir": checkpoint_dir, "mlflow_experiment": mlflow_experiment}
+        given = {
+            "epochs": epochs,
+            "max_steps": max_steps,
+            "checkpoint_dir": checkpoint_dir,
+            "mlflow_experiment": mlflow_experiment,
+        }
         merged = self._merge({name: value for name, value in given.items() if value is not None})
         if train_data is None:
             raise ConfigError("fit() got no training data: pass a DataLoader or a dataset")
@@ -199,10 +204,14 @@ class Trainer:
                 f"{name}={asked} in the script is not the running world's {found.local_world_size} processes per node:"
                 f" start with --nproc-per-node {asked}, or drop it from the script"
             )
-        device = "cpu" if config.device == "cpu" or config.num_gpus == 0 else plan_processes(_local(config, found)).device
+        device = (
+            "cpu" if config.device == "cpu" or config.num_gpus == 0 else plan_processes(_local(config, found)).device
+        )
         backend = config.backend or ("pytorch-ddp" if found.world_size > 1 else "single")
         if backend_row(backend).single_process and found.world_size > 1:
-            raise ConfigError(f"backend={backend!r} runs one process, not {found.world_size}: set --backend pytorch-ddp")
+            raise ConfigError(
+                f"backend={backend!r} runs one process, not {found.world_size}: set --backend pytorch-ddp"
+            )
         return ProcessPlan(found.world_size // found.local_world_size, found.local_world_size, device, backend)
 
     def _check_backend(self) -> None:
@@ -212,7 +221,9 @@ class Trainer:
             group, _, option = name.partition(".")
             if option and group not in (chosen, "data"):
                 if source == "flag":
-                    raise ConfigError(f"{name} is an option of another backend than {self.plan.backend!r}: drop it, or set --backend")
+                    raise ConfigError(
+                        f"{name} is an option of another backend than {self.plan.backend!r}: drop it, or set --backend"
+                    )
                 self._notices.append(f"{name} is not used by backend {self.plan.backend!r}")
 
     def _make_backend(self, merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:

@@ -1,4 +1,4 @@
-"""What happens inside a worker: the process is made to look like `python SCRIPT ARGS`, runs it, and says how it ended."""
+"""What happens inside a worker: it is made to look like `python SCRIPT ARGS`, runs that, and says how it ended."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import time
 import traceback
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from distributed.causes import full_traceback, short_traceback
 from distributed.errors import DistributedError, TrainingInterrupted
 from distributed.launcher import Handover, LaunchRequest, WorkerEnvironment, link, tell
 from distributed.processes import flush_c_streams
+from distributed.settings import Typed
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -30,7 +32,7 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
     _take_streams(fds)
     os.environ.update(order["environ"])
     tell(Handover(request.typed, request.run_dir, request.resume, order["restart_count"]), fds[2])
-    _fresh_randomness()
+    _seed_generators(request.typed)
     rank = int(order["environ"]["RANK"])
 
     def report(event: dict[str, Any]) -> None:
@@ -109,10 +111,10 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _run_script(script: str, arguments: tuple[str, ...]) -> None:
-    """As `python SCRIPT ARGUMENTS` does it. The module stays in sys.modules, for pickling and for threads that live on."""
+    """As `python SCRIPT ARGUMENTS` does it. The module stays in sys.modules, for pickling and threads that live on."""
     sys.argv[:] = [script, *arguments]
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        sys.path[0] = str(Path(script).resolve().parent)
     loader = importlib.machinery.SourceFileLoader("__main__", script)
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=script, __loader__=loader, __spec__=None, __cached__=None, __annotations__={})
@@ -144,16 +146,20 @@ def _take_streams(fds: list[int]) -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _fresh_randomness() -> None:
-    """A fork shares its parent's random state; a fresh interpreter has its own (torch: the same default seed, never drawn from here)."""
-    random.seed()
-    numpy = sys.modules.get("numpy")
+def _seed_generators(typed: Typed) -> None:
+    """Seed what a script may draw from, alike on every rank: the same model and the same split of the data everywhere,
+    and again after a restart. `Trainer` gives each rank a stream of its own later."""
+    seed = int(typed.flag.get("seed", typed.file.get("seed", 0)))
+    random.seed(seed)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
-        numpy.random.seed()
+        numpy.random.seed(seed & 0xFFFFFFFF)
+    if torch is not None:
+        torch.manual_seed(seed)
 
 
 def _finish() -> None:
-    """End as an interpreter does: threads, atexit, buffers. Destructors of C++ globals are left to the kernel: in torch they can abort."""
+    """End as an interpreter does: threads, atexit, buffers. C++ destructors are left out: those of torch can abort."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _flush()
@@ -171,7 +177,7 @@ def _flush() -> None:
 def _write_error_file(event: dict[str, Any]) -> None:
     """The error as torchrun reads it from its workers, where the launcher asked for that."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or os.path.exists(path):
+    if not path or Path(path).exists():
         return
     detail = {"py_callstack": event["full_traceback"], "timestamp": str(int(event["time"]))}
     with open(path, "w", encoding="utf-8") as file:

@@ -131,18 +131,20 @@ def main() -> None:
         model,
         {"text_sha256": digest, "text_characters": len(text)},  # recorded in the run's config.yaml
         loss_fn=next_token_loss,
-        epochs=6,
+        epochs=5,
         batch_size=16,
         learning_rate=3e-3,
         warmup_steps=20,
         gradient_clipping=1.0,
         activation_checkpointing=args.use_gradient_checkpointing,
     )
-    history = trainer.fit(Windows(tokens[:split], args.max_seq_length), Windows(tokens[split:], args.max_seq_length))
+    train, held_out = (Windows(part, args.max_seq_length) for part in (tokens[:split], tokens[split:]))
+    history = trainer.fit(train, held_out)
+    loss = trainer.evaluate(held_out)["loss"]
     if trainer.is_main_process:
         sample = model.eval().sample(vocabulary.encode("The "), args.sample_length)
         print(f"text          {len(text)} characters, {len(vocabulary.characters)} tokens, sha256 {digest}")
-        print(f"held-out loss {history.rows[-1]['val_loss']:.4f} nats per character")
+        print(f"held-out loss {loss:.4f} nats per character")
         print(f"run directory {history.run_dir}")
         print(f"sample        {vocabulary.decode(sample)}")
 

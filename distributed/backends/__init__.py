@@ -56,9 +56,7 @@ def backend_row(name: str) -> BackendRow:
         raise ConfigError(
             f"backend={name!r} is a transport, not a backend: set communication_backend={name!r} (--communication-backend {name})"
         )
-    raise ConfigError(
-        f"backend={name!r} is not known{nearest(name, REGISTRY)}: choose one of {', '.join(REGISTRY)}"
-    )
+    raise ConfigError(f"backend={name!r} is not known{nearest(name, REGISTRY)}: choose one of {', '.join(REGISTRY)}")
 
 
 def backend_class(name: str) -> type[Backend[Any]]:

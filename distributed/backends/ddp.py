@@ -25,7 +25,9 @@ class DDPOptions:
     """Settings of DistributedDataParallel, under torch's names."""
 
     find_unused_parameters: bool = setting(False, "search each step's graph for parameters that get no gradient")
-    bucket_cap_mb: float | None = setting(None, "megabytes of gradients per all-reduce (default: torch's 25)", float, above=0)
+    bucket_cap_mb: float | None = setting(
+        None, "megabytes of gradients per all-reduce (default: torch's 25)", float, above=0
+    )
     static_graph: bool = setting(False, "promise that the graph is the same in every step")
     comm_hook: str | None = setting(None, "compress gradients on the wire", str, choices=("fp16", "bf16", "powersgd"))
 
@@ -40,7 +42,9 @@ class DDPBackend(TorchBackend[DDPOptions]):
         if options.comm_hook == "powersgd" and merged.config.dtype == "float64":
             raise ConfigError("ddp.comm_hook='powersgd' is lossy, which contradicts dtype='float64': drop one of them")
         if options.static_graph and options.find_unused_parameters:
-            raise ConfigError("ddp.static_graph=true finds unused parameters by itself: drop ddp.find_unused_parameters")
+            raise ConfigError(
+                "ddp.static_graph=true finds unused parameters by itself: drop ddp.find_unused_parameters"
+            )
 
     def _join(self) -> WorkerContext:
         import torch.distributed as dist
@@ -49,7 +53,9 @@ class DDPBackend(TorchBackend[DDPOptions]):
 
         found = worker_environment()
         if found is None:
-            raise ResourceError("backend 'pytorch-ddp' needs a launched worker: use 'python -m distributed.cli train', or fit()")
+            raise ResourceError(
+                "backend 'pytorch-ddp' needs a launched worker: use 'python -m distributed.cli train', or fit()"
+            )
         device = f"cuda:{found.local_rank}" if self.plan.device == "cuda" else "cpu"
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
@@ -57,9 +63,19 @@ class DDPBackend(TorchBackend[DDPOptions]):
                 import torch
 
                 torch.cuda.set_device(found.local_rank)
-            join_group(found, self.config.communication_backend or ("nccl" if self.plan.device == "cuda" else "gloo"), self.config)
+            join_group(
+                found,
+                self.config.communication_backend or ("nccl" if self.plan.device == "cuda" else "gloo"),
+                self.config,
+            )
         return WorkerContext(
-            found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, device, found.restart_count
+            found.rank,
+            found.world_size,
+            found.local_rank,
+            found.local_world_size,
+            found.node_rank,
+            device,
+            found.restart_count,
         )
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -144,7 +160,9 @@ def join_group(found: Any, transport: str, config: Any) -> None:
     start = timedelta(seconds=config.start_timeout)
     store, rank, world_size = next(iter(rendezvous("env://", found.rank, found.world_size, timeout=start)))
     timeout = timedelta(seconds=config.timeout_s)
-    dist.init_process_group(transport, store=dist.PrefixStore("trainer", store), rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        transport, store=dist.PrefixStore("trainer", store), rank=rank, world_size=world_size, timeout=timeout
+    )
 
 
 def _register_hook(wrapped: Any, name: str) -> None:

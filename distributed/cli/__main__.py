@@ -44,6 +44,8 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{verb!r} is {what}{nearest(verb, VERBS)}: choose one of {', '.join(VERBS)}")
     module, name, _ = VERBS[verb]
     command = getattr(importlib.import_module(module), name)
+    if verb == "train":
+        return int(command(arguments[1:]))
     return _run_typer(command, verb, arguments[1:])
 
 
@@ -54,40 +56,23 @@ def _run_typer(command: Any, verb: str, arguments: Sequence[str]) -> int:
     exceptions = _click_exceptions()
     app = command
     if not isinstance(command, typer.Typer):
-        app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(cls=_grouped_help())(command)
-    own, scripts = _split(arguments)
+        app = typer.Typer(add_completion=False)
+        app.command()(command)
+    program = f"distributed {verb}"
     try:
-        code = app(args=own, obj=scripts, prog_name=f"distributed {verb}", standalone_mode=False)
+        code = app(args=list(arguments), prog_name=program, standalone_mode=False)
     except exceptions.NoSuchOption as error:
         hint = f" (did you mean {error.possibilities[0]}?)" if error.possibilities else ""
-        raise ConfigError(f"{error.option_name} is not a flag of {verb}{hint}: see 'distributed {verb} --help'") from None
+        raise ConfigError(f"{error.option_name} is not a flag of {verb}{hint}: see '{program} --help'") from None
     except exceptions.ClickException as error:
-        raise ConfigError(f"{_one_line(error.format_message())}: see 'distributed {verb} --help'") from None
+        raise ConfigError(f"{_one_line(error.format_message())}: see '{program} --help'") from None
     except typer.Abort:
         return 130
     return code if isinstance(code, int) else 0
 
 
-def _grouped_help() -> Any:
-    from distributed.cli.help import GroupedHelp
-
-    return GroupedHelp
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Our flags, with torchrun's underscores as dashes, and what follows `--`: the script's own."""
-    end = list(arguments).index("--") if "--" in arguments else len(arguments)
-    return [_dashed(argument) for argument in arguments[:end]], tuple(arguments[end + 1 :])
-
-
-def _dashed(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
-
-
 def _click_exceptions() -> Any:
-    """The exceptions of the click that typer uses: its own copy since 0.26, the library before."""
+    """The exceptions of the click that typer uses: its own copy in newer versions, the library before."""
     try:
         return importlib.import_module("typer._click.exceptions")
     except ModuleNotFoundError:

@@ -9,10 +9,14 @@ from typing import Annotated
 
 import typer
 
+from distributed.durable import replace_file
 from distributed.errors import CheckpointError, ConfigError
+from distributed.manifest import CheckpointInfo, list_checkpoints, resolve, verify
 from distributed.tensor_file import RawTensor, read_raw, write_tensors
 
 app = typer.Typer(help="List, verify and export checkpoints.", no_args_is_help=True)
+
+_COLUMNS = ("step", "epoch", "size", "saved (UTC)", "backend x processes", "monitor", "best", "verified")
 
 
 @app.command("list")
@@ -20,31 +24,28 @@ def list_(
     run: Annotated[Path, typer.Argument(help="a run directory, or a directory of checkpoints")],
 ) -> None:
     """Show the checkpoints of a run, oldest first, and whether each one verifies."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from distributed.manifest import list_checkpoints, resolve
-
-    directory = resolve(run).parent
-    columns = ("step", "epoch", "size", "saved (UTC)", "backend x processes", "monitor", "best", "verified")
-    table = Table(*columns, box=None)
+    rows: list[tuple[str, ...]] = [_COLUMNS]
     problems = []
-    for info in list_checkpoints(directory):
+    for info in list_checkpoints(resolve(run).parent):
         problem = _problem(info.path)
         problems += [problem] if problem else []
-        verdict = "no" if problem else "yes"
-        if info.manifest is None:
-            table.add_row(str(info.step), *["?"] * 5, "", verdict)
-            continue
-        m = info.manifest
-        value = "" if m.monitor_value is None else f"{m.monitor} {m.monitor_value:.6g}"
-        saved, engine = m.created[:19].replace("T", " "), f"{m.backend} x {m.world_size}"
-        best = "best" if info.is_best else ""
-        table.add_row(str(m.step), str(m.epoch), _size(m.total_bytes), saved, engine, value, best, verdict)
-    console = Console(soft_wrap=True)
-    console.print(table)
+        rows.append(_row(info, is_sound=not problem))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     for problem in problems:
-        console.print(problem, markup=False, highlight=False)
+        typer.echo(problem)
+
+
+def _row(info: CheckpointInfo, *, is_sound: bool) -> tuple[str, ...]:
+    verdict = "yes" if is_sound else "no"
+    if info.manifest is None:
+        return (str(info.step), *["?"] * 5, "", verdict)
+    m = info.manifest
+    value = "" if m.monitor_value is None else f"{m.monitor} {m.monitor_value:.6g}"
+    saved, engine = m.created[:19].replace("T", " "), f"{m.backend} x {m.world_size}"
+    best = "best" if info.is_best else ""
+    return (str(m.step), str(m.epoch), _size(m.total_bytes), saved, engine, value, best, verdict)
 
 
 @app.command("verify")
@@ -52,8 +53,6 @@ def verify_(
     checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run directory for its newest one")],
 ) -> None:
     """Read every byte of a checkpoint and compare it with its digests. Exit code 1 where it is damaged."""
-    from distributed.manifest import resolve, verify
-
     path = resolve(checkpoint)
     try:
         manifest = verify(path)
@@ -71,9 +70,6 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="write over an existing file")] = False,
 ) -> None:
     """Write the model's weights by name into one safetensors file; a tied weight appears under each of its names."""
-    from distributed.durable import replace_file
-    from distributed.manifest import resolve, verify
-
     if out.is_dir():
         raise ConfigError(f"{out} is a directory: name a file, {out / 'model.safetensors'}")
     if out.exists() and not force:
@@ -110,8 +106,6 @@ def _weights(path: Path) -> list[RawTensor]:
 
 
 def _problem(path: Path) -> str:
-    from distributed.manifest import verify
-
     try:
         verify(path)
     except CheckpointError as error:

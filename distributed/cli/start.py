@@ -28,7 +28,7 @@ _NODE_SETTINGS = ("num_nodes", "node_rank", "master_addr", "master_port")
 
 
 def start(typed: Typed, *, run_dir: str | None, resume: bool, dry_run: bool) -> int:
-    """Run the typed job, here or in workers of our own; returns the exit code. Raises DistributedError before anything starts."""
+    """Run the typed job, here or in workers of our own; returns the exit code. Raises DistributedError first."""
     typed = _with_slurm_node(typed)
     merged = merge(typed, {})
     wanted = merged.config.nproc_per_node or merged.config.gpus_per_node
@@ -80,12 +80,15 @@ def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str 
     if merged.is_typed("backend"):
         for group in option_groups():
             if group != row.group and typed.flag.get(group):
-                raise ConfigError(f"--set {group}.{next(iter(typed.flag[group]))} has no effect with backend={row.name!r}: drop it")
+                option = f"{group}.{next(iter(typed.flag[group]))}"
+                raise ConfigError(f"--set {option} has no effect with backend={row.name!r}: drop it")
     if resume and run_dir is None:
         raise ConfigError("--resume needs the run to go on with: add --run-dir RUN")
     if plan.num_nodes > 1 and (run_dir is None or merged.config.master_port is None):
         what = "run_dir" if run_dir is None else "master_port"
-        raise ConfigError(f"num_nodes={plan.num_nodes} needs the same {what} on every node: add --{what.replace('_', '-')}")
+        raise ConfigError(
+            f"num_nodes={plan.num_nodes} needs the same {what} on every node: add --{what.replace('_', '-')}"
+        )
     check_script(_script(typed))
 
 
@@ -100,7 +103,7 @@ def _request(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str
     where = run_dir if run_dir is not None else str(choose_run_dir(_script(typed)))
     lines = (*merged.notices, _plan_line(plan), f"run directory: {where}") if config.node_rank == 0 else ()
     return LaunchRequest(
-        run_dir=where, typed=dataclasses.replace(typed, notices=()), script=_script(typed), script_args=typed.script_args,
+        run_dir=where, typed=dataclasses.replace(typed, notices=()), script=typed.script, script_args=typed.script_args,
         resume=resume, nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes, node_rank=config.node_rank,
         master_addr=config.master_addr, master_port=config.master_port, device=plan.device,
         preload=backend_row(plan.backend).preload, max_restarts=config.max_restarts,
@@ -130,7 +133,8 @@ def _dry_run_lines(merged: MergedConfig, plan: ProcessPlan, request: LaunchReque
         "  (a loader's own batch_size counts where none was typed)",
         "launch:",
         f"  script         {Path(request.script or '')} {' '.join(request.script_args)}".rstrip(),
-        f"  backend        {plan.backend}" + ("" if merged.is_typed("backend") else " (unless the script says another)"),
+        f"  backend        {plan.backend}"
+        + ("" if merged.is_typed("backend") else " (unless the script says another)"),
         f"  processes      {_plan_line(plan)}",
         f"  run directory  {request.run_dir}",
         "nothing was started (--dry-run)",
@@ -143,4 +147,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value or "none" if isinstance(value, dict) else value)
-

@@ -19,7 +19,8 @@ _GAP = "  "
 class Display:
     """Shows events of a run and rank 0's own output, on `stream` and standard error. Any thread may call it.
 
-    `live` is None for a bar where `stream` is a terminal. Not `verbose`: only warnings, errors and the script's own output.
+    `live` is None for a bar where `stream` is a terminal. Not `verbose`: only warnings, errors and what the
+    script prints.
     """
 
     def __init__(self, stream: TextIO | None = None, live: bool | None = None, verbose: bool = True) -> None:
@@ -124,7 +125,8 @@ class Display:
 
 def progress_parts(event: Mapping[str, Any]) -> list[str]:
     """`step 50/230`, `epoch 1/5`, the metrics, `1234 samples/s` and `ETA 12 s`: what the event knows of these."""
-    parts = [_of("step", event.get("step"), event.get("total_steps")), _of("epoch", event.get("epoch"), event.get("epochs"))]
+    counts = (("step", "total_steps"), ("epoch", "epochs"))
+    parts = [_of(name, event.get(name), event.get(total)) for name, total in counts]
     parts += [f"{_SHORT_NAMES.get(name, name)} {number(value)}" for name, value in (event.get("metrics") or {}).items()]
     if (rate := event.get("samples_per_second")) is not None:
         parts.append(f"{rate:.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s")

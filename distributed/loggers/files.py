@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO
 
 from distributed.callbacks import Callback
 from distributed.state import TrainState
@@ -17,10 +18,22 @@ class MetricsFile(Callback):
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file: TextIO | None = None
 
     def on_train_start(self, state: TrainState) -> None:
-        if not self._path.exists():
-            return
+        if self._path.exists():
+            self._forget_after(state)
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+    def on_train_end(self, state: TrainState) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def on_error(self, state: TrainState, error: BaseException) -> None:
+        self.on_train_end(state)
+
+    def _forget_after(self, state: TrainState) -> None:
         lines = self._path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _is_before(line, state)]
         if kept != lines:
@@ -31,8 +44,8 @@ class MetricsFile(Callback):
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
         row = {"step": state.step, "epoch": state.epoch, "time": time.time(), "split": split}
         row |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        assert self._file is not None
+        self._file.write(json.dumps(row) + "\n")
 
 
 def _is_before(line: str, state: TrainState) -> bool:

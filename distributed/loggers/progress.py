@@ -17,7 +17,9 @@ _BETWEEN_S = 0.25  # seconds between two moves of the bar
 class ProgressLogger(Callback):
     """Sends `progress`, `log`, `epoch` and `checkpoint` events to `report`."""
 
-    def __init__(self, report: Callable[[Mapping[str, Any]], None], config: DistributedConfig, updates_per_epoch: int | None) -> None:
+    def __init__(
+        self, report: Callable[[Mapping[str, Any]], None], config: DistributedConfig, updates_per_epoch: int | None
+    ) -> None:
         self._report, self._config = report, config
         self._per_epoch = updates_per_epoch
         self._next = 0.0
@@ -40,7 +42,9 @@ class ProgressLogger(Callback):
             return
         self._metrics = {name: value for name, value in metrics.items() if name != "samples_per_second"}
         if state.step % self._config.log_every_n_steps == 0:  # the end of an epoch has a line of its own
-            self._report({"kind": "log", **self._position(state), "samples_per_second": metrics.get("samples_per_second")})
+            self._report(
+                {"kind": "log", **self._position(state), "samples_per_second": metrics.get("samples_per_second")}
+            )
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         self._report({"kind": "epoch", "row": dict(metrics), "epochs": self._config.epochs})

@@ -141,7 +141,7 @@ def test_files_and_directories_are_synced_before_the_rename_and_the_parent_after
     fsync, rename = os.fsync, os.rename
 
     def recording_fsync(fd: int) -> None:
-        calls.append(("fsync", os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path)))
+        calls.append(("fsync", os.path.relpath(Path(f"/proc/self/fd/{fd}").readlink(), tmp_path)))
         fsync(fd)
 
     def recording_rename(source: Any, target: Any) -> None:
@@ -168,6 +168,8 @@ def test_whichever_write_sync_or_rename_fails_the_newest_checkpoint_verifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, step: int
 ) -> None:
     real = {name: getattr(os, name) for name in ("write", "fsync", "rename", "mkdir", "ftruncate", "rmdir", "unlink")}
+    real["fsync"] = lambda fd: None  # that it is called is counted; waiting for the disk would prove nothing here
+    monkeypatch.setattr(os, "fsync", real["fsync"])
     count, fail_at = 0, 0
 
     def failing(name: str) -> Callable[..., Any]:
@@ -224,23 +226,27 @@ def _save_for_ever(directory: Path, start: int) -> None:
             one.save(step, best_value=-float(step), epoch=1)
 
 
-def _kill_saves(directory: Path) -> None:
+def _kill_saves(directory: Path, kills: int) -> None:
     generator, last, interrupted = random.Random(1), 0, 0
-    rig(directory).save(1)
-    for _ in range(120):
+    first = rig(directory)
+    first.save(0)  # imports what a save needs
+    start = time.monotonic()
+    first.save(1)
+    save_s = time.monotonic() - start
+    for _ in range(kills):
         child = os.fork()
         if child == 0:
             try:
                 _save_for_ever(directory, last)
             finally:
                 os._exit(1)
-        time.sleep(generator.uniform(0.001, 0.02))  # when the kill falls is what this test varies
+        time.sleep(0.002 + save_s * generator.uniform(0, 3))  # when the kill falls is what this test varies
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         interrupted += any(name.startswith(".") for name in names(directory))
         last = _check_after_kill(directory, last)
-    assert interrupted >= 30
-    assert last > 20
+    assert interrupted >= kills // 4
+    assert last > 10
 
 
 def _check_after_kill(directory: Path, last: int) -> int:
@@ -350,7 +356,9 @@ def test_all_damaged_means_none_found(tmp_path: Path) -> None:
     assert len(fresh.messages) == 2
 
 
-def test_a_checkpoint_of_a_later_format_is_refused_and_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_a_later_format_is_refused_and_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = rig(tmp_path)
     one.save(1)
     with monkeypatch.context() as patch:
@@ -509,7 +517,7 @@ def test_every_rank_saves_its_part_and_finds_the_same(tmp_path: Path) -> None:
         saved = one.save(2)
         return saved, one.store.find(), one.store.load(saved).step
 
-    rigs, results = _on_ranks(tmp_path, 3, None, lambda: None, save_and_find)
+    _, results = _on_ranks(tmp_path, 3, None, lambda: None, save_and_find)
     path = tmp_path / "step-00000002"
     assert results == [(path, path, 2)] * 3
     assert {name for name in verify(path).files if "rng" in name} == {f"rng/rank-{i}.safetensors" for i in range(3)}
@@ -672,4 +680,5 @@ def test_large_and_small_chunks_keep_their_order(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    _kill_saves(Path(sys.argv[1]))
+    os.fsync = lambda fd: None  # a killed process loses nothing that it wrote; without waiting, kills fall everywhere
+    _kill_saves(Path(sys.argv[1]), 150)

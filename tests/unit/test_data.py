@@ -36,8 +36,8 @@ def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
 
 
 def test_order_never_changes_between_versions() -> None:
-    assert epoch_order(10, 0, 0, shuffle=True).tolist() == ORDER_0_0
-    assert epoch_order(10, 7, 3, shuffle=True).tolist() == ORDER_7_3
+    assert epoch_order(10, 0, 0, shuffle=True).tolist() == [7, 4, 2, 9, 1, 8, 3, 6, 0, 5]
+    assert epoch_order(10, 7, 3, shuffle=True).tolist() == [9, 7, 8, 1, 4, 5, 0, 6, 3, 2]
 
 
 def test_order_is_sequential_without_shuffle() -> None:
@@ -98,8 +98,8 @@ def test_sample_seeds_are_distinct_and_well_mixed() -> None:
 
 
 def test_sample_seed_never_changes_between_versions() -> None:
-    assert sample_seed(0, 0, 0) == SEED_0
-    assert sample_seed(1, 2, 3, 4) == SEED_1234
+    assert sample_seed(0, 0, 0) == 0x2130748AAAC80268
+    assert sample_seed(1, 2, 3, 4) == 0x336C3255CBCC01FE
 
 
 def test_importing_the_order_loads_no_numpy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,10 @@ from distributed.backends._torch.sources import (
     loader_arguments,
     loader_batch_size,
     pinned,
+    read_loader,
     read_source,
     sample_count,
+    stop_workers,
 )
 from distributed.backends._torch.streams import PreshardedData, StreamData, WholeBatches
 from distributed.backends.base import ShardedData
@@ -74,17 +77,26 @@ def _local(source: Source, batch: BatchPlan, rank: int, seed: int, train: bool) 
     if source.yields_batches:
         return WholeBatches(source, plan, own_seed)
     if source.is_stream:
-        return StreamData(source, plan, 0, own_seed, train=train, reduce=None)
-    return MapData(source, plan, 0, own_seed, train=train, reduce=None)
+        return StreamData(source, plan, 0, own_seed, train=train, reduce=None, is_local=True)
+    return MapData(source, plan, 0, own_seed, train=train, reduce=None, is_local=True)
 
 
 class MapData(ShardedData):
     """A data set whose samples can be asked for by index: nothing is read that is not used, also after a resume."""
 
     def __init__(
-        self, source: Source, batch: BatchPlan, rank: int, seed: int, *, train: bool, reduce: Reduce | None
+        self,
+        source: Source,
+        batch: BatchPlan,
+        rank: int,
+        seed: int,
+        *,
+        train: bool,
+        reduce: Reduce | None,
+        is_local: bool = False,
     ) -> None:
-        self.batch = batch
+        """`reduce`: None for one rank. `is_local`: one rank's own part, which may be empty."""
+        self.batch, self._is_local = batch, is_local
         self._source, self._rank, self._seed, self._reduce = source, rank, seed, reduce
         self._fetcher = Fetcher(source.dataset, source.collate_fn, seed, train=train)
         self._drawn: tuple[int, list[Any]] | None = None
@@ -120,7 +132,9 @@ class MapData(ShardedData):
     def close(self) -> None:
         """Stop loader processes."""
         self._end_iteration()
-        self._loader = None
+        if self._loader is not None:
+            stop_workers(self._loader._iterator)
+            self._loader = None
 
     def _end_iteration(self) -> None:
         if self._running is not None:
@@ -148,7 +162,7 @@ class MapData(ShardedData):
         """Set how many samples an epoch has and where its updates start; `sizes` where a batch sampler makes them."""
         size = self.batch.global_batch_size
         self.num_samples: int = count - count % size if self._source.drop_last else count
-        if self.num_samples == 0:
+        if self.num_samples == 0 and not self._is_local:
             why = (
                 f"drop_last leaves nothing of {count} samples with global_batch_size={size}" if count else "no samples"
             )
@@ -207,9 +221,9 @@ class MapData(ShardedData):
         self._requests.now = lambda: (
             (epoch, where, _at(keys, where)) for _, _, parts in self._updates(starts) for where, _ in parts
         )
-        batches = iter(self._worker_loader(epoch))
-        for start, count, parts in self._updates(starts):
-            yield Group([MicroBatch(next(batches), n) for _, n in parts], count, start)
+        with contextlib.closing(read_loader(self._worker_loader(epoch))) as batches:
+            for start, count, parts in self._updates(starts):
+                yield Group([MicroBatch(next(batches), n) for _, n in parts], count, start)
 
     def _worker_loader(self, epoch: int) -> DataLoader[Any]:
         user = self._source.loader

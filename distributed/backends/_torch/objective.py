@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from distributed.errors import ConfigError, TrainingError
 
 _TARGET_NAMES = ("labels", "label", "targets", "target", "y")
-_EXAMPLE = "give one, for example Trainer(model, loss_fn=torch.nn.functional.cross_entropy), or a training_step(model, batch)"
+_EXAMPLE = (
+    "give one, for example Trainer(model, loss_fn=torch.nn.functional.cross_entropy), or a training_step(model, batch)"
+)
 
 
 class Loss(NamedTuple):
@@ -44,7 +46,9 @@ def _tensor(value: Any) -> torch.Tensor:
         return value
     if isinstance(value, (bool, int, float)):
         return torch.tensor(float(value))
-    raise ConfigError(f"a loss or metric of type {type(value).__name__} is not a number, a tensor or a pair (sum, count): return one of these")
+    raise ConfigError(
+        f"a loss or metric of type {type(value).__name__} is not a number, a tensor or a pair (sum, count): return one of these"
+    )
 
 
 class Objective:
@@ -77,7 +81,9 @@ class Objective:
             inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
             outputs, targets = model(inputs), inputs
         else:
-            raise ConfigError("the batch is a sequence of one, so there is nothing to compare the outputs with: " + _EXAMPLE)
+            raise ConfigError(
+                "the batch is a sequence of one, so there is nothing to compare the outputs with: " + _EXAMPLE
+            )
         own = own_loss(outputs)
         if self._loss_fn is None and own is not None:
             return self._weigh(own, batch)._replace(outputs=outputs)
@@ -119,7 +125,9 @@ class Objective:
 
     # ------------------------------------------------------------------ forms
 
-    def _from_mapping(self, model: Callable[..., Any], batch: Mapping[str, Any], num_items: torch.Tensor | None) -> Loss:
+    def _from_mapping(
+        self, model: Callable[..., Any], batch: Mapping[str, Any], num_items: torch.Tensor | None
+    ) -> Loss:
         if self._loss_fn is not None:
             name = next((name for name in _TARGET_NAMES if name in batch), None)
             if name is None:
@@ -148,7 +156,9 @@ class Objective:
         metrics: Mapping[str, Any] | None = None
         if isinstance(value, Mapping):
             if "loss" not in value:
-                raise ConfigError(f"training_step returned the keys {', '.join(map(str, value))} without 'loss': add it")
+                raise ConfigError(
+                    f"training_step returned the keys {', '.join(map(str, value))} without 'loss': add it"
+                )
             metrics = {name: entry for name, entry in value.items() if name != "loss"}
             value = value["loss"]
         elif (own := own_loss(value)) is not None:
@@ -173,7 +183,9 @@ class Objective:
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return None
-        shifted = labels.dim() > 1 and "CausalLM" in str(getattr(self._plain, "loss_type", None) or type(self._plain).__name__)
+        shifted = labels.dim() > 1 and "CausalLM" in str(
+            getattr(self._plain, "loss_type", None) or type(self._plain).__name__
+        )
         return (labels[..., 1:] if shifted else labels).ne(-100).sum()
 
     def _choose_default(self, outputs: Any, targets: Any) -> Callable[..., torch.Tensor]:
@@ -185,7 +197,8 @@ class Objective:
                 self._say("no loss_fn given: mean squared error, because the targets are floats of the outputs' shape")
                 return F.mse_loss
         raise ConfigError(
-            f"no loss_fn given, and outputs {_shape(outputs)} with targets {_shape(targets)} do not say which loss is meant: " + _EXAMPLE
+            f"no loss_fn given, and outputs {_shape(outputs)} with targets {_shape(targets)} do not say which loss is meant: "
+            + _EXAMPLE
         )
 
     def _say(self, text: str) -> None:

@@ -21,12 +21,16 @@ def build_optimizer(
     config = merged.config
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train: pass another model")
+        raise ConfigError(
+            "the model has no parameter that requires a gradient, so there is nothing to train: pass another model"
+        )
     if given is None:
         return torch.optim.AdamW(parameters, lr=config.learning_rate)
     optimizer = given if isinstance(given, torch.optim.Optimizer) else given(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"the optimizer factory returned a {type(optimizer).__name__}: return a torch.optim.Optimizer")
+        raise ConfigError(
+            f"the optimizer factory returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
+        )
     _check_parameters(optimizer, model)
     if merged.is_typed("learning_rate"):
         _replace_rate(optimizer, config.learning_rate, notice)
@@ -66,7 +70,11 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float], initial:
 
 
 def scale_rates(
-    optimizer: torch.optim.Optimizer, scheduler: Any, merged: MergedConfig, batch: BatchPlan, notice: Callable[[str], None]
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    merged: MergedConfig,
+    batch: BatchPlan,
+    notice: Callable[[str], None],
 ) -> None:
     """`lr_scaling`: times k = global_batch_size / batch_size (linear: Goyal et al., arXiv 1706.02677) or its square root."""
     mode = merged.config.lr_scaling
@@ -93,13 +101,17 @@ def build_scheduler(given: Any, optimizer: torch.optim.Optimizer, original: Any)
     if isinstance(given, (LRScheduler, ReduceLROnPlateau)):
         bound = getattr(given, "optimizer", None)
         if bound is not optimizer and bound is not original:
-            raise ConfigError("the schedule belongs to another optimizer: build it from the one given, or pass a factory")
+            raise ConfigError(
+                "the schedule belongs to another optimizer: build it from the one given, or pass a factory"
+            )
         for schedule in _all_schedules(given):
             schedule.optimizer = optimizer
         return given
     scheduler = given(optimizer)
     if not hasattr(scheduler, "step"):
-        raise ConfigError(f"the scheduler factory returned a {type(scheduler).__name__}: return a schedule of torch.optim.lr_scheduler")
+        raise ConfigError(
+            f"the scheduler factory returned a {type(scheduler).__name__}: return a schedule of torch.optim.lr_scheduler"
+        )
     return scheduler
 
 

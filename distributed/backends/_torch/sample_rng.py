@@ -89,7 +89,7 @@ def seed(value: int, which: int = ALL) -> None:
     if isinstance(bits, numpy.random.MT19937):
         numpy.random.seed(value >> 32)
     else:  # the user chose another with numpy.random.set_bit_generator
-        bits.state = type(bits)(value >> 32).state
+        numpy.random.set_state({**type(bits)(value >> 32).state, "has_gauss": 0, "gauss": 0.0})
 
 
 @contextmanager

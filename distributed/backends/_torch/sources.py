@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -227,6 +227,22 @@ def loader_arguments(source: Source, seed: int, epoch: int) -> dict[str, Any]:
             prefetch_factor=loader.prefetch_factor,
         )
     return arguments
+
+
+def read_loader(loader: DataLoader[Any]) -> Generator[Any, None, None]:
+    """The batches of `loader`; its processes end with the iteration, unless they are persistent."""
+    batches = iter(loader)
+    try:
+        yield from batches
+    finally:
+        if not loader.persistent_workers:
+            stop_workers(batches)
+
+
+def stop_workers(batches: Any) -> None:
+    """End the processes of a loader's iterator now. Torch leaves that to its deletion, which a traceback puts off."""
+    if (stop := getattr(batches, "_shutdown_workers", None)) is not None:
+        stop()
 
 
 def pinned(source: Source, batch: Any) -> Any:

@@ -24,6 +24,7 @@ from distributed.backends._torch.sources import (
     loader_arguments,
     one_shot_error,
     pinned,
+    read_loader,
     sample_count,
 )
 from distributed.backends.base import ShardedData
@@ -44,9 +45,18 @@ class StreamData(ShardedData):
     """
 
     def __init__(
-        self, source: Source, batch: BatchPlan, rank: int, seed: int, *, train: bool, reduce: Reduce | None
+        self,
+        source: Source,
+        batch: BatchPlan,
+        rank: int,
+        seed: int,
+        *,
+        train: bool,
+        reduce: Reduce | None,
+        is_local: bool = False,
     ) -> None:
-        self.batch = batch
+        """`reduce`: None for one rank. `is_local`: one rank's own part, which may be empty."""
+        self.batch, self._is_local = batch, is_local
         self.num_samples = _length(source, batch)
         self._source, self._rank, self._seed, self._reduce = source, rank, seed, reduce
         self._fetcher = Fetcher(source.dataset, source.collate_fn, seed, train=train)
@@ -79,7 +89,7 @@ class StreamData(ShardedData):
             is_first = False
             yield self._group(epoch, position, samples)
             position += len(samples)
-        if position == 0:
+        if position == 0 and not self._is_local:
             kind = type(self._source.dataset).__name__
             raise ConfigError(f"{self._source.name}: {kind} yields no batch: give it samples")
 
@@ -106,7 +116,7 @@ class StreamData(ShardedData):
             worker_init_fn=source.loader.worker_init_fn,
             **loader_arguments(source, self._seed, epoch),
         )
-        for chunk in loader:
+        for chunk in read_loader(loader):
             yield from pickle.loads(chunk)
 
     def _own_stream(self, epoch: int) -> sample_rng.OwnStream:
@@ -164,7 +174,7 @@ class WholeBatches(ShardedData):
         )
         steps, position = self.batch.gradient_accumulation_steps, 0
         randomness = sample_rng.OwnStream(sample_seed(self._seed, epoch, 0, STREAM))
-        for batches in _read_in_pieces(_opened_late(loader), steps, 0, randomness):
+        for batches in _read_in_pieces(read_loader(loader), steps, 0, randomness):
             micro = [MicroBatch(pinned(source, batch), batch_length(batch, source.name)) for batch in batches]
             count = sum(each.num_samples for each in micro)
             yield Group(micro, count, position)
@@ -236,10 +246,6 @@ def _read_in_pieces(
         yield piece
         if len(piece) < size:
             return
-
-
-def _opened_late(loader: DataLoader[Any]) -> Iterator[Any]:
-    yield from loader
 
 
 def batch_length(batch: Any, name: str) -> int:

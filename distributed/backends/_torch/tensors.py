@@ -6,19 +6,28 @@ Tensors go to safetensors files under plain names, everything else is returned a
 from __future__ import annotations
 
 import json
-import random
-import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from distributed.backends._torch.generators import load_rng, save_rng
+from distributed.backends._torch.tensor_io import (
+    decode_state,
+    dtype_word,
+    encode_state,
+    encode_tensor,
+    read_file,
+    write_file,
+)
 from distributed.errors import CheckpointError, TrainingError
-from distributed.jsonable import decode, encode
-from distributed.tensor_file import RawTensor, check_header, write_tensors
+
+__all__ = [
+    "load_model", "load_optimizer", "load_rng", "load_scheduler_state", "named_parameters", "plain_name", "save_model",
+    "save_optimizer", "save_rng", "scheduler_state", "unwrap",
+]  # fmt: skip
 
 MODEL_FILE = "model/model.safetensors"
 OPTIMIZER_FILE = "optimizer/optimizer.safetensors"
@@ -26,14 +35,6 @@ OPTIMIZER_FILE = "optimizer/optimizer.safetensors"
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # torch.compile, activation checkpointing
 # How a machine computes the update, not what the update is: these stay as the present optimizer has them.
 _OWN_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}  # fmt: skip
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -71,12 +72,13 @@ def save_model(model: torch.nn.Module, directory: Path) -> dict[str, Any]:
     first: dict[tuple[Any, ...], str] = {}
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in _model_state(model).items():
+        dtype_word(name, tensor)
         owner = first.setdefault(_place(tensor), name)
         if owner != name:
             aliases[name] = owner
         else:
             kept[name] = tensor
-    _write(directory / MODEL_FILE, kept, {"aliases": json.dumps(aliases)} if aliases else {})
+    write_file(directory / MODEL_FILE, kept, {"aliases": json.dumps(aliases)} if aliases else {})
     return {"aliases": aliases}
 
 
@@ -85,7 +87,7 @@ def load_model(model: torch.nn.Module, directory: Path) -> None:
 
     CheckpointError names the first missing and unexpected parameter, or a shape or kind that differs.
     """
-    stored, metadata = _read(directory / MODEL_FILE)
+    stored, metadata = read_file(directory / MODEL_FILE)
     for name, owner in _aliases(metadata, directory).items():
         if owner in stored:
             stored[name] = stored[owner]
@@ -119,8 +121,8 @@ def save_optimizer(
                 if value.is_floating_point() and value.dtype != parameter.dtype and slot != "step":
                     own_dtype.append(key)
             else:
-                values.setdefault(name, {})[slot] = _encode(value, key)
-    _write(directory / OPTIMIZER_FILE, tensors, {})
+                values.setdefault(name, {})[slot] = encode_state(value, key, special=None)
+    write_file(directory / OPTIMIZER_FILE, tensors, {})
     return {
         "class": type(optimizer).__name__,
         "groups": [_group_content(group, names, i) for i, group in enumerate(optimizer.param_groups)],
@@ -140,6 +142,7 @@ def load_optimizer(
     How updates are computed (foreach, fused, capturable) stays as it is here. Every rank for itself.
     CheckpointError where the optimizer, its groups or a shape differ.
     """
+    _check_kinds(content)
     if content["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"the optimizer is {type(optimizer).__name__}, the checkpoint holds {content['class']}:"
@@ -148,15 +151,15 @@ def load_optimizer(
     names = _names(optimizer, parameters)
     _check_groups(optimizer, names, content["groups"])
     for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
-        _restore_options(group, _decode(saved["options"]))
-    stored, _ = _read(directory / OPTIMIZER_FILE)
+        _restore_options(group, decode_state(saved["options"]))
+    stored, _ = read_file(directory / OPTIMIZER_FILE)
     own_dtype = frozenset(content["own_dtype"])
     optimizer.state.clear()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
             for slot, value in content["values"].get(name, {}).items():
-                optimizer.state[parameter][slot] = _decode(value)
+                optimizer.state[parameter][slot] = decode_state(value)
     by_name = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
     for key, tensor in stored.items():
         name, _, slot = key.removeprefix("state.").rpartition(".")
@@ -171,71 +174,15 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 
     CheckpointError names an entry that is not plain data.
     """
-    content: dict[str, Any] = _encode(_without_functions(scheduler.state_dict()), type(scheduler).__name__)
+    content: dict[str, Any] = encode_state(
+        _without_functions(scheduler.state_dict()), type(scheduler).__name__, encode_tensor
+    )
     return content
 
 
 def load_scheduler_state(scheduler: Any, content: Mapping[str, Any]) -> None:
     """Put the result of `scheduler_state` back."""
-    scheduler.load_state_dict(_decode(dict(content)))
-
-
-def save_rng(directory: Path, rank: int) -> None:
-    """Write this rank's generator states (torch, its CUDA device, numpy's global one, python's) as arrays."""
-    version, words, gauss = random.getstate()
-    states = {
-        "torch": torch.get_rng_state(),
-        "python.words": torch.tensor(words, dtype=torch.int64),
-        "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:
-        states |= _numpy_state(sys.modules["numpy"])
-    _write(_rng_file(directory, rank), states, {"python.version": str(version)})
-
-
-def load_rng(directory: Path, rank: int) -> bool:
-    """Put this rank's generator states back, bit for bit. False where none were saved for it (another world size)."""
-    path = _rng_file(directory, rank)
-    if not path.exists():
-        return False
-    states, metadata = _read(path)
-    try:
-        torch.set_rng_state(states["torch"])
-        gauss = states["python.gauss"].tolist()
-        words = tuple(states["python.words"].tolist())
-        random.setstate((int(metadata["python.version"]), words, gauss[0] if gauss else None))
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
-        if "numpy.key" in states:
-            _set_numpy_state(states)
-    except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{path} does not hold generator states: {error}") from None
-    return True
-
-
-def _rng_file(directory: Path, rank: int) -> Path:
-    return directory / "rng" / f"rank-{rank}.safetensors"
-
-
-def _numpy_state(numpy: types.ModuleType) -> dict[str, torch.Tensor]:
-    kind, key, position, has_gauss, gauss = numpy.random.get_state()
-    if kind != "MT19937":
-        raise TrainingError(f"numpy's global generator is {kind}, only the default MT19937 can be stored")
-    return {
-        "numpy.key": torch.from_numpy(key.copy()),
-        "numpy.position": torch.tensor([position, has_gauss], dtype=torch.int64),
-        "numpy.gauss": torch.tensor([gauss], dtype=torch.float64),
-    }
-
-
-def _set_numpy_state(states: Mapping[str, torch.Tensor]) -> None:
-    import numpy
-
-    position, has_gauss = states["numpy.position"].tolist()
-    key, gauss = states["numpy.key"].numpy(), states["numpy.gauss"].item()
-    numpy.random.set_state(("MT19937", key, position, has_gauss, gauss))
+    scheduler.load_state_dict(decode_state(dict(content)))
 
 
 def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -303,6 +250,19 @@ def _names(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, tor
     return names | {id(parameter): f"extra.{i}" for i, parameter in enumerate(others)}
 
 
+def _check_kinds(content: Mapping[str, Any]) -> None:
+    """`content` comes from a file: refuse one that `save_optimizer` did not write."""
+    groups = content.get("groups")
+    is_whole = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+    for name, kind in {"class": str, "values": dict, "own_dtype": list}.items():
+        is_whole = is_whole and isinstance(content.get(name), kind)
+    is_whole = is_whole and all(
+        isinstance(group.get("params"), list) and isinstance(group.get("options"), dict) for group in groups or ()
+    )
+    if not is_whole:
+        raise CheckpointError("the checkpoint's state.json does not hold an optimizer")
+
+
 def _slot_key(name: str, slot: Any) -> str:
     if not isinstance(slot, str) or "." in slot:
         raise CheckpointError(f"optimizer state of {name} has the slot {slot!r}: it must be a word without dots")
@@ -313,7 +273,7 @@ def _group_content(group: Mapping[str, Any], names: Mapping[int, str], index: in
     options = {key: value for key, value in group.items() if key not in _OWN_OPTIONS}
     return {
         "params": [names[id(parameter)] for parameter in group["params"]],
-        "options": _encode(_without_functions(options), f"optimizer group {index}"),
+        "options": encode_state(_without_functions(options), f"optimizer group {index}", encode_tensor),
     }
 
 
@@ -358,67 +318,3 @@ def _without_functions(state: Any) -> Any:
         kept = {key: value for key, value in state.items() if not isinstance(value, types.FunctionType)}
         return {key: _without_functions(value) for key, value in kept.items()}
     return [_without_functions(item) for item in state] if type(state) is list else state
-
-
-def _encode(value: Any, where: str) -> Any:
-    try:
-        return encode(value, where, _encode_tensor)
-    except (TypeError, RecursionError) as error:
-        raise CheckpointError(f"cannot be stored: {error}; tensors and plain data can") from None
-
-
-def _encode_tensor(value: Any) -> dict[str, Any] | None:
-    if not isinstance(value, torch.Tensor):
-        return None
-    raw = _raw(value).tobytes().hex()
-    return {"__tensor__": {"dtype": _dtype_word("a stored value", value), "shape": list(value.shape), "bytes": raw}}
-
-
-def _decode(content: Any) -> Any:
-    try:
-        return decode(content, _decode_special)
-    except (TypeError, KeyError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
-        raise CheckpointError(f"the checkpoint's optimizer or schedule is not what was saved: {error!r}") from None
-
-
-def _decode_special(kind: str, content: Any) -> torch.Tensor:
-    if kind != "__tensor__":
-        raise ValueError(f"unknown kind {kind!r}")
-    dtype = next(dtype for dtype, word in _DTYPES.items() if word == content["dtype"])
-    raw = bytearray.fromhex(content["bytes"])
-    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    return flat.reshape(content["shape"]).clone()
-
-
-def _dtype_word(name: str, tensor: torch.Tensor) -> str:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _DTYPES:
-        raise TrainingError(
-            f"{name} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which a checkpoint cannot hold"
-        )
-    return _DTYPES[tensor.dtype]
-
-
-def _raw(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements, row-major, as bytes; a copy only where it is not so on the CPU already."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def _reader(tensor: torch.Tensor) -> Callable[[], memoryview]:
-    return lambda: _raw(tensor)
-
-
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    raw = [RawTensor(name, _dtype_word(name, t), tuple(t.shape), _reader(t)) for name, t in tensors.items()]
-    write_tensors(path, raw, metadata)
-
-
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """All tensors of a file, on the CPU, with its metadata. CheckpointError where it is not a safetensors file."""
-    try:
-        check_header(path)
-        with safe_open(str(path), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None

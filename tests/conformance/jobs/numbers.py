@@ -46,7 +46,14 @@ def sgd(params):
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
-BASE = {"epochs": 3, "dtype": "float64", "global_batch_size": 22, "learning_rate": 1e-2, "checkpoint_frequency": None, "seed": 3}
+BASE = {
+    "epochs": 3,
+    "dtype": "float64",
+    "global_batch_size": 22,
+    "learning_rate": 1e-2,
+    "checkpoint_frequency": None,
+    "seed": 3,
+}
 CASES = {
     "adamw": {},
     "sgd-schedule-clip": {"optimizer": sgd, "scheduler": schedule, "gradient_clipping": 0.5, "warmup_steps": 4},
@@ -70,7 +77,12 @@ def main(out: Path) -> None:
         again = trainer.evaluate(data())
         if trainer.is_main_process:
             weights = {key: value.numpy() for key, value in trainer.model.state_dict().items()}
-            numbers = {"history.val_loss": history.rows[-1]["val_loss"], "history.loss": history.rows[-1]["loss"], "again": again["loss"], "steps": history.steps}
+            numbers = {
+                "history.val_loss": history.rows[-1]["val_loss"],
+                "history.loss": history.rows[-1]["loss"],
+                "again": again["loss"],
+                "steps": history.steps,
+            }
             numbers["first_loss"] = history.rows[0]["loss"]
             numpy.savez(out / f"{name}.npz", **weights, **numbers)
 

@@ -1,0 +1,72 @@
+"""The states of a rank's random generators: torch, its CUDA device, numpy's global one and python's."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from distributed.backends._torch.tensor_io import read_file, write_file
+from distributed.errors import CheckpointError, TrainingError
+
+
+def save_rng(directory: Path, rank: int) -> None:
+    """Write this rank's generator states (torch, its CUDA device, numpy's global one, python's) as arrays."""
+    version, words, gauss = random.getstate()
+    states = {
+        "torch": torch.get_rng_state(),
+        "python.words": torch.tensor(words, dtype=torch.int64),
+        "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        states |= _numpy_state(sys.modules["numpy"])
+    write_file(rng_file(directory, rank), states, {"python.version": str(version)})
+
+
+def load_rng(directory: Path, rank: int) -> bool:
+    """Put this rank's generator states back, bit for bit. False where none were saved for it (another world size)."""
+    path = rng_file(directory, rank)
+    if not path.exists():
+        return False
+    states, metadata = read_file(path)
+    try:
+        torch.set_rng_state(states["torch"])
+        gauss = states["python.gauss"].tolist()
+        words = tuple(states["python.words"].tolist())
+        random.setstate((int(metadata["python.version"]), words, gauss[0] if gauss else None))
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+        if "numpy.key" in states:
+            _set_numpy_state(states)
+    except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{path} does not hold generator states: {error}") from None
+    return True
+
+
+def rng_file(directory: Path, rank: int) -> Path:
+    return directory / "rng" / f"rank-{rank}.safetensors"
+
+
+def _numpy_state(numpy: types.ModuleType) -> dict[str, torch.Tensor]:
+    kind, key, position, has_gauss, gauss = numpy.random.get_state()
+    if kind != "MT19937":
+        raise TrainingError(f"numpy's global generator is {kind}, only the default MT19937 can be stored")
+    return {
+        "numpy.key": torch.from_numpy(key.copy()),
+        "numpy.position": torch.tensor([position, has_gauss], dtype=torch.int64),
+        "numpy.gauss": torch.tensor([gauss], dtype=torch.float64),
+    }
+
+
+def _set_numpy_state(states: Mapping[str, torch.Tensor]) -> None:
+    import numpy
+
+    position, has_gauss = states["numpy.position"].tolist()
+    key, gauss = states["numpy.key"].numpy(), states["numpy.gauss"].item()
+    numpy.random.set_state(("MT19937", key, position, has_gauss, gauss))

@@ -1,0 +1,86 @@
+"""Torch tensors to and from safetensors files, and small states to and from JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from distributed.errors import CheckpointError, TrainingError
+from distributed.jsonable import decode, encode
+from distributed.tensor_file import RawTensor, check_header, write_tensors
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+
+
+def encode_state(value: Any, where: str, special: Callable[[Any], Any] | None) -> Any:
+    try:
+        return encode(value, where, special)
+    except (TypeError, RecursionError) as error:
+        raise CheckpointError(f"{error}: keep a tensor or plain data there") from None
+
+
+def encode_tensor(value: Any) -> dict[str, Any] | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    raw = raw_bytes(value).tobytes().hex()
+    return {"__tensor__": {"dtype": dtype_word("a stored value", value), "shape": list(value.shape), "bytes": raw}}
+
+
+def decode_state(content: Any) -> Any:
+    try:
+        return decode(content, _decode_special)
+    except (TypeError, KeyError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(f"the checkpoint's optimizer or schedule is not what was saved: {error!r}") from None
+
+
+def _decode_special(kind: str, content: Any) -> torch.Tensor:
+    if kind != "__tensor__":
+        raise ValueError(f"unknown kind {kind!r}")
+    dtype = next(dtype for dtype, word in _DTYPES.items() if word == content["dtype"])
+    raw = bytearray.fromhex(content["bytes"])
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(content["shape"]).clone()
+
+
+def dtype_word(name: str, tensor: torch.Tensor) -> str:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _DTYPES:
+        raise TrainingError(
+            f"{name} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which a checkpoint cannot hold"
+        )
+    return _DTYPES[tensor.dtype]
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's elements, row-major, as bytes; a copy only where it is not so on the CPU already."""
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _reader(tensor: torch.Tensor) -> Callable[[], memoryview]:
+    return lambda: raw_bytes(tensor)
+
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = [RawTensor(name, dtype_word(name, t), tuple(t.shape), _reader(t)) for name, t in tensors.items()]
+    write_tensors(path, raw, metadata)
+
+
+def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """All tensors of a file, on the CPU, with its metadata. CheckpointError where it is not a safetensors file."""
+    try:
+        check_header(path)
+        with safe_open(str(path), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,129 @@
+"""For tests of what stands on the adapters: a backend without a framework, and its data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from distributed.backends.base import Backend, Job, Key, ShardedData
+from distributed.data import epoch_order, slices
+from distributed.durable import write_file
+from distributed.plan import BatchPlan, ProcessPlan
+from distributed.settings import MergedConfig
+from distributed.state import Group, MicroBatch, StepResult, WorkerContext
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeOptions:
+    """No options."""
+
+
+class FakeData(ShardedData):
+    """Numbers 0, 1, 2, ... as samples, cut as every backend cuts them."""
+
+    def __init__(self, num_samples: int, batch: BatchPlan, rank: int = 0, seed: int = 0, shuffle: bool = False) -> None:
+        self.num_samples: int = num_samples
+        self.batch, self._rank, self._seed, self._shuffle = batch, rank, seed, shuffle
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
+        order = epoch_order(self.num_samples, self._seed, epoch, self._shuffle).tolist()
+        for start in range(skip, self.num_samples, self.batch.global_batch_size):
+            chosen = order[start : start + self.batch.global_batch_size]
+            micros = [MicroBatch([chosen[i] for i in part], len(part)) for part in slices(len(chosen), self.batch, self._rank)]
+            yield Group(micros, len(chosen), start)
+
+
+class FakeBackend(Backend[FakeOptions]):
+    """One process, one weight: an update adds the sum of its samples. Remembers its calls in `calls`."""
+
+    Options: ClassVar[type[Any]] = FakeOptions
+
+    def __init__(self, merged: MergedConfig, options: FakeOptions, plan: ProcessPlan) -> None:
+        super().__init__(merged, options, plan)
+        self.weight = 0.0
+        self.calls: list[str] = []
+        self.seen: list[float] = []
+
+    def setup(self) -> WorkerContext:
+        self.context = WorkerContext(0, 1, 0, 1, 0, "cpu")
+        return self.context
+
+    def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
+        self.calls.append("prepare")
+        return []
+
+    def shard(self, data: Any, batch: BatchPlan, train: bool) -> ShardedData:
+        return FakeData(len(data), batch)
+
+    def train_step(self, group: Group) -> StepResult:
+        samples = [float(sample) for micro in group.micro_batches for sample in micro.batch]
+        self.seen += samples
+        self.weight += sum(samples)
+        return StepResult([("loss", sum(samples), 1.0, len(samples))], group.num_samples)
+
+    def eval_step(self, micro: MicroBatch) -> StepResult:
+        return StepResult([("loss", sum(map(float, micro.batch)), 1.0, micro.num_samples)], micro.num_samples)
+
+    def predict_step(self, micro: MicroBatch) -> Any:
+        return [sample + self.weight for sample in micro.batch]
+
+    def collect(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
+        sums: dict[str, tuple[float, float]] = {}
+        for result in results:
+            for name, value, scale, count in result.averages:
+                total, number = sums.get(name, (0.0, 0.0))
+                sums[name] = (total + value * scale, number + count)
+        return sums
+
+    def gradient_norm(self) -> float | None:
+        return None
+
+    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
+        return dict(sums)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def key_value_store(self) -> Any:
+        return None
+
+    def barrier(self) -> None:
+        return None
+
+    def learning_rates(self) -> list[float]:
+        return [self.config.learning_rate]
+
+    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+        self.calls.append("end_epoch")
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        self.calls.append("save")
+        (directory / "model").mkdir()
+        content = json.dumps(self.weight).encode()
+        write_file(directory / "model" / "weight.json", [content], len(content))
+        return {}
+
+    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
+        self.calls.append("load")
+        self.weight = json.loads((directory / "model" / "weight.json").read_text())
+
+    def export(self, path: Path) -> None:
+        path.write_text(json.dumps(self.weight))
+
+    def join_outputs(self, parts: list[list[tuple[int, int, Any]]]) -> Any:
+        return [item for part in parts for _, _, outputs in part for item in outputs]
+
+    def unwrap(self) -> None:
+        self.calls.append("unwrap")
+
+    def rewrap(self) -> None:
+        self.calls.append("rewrap")
+
+    def teardown(self) -> None:
+        self.calls.append("teardown")

@@ -1,0 +1,89 @@
+"""All ranks act at the same step, whoever asks and however far apart they are."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from distributed.common_step import CommonStep
+
+
+class Store:
+    """torch's Store, as far as it is used, between threads."""
+
+    def __init__(self):
+        self._values, self._lock = {}, threading.Lock()
+
+    def set(self, key, value):
+        with self._lock:
+            self._values[key] = value.encode()
+
+    def get(self, key):
+        return self._values[key]
+
+    def check(self, keys):
+        return all(key in self._values for key in keys)
+
+    def compare_set(self, key, expected, desired):
+        with self._lock:
+            return self._values.setdefault(key, desired.encode())
+
+
+def run_rank(common, wait, acted):
+    units = 0
+    while True:
+        action = common.tick()
+        if action == "stop":
+            acted.append((units, action))
+            return
+        if action is not None:
+            acted.append((units, action))
+            continue
+        wait()
+        units += 1
+
+
+@pytest.mark.parametrize("trial", range(20))
+@pytest.mark.parametrize("in_step", [True, False])  # as in training (a collective each unit), and as in evaluation
+def test_all_ranks_act_at_the_same_unit(trial, in_step):
+    chance = random.Random(trial)
+    world = chance.choice([2, 3, 4])
+    store, barrier = Store(), threading.Barrier(world)
+    ranks = [CommonStep(rank, world, store, "test", poll_s=0.01) for rank in range(world)]
+    acted = [[] for _ in ranks]
+    pause = [chance.random() * 0.002 for _ in ranks]
+    waits = [barrier.wait if in_step else (lambda seconds=seconds: time.sleep(seconds)) for seconds in pause]
+    threads = [threading.Thread(target=run_rank, args=(common, wait, out)) for common, wait, out in zip(ranks, waits, acted, strict=True)]
+    for thread in threads:
+        thread.start()
+    ranks[chance.randrange(world)].request("save")
+    for rank in chance.sample(range(world), chance.randint(1, world)):  # a signal reaches some of them, or all
+        ranks[rank].request("stop")
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    for common in ranks:
+        common.close()
+    assert all(each == acted[0] for each in acted)
+    assert acted[0][-1][1] == "stop"
+
+
+def test_alone_a_request_is_met_at_the_next_unit():
+    common = CommonStep(0, 1, None, "test")
+    assert common.tick() is None
+    common.request("save")
+    assert common.tick() == "save" and common.tick() is None
+
+
+def test_a_store_that_is_gone_does_not_hold_a_rank_for_ever():
+    class Gone(Store):
+        def check(self, keys):
+            raise RuntimeError("connection reset")
+
+    common = CommonStep(0, 2, Gone(), "test", poll_s=0.01)
+    common._watcher.join(5)
+    assert common.tick() is None
+    common.close()

@@ -1,0 +1,232 @@
+"""DistributedConfig, the merging of its sources, and the arithmetic of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from distributed.config import ALIASES, DistributedConfig
+from distributed.errors import ConfigError, ResourceError
+from distributed.plan import plan_batch, plan_processes
+from distributed.settings import Typed, canonical, config_yaml, merge, read_config_file, split_sweep
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"batch_sise": 3}, ["batch_sise", "batch_size"]),
+        ({"batch_size": 0}, ["batch_size=0", "at least 1"]),
+        ({"epochs": -1}, ["epochs=-1", "at least 1"]),
+        ({"learning_rate": 0}, ["learning_rate=0", "greater than 0"]),
+        ({"learning_rate": float("nan")}, ["learning_rate=nan", "finite"]),
+        ({"gradient_clipping": "much"}, ["gradient_clipping='much'", "number"]),
+        ({"epochs": 1.5}, ["epochs=1.5", "whole number"]),
+        ({"epochs": True}, ["epochs=True", "whole number"]),
+        ({"backend": "nccl"}, ["transport", "--communication-backend nccl"]),
+        ({"backend": "pytorch_ddp"}, ["pytorch_ddp", "pytorch-ddp"]),
+        ({"mixed_precision": "fp8"}, ["fp8", "no, fp16, bf16"]),
+        ({"nan_policy": "stopp"}, ["stopp", "stop"]),
+        ({"ddp": {"bucket_mb": 3}}, ["ddp.bucket_mb", "bucket_cap_mb"]),
+        ({"ddp": {"bucket_cap_mb": 0}}, ["ddp.bucket_cap_mb=0", "greater than 0"]),
+        ({"ddp": 3}, ["ddp=3", "mapping"]),
+        ({"tensorboard": True}, ["tensorboard", "metrics.jsonl"]),
+        ({"mlflow_experiment": "x"}, ["mlflow", "metrics.jsonl"]),
+        ({"address": "ray://head:10001"}, ["address", "drop it"]),
+        ({"communication_backend": "mpi"}, ["mpi", "gloo"]),
+        ({"num_nodes": 2, "node_rank": 2}, ["node_rank=2", "num_nodes=2"]),
+        ({"checkpoint_every_s": -5}, ["checkpoint_every_s=-5", "greater than 0"]),
+    ],
+)
+def test_a_wrong_setting_is_answered_with_field_value_and_rule(given, words):
+    with pytest.raises(ConfigError) as caught:
+        DistributedConfig(**given)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_seed_documents_config_is_accepted_but_for_trackers():
+    config = DistributedConfig(
+        num_gpus=8, num_nodes=2, gpus_per_node=4, backend="pytorch-ddp", batch_size=32, epochs=100, learning_rate=0.001,
+        mixed_precision=True, gradient_accumulation_steps=4, gradient_clipping=1.0, communication_backend="nccl",
+        checkpoint_frequency=10, checkpoint_dir="./checkpoints", log_every_n_steps=100,
+    )  # fmt: skip
+    assert config.given["num_gpus"] == 8 and "seed" not in config.given
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(AttributeError):
+        DistributedConfig().epochs = 3
+
+
+def test_the_strongest_source_wins_and_every_source_is_kept():
+    typed = Typed(file={"epochs": 2, "seed": 5, "ddp": {"bucket_cap_mb": 5, "static_graph": True}}, flag={"epochs": 9, "ddp": {"bucket_cap_mb": 7}})
+    merged = merge(typed, {"epochs": 4, "batch_size": 8})
+    assert (merged.config.epochs, merged.config.seed, merged.config.batch_size) == (9, 5, 8)
+    assert merged.config.ddp == {"bucket_cap_mb": 7.0, "static_graph": True}
+    assert {name: merged.source(name) for name in ("epochs", "seed", "batch_size", "monitor")} == {
+        "epochs": "flag", "seed": "file", "batch_size": "code", "monitor": "default",
+    }  # fmt: skip
+    assert merged.source("ddp.bucket_cap_mb") == "flag" and merged.source("ddp.static_graph") == "file"
+
+
+def test_a_value_equal_to_the_default_still_counts_as_set_in_code():
+    merged = merge(Typed(file={"epochs": 5}), DistributedConfig(epochs=1).given)
+    assert merged.config.epochs == 1
+
+
+def test_a_written_config_gives_the_same_settings_with_the_same_strength(tmp_path):
+    typed = Typed(file={"seed": 5}, flag={"epochs": 9, "ddp": {"bucket_cap_mb": 7.5}, "learning_rate": 1e-5})
+    merged = merge(typed, {"epochs": 4, "batch_size": 8, "mixed_precision": True, "checkpoint_frequency": None})
+    path = tmp_path / "config.yaml"
+    path.write_text(config_yaml(merged, "train.py", ("--width", "3")))
+    again = read_config_file(path)
+    assert (again.script, again.script_args) == ("train.py", ("--width", "3"))
+    # The script's own values stay weaker than the flags of the first run.
+    assert merge(again, {"epochs": 4, "batch_size": 8}).config == merged.config
+    assert merge(again, {"epochs": 4}).config.batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("epochs: [1\n", ["line 2", "YAML"]),
+        ("- 1\n- 2\n", ["mapping"]),
+        ("epohcs: 3\n", ["epohcs", "epochs"]),
+        ("epochs: many\n", ["epochs='many'"]),
+        ("!!python/object/apply:os.system ['true']\n", ["YAML"]),
+    ],
+)
+def test_a_bad_file_is_named_with_its_fault(tmp_path, text, words):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        merge(read_config_file(path), {})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml.*No such file"):
+        read_config_file(tmp_path / "nowhere.yaml")
+
+
+def test_a_rate_written_without_a_dot_is_a_number(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("learning_rate: 1e-3\n")  # YAML 1.1 reads a word here
+    assert merge(read_config_file(path), {}).config.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize("alias", [*ALIASES, "world_size", "no_nccl"])
+def test_every_alias_is_accepted_and_said_once(alias):
+    values = {"bucket_cap_mb": 5, "bucket_size_mb": 5, "gradient_clip_norm": 1.0, "save_interval": 10, "world_size": 2, "rank": 0}
+    settings, notices = canonical({alias: values.get(alias, True)})
+    assert len(notices) == 1 and alias in notices[0]
+    DistributedConfig(**settings)
+
+
+def test_a_sweeps_dict_is_split_into_settings_and_hyperparameters():
+    settings, others, warnings = split_sweep({"lr": 0.1, "batch_size": 64, "hidden_size": 128, "batch_sizes": 3})
+    assert settings == {"learning_rate": 0.1, "batch_size": 64}
+    assert others == {"hidden_size": 128, "batch_sizes": 3}
+    assert len(warnings) == 1 and "batch_sizes" in warnings[0]
+
+
+# the batch equation
+
+
+def planned(n=2, loader=None, file=None, flag=None, **code):
+    return plan_batch(merge(Typed(file=file or {}, flag=flag or {}), code), n, loader)
+
+
+def numbers(plan):
+    return plan.batch_size, plan.gradient_accumulation_steps, plan.global_batch_size
+
+
+def test_any_two_of_the_three_give_the_third():
+    assert numbers(planned()) == (32, 1, 64)
+    assert numbers(planned(batch_size=8, gradient_accumulation_steps=3)) == (8, 3, 48)
+    assert numbers(planned(batch_size=8, global_batch_size=48)) == (8, 3, 48)
+    assert numbers(planned(gradient_accumulation_steps=3, global_batch_size=48)) == (8, 3, 48)
+    assert numbers(planned(global_batch_size=48)) == (24, 1, 48)
+
+
+def test_a_global_batch_that_does_not_divide_is_cut_into_slices_of_almost_the_same_size():
+    assert numbers(planned(3, global_batch_size=100, gradient_accumulation_steps=2)) == (17, 2, 100)
+
+
+def test_three_numbers_that_disagree_are_an_error_with_the_numbers_in_it():
+    with pytest.raises(ConfigError, match=r"global_batch_size=100 .*batch_size=8 .*=3 .*=2 = 48"):
+        planned(batch_size=8, gradient_accumulation_steps=3, global_batch_size=100)
+    with pytest.raises(ConfigError, match="global_batch_size=100 is not a multiple.*16"):
+        planned(batch_size=8, global_batch_size=100)
+
+
+def test_a_loaders_batch_size_counts_unless_something_stronger_is_typed():
+    assert numbers(planned(loader=16)) == (16, 1, 32)
+    assert numbers(planned(loader=16, flag={"batch_size": 4})) == (4, 1, 8)
+    assert numbers(planned(loader=16, global_batch_size=10)) == (5, 1, 10)
+    assert numbers(planned(loader=16, batch_size=16)) == (16, 1, 32)
+    with pytest.raises(ConfigError, match=r"batch_size=8 in Trainer .*batch_size=16"):
+        planned(loader=16, batch_size=8)
+
+
+# processes
+
+
+def processes(gpus=0, **given):
+    plan = plan_processes(DistributedConfig(**given), lambda: gpus)
+    return plan.backend, plan.num_nodes, plan.nproc_per_node, plan.device
+
+
+def test_processes_follow_the_machine_unless_they_are_given():
+    assert processes() == ("single", 1, 1, "cpu")
+    assert processes(gpus=4) == ("pytorch-ddp", 1, 4, "cuda")
+    assert processes(nproc_per_node=2) == ("pytorch-ddp", 1, 2, "cpu")
+    assert processes(gpus=4, nproc_per_node=2, device="cpu") == ("pytorch-ddp", 1, 2, "cpu")
+    assert processes(gpus=4, num_gpus=0) == ("single", 1, 1, "cpu")
+    assert processes(gpus=4, num_gpus=8, num_nodes=2) == ("pytorch-ddp", 2, 4, "cuda")
+    assert processes(gpus=4, backend="single", nproc_per_node=1) == ("single", 1, 1, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "kind", "words"),
+    [
+        (8, {"num_gpus": 6, "num_nodes": 2, "gpus_per_node": 4}, ConfigError, "num_gpus=6 is not num_nodes=2 x gpus_per_node=4: set num_gpus=8"),
+        (0, {"num_gpus": 6, "num_nodes": 2, "gpus_per_node": 4}, ConfigError, "num_gpus=8"),  # arithmetic before resources
+        (8, {"num_gpus": 3, "num_nodes": 2}, ConfigError, "num_gpus=3"),
+        (8, {"gpus_per_node": 2, "nproc_per_node": 4}, ConfigError, "nproc_per_node=4"),
+        (8, {"num_gpus": 2, "device": "cpu"}, ConfigError, "device='cpu'"),
+        (0, {"num_gpus": 4}, ResourceError, "--nproc-per-node 4"),
+        (0, {"device": "cuda"}, ResourceError, "no GPU"),
+        (2, {"num_gpus": 4}, ResourceError, "shows 2 GPUs"),
+        (0, {"communication_backend": "nccl"}, ConfigError, "gloo"),
+        (0, {"backend": "single", "nproc_per_node": 2}, ConfigError, "pytorch-ddp"),
+    ],
+)
+def test_processes_that_do_not_fit_are_an_error_with_the_fix(gpus, given, kind, words):
+    with pytest.raises(kind) as caught:
+        processes(gpus=gpus, **given)
+    assert words in str(caught.value)
+
+
+# what an import costs
+
+
+def test_importing_the_package_and_the_config_loads_no_framework():
+    code = "import sys, distributed; distributed.DistributedConfig(nproc_per_node=2); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    assert not {"torch", "numpy", "yaml", "rich", "typer", "tensorflow", "pydantic"} & set(loaded)
+
+
+def test_every_backend_file_imports_without_its_engine():
+    code = (
+        "import sys, pkgutil, importlib, distributed.backends as b\n"
+        "for m in pkgutil.iter_modules(b.__path__):\n"
+        "    if not m.ispkg: importlib.import_module('distributed.backends.' + m.name)\n"
+        "print(*sys.modules)"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    assert "distributed.backends.ddp" in loaded and "torch" not in loaded

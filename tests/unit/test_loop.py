@@ -1,0 +1,196 @@
+"""The loop above a backend without a framework: cursor, logging, saving, stopping."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from distributed.callbacks import Callback, EarlyStopping
+from distributed.checkpoint import CheckpointStore
+from distributed.common_step import CommonStep
+from distributed.errors import ConfigError
+from distributed.loggers.files import MetricsFile
+from distributed.loop import Run, evaluate, fit
+from distributed.plan import BatchPlan, ProcessPlan
+from distributed.settings import Typed, merge
+from distributed.state import TrainState
+from distributed.testing import FakeBackend, FakeData, FakeOptions
+
+BATCH = BatchPlan(2, 2, 1, 4)
+
+
+class Recorder(Callback):
+    def __init__(self):
+        self.hooks, self.logs, self.rows, self.checkpoints = [], [], [], []
+
+    def on_train_start(self, state):
+        self.hooks.append("start")
+
+    def on_step_end(self, state, result):
+        self.hooks.append(f"step {state.step}")
+
+    def on_log(self, state, split, metrics):
+        self.logs.append((state.step, split, dict(metrics)))
+
+    def on_epoch_end(self, state, metrics):
+        self.hooks.append(f"epoch {state.epoch}")
+        self.rows.append(dict(metrics))
+
+    def on_train_end(self, state):
+        self.hooks.append("end")
+
+
+def make(samples=10, state=None, callbacks=(), val=None, saved=None, shuffle=True, **settings):
+    merged = merge(Typed(), {"epochs": 2, **settings})
+    backend = FakeBackend(merged, FakeOptions(), ProcessPlan(1, 1, "cpu", "fake"))
+    backend.setup()
+    common = CommonStep(0, 1, None, "test")
+    state = state or TrainState()
+    run = Run(backend, merged.config, FakeData(samples, BATCH, shuffle=shuffle), val, state, common, list(callbacks), lambda: None)
+    run.write_checkpoint = lambda: saved.append(copy.deepcopy(state)) if saved is not None else None
+    return run
+
+
+def test_hooks_come_in_order_and_the_last_step_is_saved():
+    recorder, saved = Recorder(), []
+    run = make(callbacks=[recorder], saved=saved, checkpoint_frequency=None)
+    fit(run)
+    assert recorder.hooks == ["start", "step 1", "step 2", "step 3", "epoch 1", "step 4", "step 5", "step 6", "epoch 2", "end"]
+    assert [state.step for state in saved] == [6]
+
+
+def test_the_mean_of_an_epoch_weighs_the_short_last_batch_right():
+    recorder = Recorder()
+    fit(make(callbacks=[recorder], epochs=1, log_every_n_steps=1))
+    assert recorder.rows[0]["loss"] == pytest.approx(sum(range(10)) / 10)
+    assert [step for step, split, _ in recorder.logs] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_every_saved_state_leads_to_the_same_end(every):
+    reference = make(epochs=3)
+    fit(reference)
+    saved = []
+    fit(make(epochs=3, saved=saved, checkpoint_every_n_steps=every))
+    for state in saved:
+        again = make(epochs=3, state=copy.deepcopy(state))
+        again.last_saved = (state.step, state.epoch)
+        fit(again)
+        assert again.state.step == reference.state.step == 9
+        rows = [[row["loss"] for row in run.state.rows] for run in (again, reference)]
+        assert rows[0] == pytest.approx(rows[1])
+        assert again.backend.seen == reference.backend.seen[state.samples_seen :]
+
+
+def test_max_steps_ends_in_the_middle_of_an_epoch_and_saves_there():
+    saved = []
+    run = make(max_steps=5, saved=saved)
+    fit(run)
+    assert (run.state.step, run.state.epoch, run.state.samples_in_epoch) == (5, 1, 8)
+    assert run.state.stop_reason == "max_steps" and saved[-1].step == 5
+
+
+def test_max_steps_at_the_end_of_an_epoch_still_validates():
+    run = make(max_steps=3, val=FakeData(3, BATCH))
+    fit(run)
+    assert run.state.rows[0]["val_loss"] == pytest.approx(1.0) and run.state.epoch == 1
+
+
+def test_checkpoints_by_epochs_and_by_steps():
+    saved = []
+    fit(make(epochs=4, checkpoint_frequency=2, saved=saved))
+    assert [(state.step, state.epoch) for state in saved] == [(6, 2), (12, 4)]
+    saved = []
+    fit(make(epochs=2, checkpoint_frequency=None, checkpoint_every_n_steps=4, saved=saved))
+    assert [(state.step, state.epoch) for state in saved] == [(4, 1), (6, 2)]
+
+
+def test_a_request_to_stop_is_done_before_the_next_step_and_saved():
+    class Ask(Callback):
+        def on_step_end(self, state, result):
+            if state.step == 2:
+                run.common_step.request("signal 15")
+
+    saved = []
+    run = make(callbacks=[Ask()], saved=saved)
+    fit(run)
+    assert run.state.step == 2 and run.state.stop_reason == "signal 15" and saved[-1].step == 2
+
+
+def test_a_request_to_stop_in_validation_leaves_the_epoch_unfinished():
+    class Ask(Callback):
+        def on_log(self, state, split, metrics):
+            run.common_step.request("signal 15")
+
+    run = make(callbacks=[Ask()], val=FakeData(20, BATCH), log_every_n_steps=100)
+    fit(run)
+    assert (run.state.step, run.state.epoch, run.state.samples_in_epoch) == (3, 0, 10)
+    again = make(state=run.state, val=FakeData(20, BATCH))
+    again.state.stop_reason = None
+    fit(again)
+    assert [row["epoch"] for row in again.state.rows] == [1, 2] and again.state.step == 6
+
+
+def test_a_request_to_save_saves_and_goes_on():
+    class Ask(Callback):
+        def on_step_end(self, state, result):
+            if state.step in (1, 4):
+                run.common_step.request("save")
+
+    saved = []
+    run = make(callbacks=[Ask()], saved=saved, checkpoint_frequency=None)
+    fit(run)
+    assert [state.step for state in saved] == [1, 4, 6]
+
+
+def test_early_stopping_stops_after_its_patience_and_remembers_over_a_resume():
+    stopping = EarlyStopping("val_loss", patience=2)
+    saved = []
+    run = make(epochs=10, callbacks=[stopping], val=FakeData(3, BATCH), saved=saved)
+    fit(run)
+    assert run.state.epoch == 3 and run.state.stop_reason == "early_stopping"
+    other = EarlyStopping("val_loss", patience=2)
+    other.load_state_dict(json.loads(json.dumps(stopping.state_dict())))
+    assert (other.best, other.bad_epochs) == (stopping.best, 2)
+
+
+def test_early_stopping_on_an_unknown_metric_lists_the_reported_ones():
+    with pytest.raises(ConfigError, match="val_f1.*val_loss"):
+        fit(make(callbacks=[EarlyStopping("val_f1")], val=FakeData(3, BATCH)))
+
+
+def test_best_is_the_smallest_loss_and_the_largest_other_metric():
+    run = make(epochs=1)
+    run.state.best = {"loss": 99.0, "val_accuracy": 0.9}
+    fit(run)
+    assert run.state.best["loss"] == pytest.approx(4.5) and run.state.best["val_accuracy"] == 0.9
+
+
+def test_evaluation_sees_each_sample_once():
+    run = make()
+    assert evaluate(run.backend, FakeData(1001, BATCH)) == {"loss": pytest.approx(500.0)}
+
+
+def test_metrics_of_a_killed_attempt_are_written_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    saved = []
+    fit(make(epochs=3, saved=saved, callbacks=[MetricsFile(path)], log_every_n_steps=1, checkpoint_every_n_steps=4, checkpoint_frequency=None))
+    clean = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text(path.read_text() + '{"step": 99, "epo')  # killed in the middle of a line
+    fit(make(epochs=3, state=saved[0], callbacks=[MetricsFile(path)], log_every_n_steps=1))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["step"], row["split"], row["loss"]) for row in rows] == [(row["step"], row["split"], row["loss"]) for row in clean]
+
+
+def test_a_store_gives_back_what_the_loop_saved(tmp_path):
+    run = make(epochs=2)
+    context = run.backend.context
+    store = CheckpointStore(tmp_path, run.backend, keep_latest_k=2, keep_best=True, monitor="loss", monitor_mode="min", context=context, report=print)
+    run.write_checkpoint = lambda: store.save(run.state, {}, run.state.metrics.get("loss"))
+    fit(run)
+    other = make()
+    again = CheckpointStore(tmp_path, other.backend, keep_latest_k=2, keep_best=True, monitor="loss", monitor_mode="min", context=context, report=print)
+    state = again.load(again.find())
+    assert state.to_json() == run.state.to_json() and other.backend.weight == run.backend.weight
