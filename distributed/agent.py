@@ -256,6 +256,23 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
     display = Display(live=request.live, verbose=request.verbose)
     if request.started_lines:
         display.handle({"kind": "started", "lines": list(request.started_lines)})
+    code = 1
+    try:
+        code = _run_to_the_end(request, run, channel, display)
+    except RendezvousError as error:
+        display.close()
+        where = f"{request.master_addr}:{request.master_port}"
+        text = (
+            f"error: the {request.num_nodes} nodes did not join at {where} within {request.start_timeout:g} s ({error})"
+        )
+        display.handle({"kind": "error", "text": text})
+    finally:
+        display.close()
+        channel.send(json.dumps({"op": "done", "code": code}).encode())
+    return code
+
+
+def _run_to_the_end(request: LaunchRequest, run: RunDirectory, channel: socket.socket, display: Display) -> int:
     handler = _rendezvous_handler(request)
     spec = WorkerSpec(
         role="default", local_world_size=request.nproc_per_node, rdzv_handler=handler,
@@ -264,20 +281,12 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
     )  # fmt: skip
     agent = ForkAgent(spec, request, run, channel, display)
     agent.output.start()
-    code = 1
     try:
-        result = agent.run()
-        code = _exit_code(agent, result)
-        _show_end(agent, display, code)
-    except RendezvousError as error:
-        display.close()
-        text = f"error: not all nodes joined within {request.start_timeout:g} s ({error})"
-        display.handle({"kind": "error", "text": text})
+        code = _exit_code(agent, agent.run())
     finally:
-        display.close()
         if request.num_nodes > 1:
             handler.shutdown()
-        channel.send(json.dumps({"op": "done", "code": code}).encode())
+    _show_end(agent, display, code)
     return code
 
 
@@ -290,7 +299,13 @@ def _rendezvous_handler(request: LaunchRequest) -> DynamicRendezvousHandler:
         endpoint = f"{request.master_addr}:{request.master_port}"
     run_id = uuid.uuid4().hex if request.num_nodes == 1 else f"distributed-{request.master_port}"
     parameters = RendezvousParameters(
-        "c10d", endpoint, run_id, request.num_nodes, request.num_nodes, is_host=str(is_host), read_timeout=60
+        "c10d",
+        endpoint,
+        run_id,
+        request.num_nodes,
+        request.num_nodes,
+        is_host=str(is_host),
+        read_timeout=min(60, int(request.start_timeout) + 1),
     )
     backend, store = create_backend(parameters)
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(

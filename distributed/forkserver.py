@@ -51,12 +51,9 @@ def serve(request: LaunchRequest) -> int:
 def _check(request: LaunchRequest, run: RunDirectory) -> None:
     if request.script is not None:
         check_script(request.script)
-    if request.node_rank == 0:
+    if request.node_rank == 0:  # the others write into it once they have joined node 0
         run.check(resume=request.resume)
         run.lock()
-    else:
-        run.path.mkdir(parents=True, exist_ok=True)
-    run.logs.mkdir(exist_ok=True)
 
 
 def _agent(
@@ -181,14 +178,26 @@ class ForkServer:
                     self._note_signal(number)
                 self._reap()
                 self._run_out_of_patience()
+        self._hear_last_words()
         self._kill_workers()
         while self._workers:
             self._reap(block=True)
         return self._exit_code()
 
+    def _hear_last_words(self) -> None:
+        """What the agent sent right before its end may still be unread."""
+        self._channel.setblocking(False)
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while data := self._channel.recv(_MESSAGE_BYTES):
+                order = json.loads(data)
+                if order["op"] == "done":
+                    self._code = order["code"]
+
     def _exit_code(self) -> int:
         if self._code is not None:
             return self._code
+        if self._stop is not None:
+            return 128 + (signal.SIGINT if self._stop.signum == signal.SIGINT else signal.SIGTERM)
         status = self._agent_status or 0
         how = f"was killed by signal {-status}" if status < 0 else f"ended with code {status}"
         sys.stderr.write(f"error: the agent of this run (process {self._agent}) {how}: all workers were stopped\n")
@@ -198,7 +207,10 @@ class ForkServer:
 
     def _take_order(self) -> bool:
         """Carry out one message of the agent; False when it has closed its end."""
-        data, fds, _, _ = socket.recv_fds(self._channel, _MESSAGE_BYTES, 3)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._channel, _MESSAGE_BYTES, 3)
+        except ConnectionError:  # it was killed with messages of ours unread
+            return False
         if not data:
             return False
         order = json.loads(data)
@@ -282,9 +294,11 @@ class ForkServer:
 
     def _run_out_of_patience(self) -> None:
         now = time.monotonic()
+        if self._stop is not None and not self._workers and self._agent_deadline is None:
+            self._agent_deadline = now + _AGENT_GRACE_S
         if self._stop is not None and now >= self._stop.kill_at:
             self._kill_workers()
             self._stop.kill_at = now + self._request.timeout_s
         if self._agent_deadline is not None and now >= self._agent_deadline and self._agent_status is None:
             os.kill(self._agent, signal.SIGKILL)
-            self._agent_deadline = None
+            self._agent_deadline = now + _AGENT_GRACE_S

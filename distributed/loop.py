@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from distributed.common_step import CommonStep
 from distributed.backends.base import Backend, ShardedData
 from distributed.callbacks import Callback
+from distributed.common_step import CommonStep
 from distributed.config import DistributedConfig
 from distributed.state import Group, MicroBatch, StepResult, TrainState
 

@@ -27,6 +27,7 @@ class RankLog:
 
     def __init__(self, run: RunDirectory, rank: int) -> None:
         self._rank = rank
+        run.logs.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(run.logs / f"rank-{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, text: str) -> None:

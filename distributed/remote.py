@@ -30,6 +30,27 @@ class _Parent:
 
 
 @dataclasses.dataclass
+class Remote:
+    """Where a trainer's fits in workers live, and the checkpoint that the last one left."""
+
+    run_dir: Path
+    checkpoint: Path | None = None
+
+    def copy_checkpoint(self, target: Path) -> Path:
+        """The last checkpoint under `target`. Raises ConfigError where there is none, or where it exists already."""
+        if self.checkpoint is None:
+            raise ConfigError("there is nothing to save: fit() has not finished")
+        path = target / self.checkpoint.name
+        if path.exists():
+            raise ConfigError(f"{path} exists already: name another path")
+        target.mkdir(parents=True, exist_ok=True)
+        staged = target / f".tmp-{path.name}"
+        shutil.copytree(self.checkpoint, staged)
+        staged.rename(path)
+        return path
+
+
+@dataclasses.dataclass
 class RemoteFit:
     """One fit as it travels to the workers by value. Called in every one of them."""
 
@@ -51,8 +72,11 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
             "fit() starts the workers of one machine only: for several, run the script on each"
             " with 'python -m distributed.cli train --num-nodes N --node-rank R --master-addr HOST'"
         )
-    run_dir, is_further = _run_dir(trainer)
     _check_here(trainer, merged, train_data, val_data)
+    is_further = trainer._remote is not None and trainer._remote.checkpoint is not None
+    if trainer._remote is None:
+        trainer._remote = Remote(_new_run_dir())
+    run_dir = trainer._remote.run_dir
     settings: dict[str, Any] = {**trainer._code, **_given(merged)}
     if is_further:
         settings["resume_from_checkpoint"] = True
@@ -72,20 +96,14 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
     return _take_back(trainer, run_dir, merged)
 
 
-def _run_dir(trainer: Trainer) -> tuple[Path, bool]:
-    """(the trainer's run directory, whether it has fitted before)."""
+def _new_run_dir() -> Path:
     from distributed.session import _script_name
 
-    known: Path | None = getattr(trainer, "_run_dir", None)
-    if known is not None:
-        return known, True
     _Parent.num_trainers += 1
     if _Parent.run_dir is None:
         _Parent.run_dir = choose_run_dir(_script_name())
-        trainer._run_dir = _Parent.run_dir  # type: ignore[attr-defined]
-    else:
-        trainer._run_dir = _Parent.run_dir / f"fit-{_Parent.num_trainers}"  # type: ignore[attr-defined]
-    return trainer._run_dir, False  # type: ignore[attr-defined]
+        return _Parent.run_dir
+    return _Parent.run_dir / f"fit-{_Parent.num_trainers}"
 
 
 def _check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data: Any) -> None:
@@ -134,13 +152,12 @@ def _pickled(fit: RemoteFit) -> bytes:
 
 
 def _request(trainer: Trainer, merged: MergedConfig, run_dir: Path, payload: Path, resume: bool) -> LaunchRequest:
-    import os
     import sys
 
     config, plan = merged.config, trainer.plan
     return LaunchRequest(
         run_dir=str(run_dir), payload=str(payload), script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
-        working_dir=os.getcwd(), sys_path=tuple(sys.path), resume=resume or config.resume_from_checkpoint is not False,
+        working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume or config.resume_from_checkpoint is not False,
         nproc_per_node=plan.nproc_per_node, device=plan.device, preload=backend_row(plan.backend).preload,
         max_restarts=config.max_restarts, restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
         start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose,
@@ -179,19 +196,6 @@ def _take_back(trainer: Trainer, run_dir: Path, merged: MergedConfig) -> History
     if merged.config.dtype == "float64":
         trainer.job.model.double()
     tensors.load_model(trainer.job.model, checkpoint)
-    if trainer._session is not None:
-        trainer._session = None
-    trainer._checkpoint = checkpoint  # type: ignore[attr-defined]
+    trainer._session = None  # evaluate and predict start from these weights
+    trainer._remote.checkpoint = checkpoint
     return History(state.rows, state.best, result["total_time"], state.step, str(run_dir), state.stop_reason)
-
-
-def copy_checkpoint(source: Path, target: Path) -> Path:
-    """The last checkpoint of a fit in workers, under `target`. Raises ConfigError where it exists already."""
-    path = target / source.name
-    if path.exists():
-        raise ConfigError(f"{path} exists already: name another path")
-    target.mkdir(parents=True, exist_ok=True)
-    staged = target / f".tmp-{source.name}"
-    shutil.copytree(source, staged)
-    staged.rename(path)
-    return path

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed import loop
-from distributed.common_step import CommonStep
-from distributed.backends.base import Backend
-from distributed.callbacks import Callback, EarlyStopping, unknown_metric
+from distributed.callbacks import Callback, EarlyStopping
 from distributed.checkpoint import CheckpointStore
-from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
+from distributed.common_step import CommonStep
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError, TrainingInterrupted
 from distributed.launcher import link
 from distributed.plan import BatchPlan, plan_batch
 from distributed.run_dir import RunDirectory, choose_run_dir
@@ -265,9 +265,9 @@ class Session:
             for index, callback in enumerate(callbacks)
             if (kept := callback.state_dict())
         }
-        merged = self.trainer.merged
-        value = state.metrics.get(merged.config.monitor)
-        path = store.save(state, merged.config.to_dict(), value)
+        config = self.trainer.merged.config
+        is_measured = bool(state.rows) and state.samples_in_epoch == 0 and state.rows[-1]["step"] == state.step
+        path = store.save(state, _without_paths(config), state.rows[-1].get(config.monitor) if is_measured else None)
         if path is None:
             return
         if self.context.is_main_process:
@@ -289,7 +289,7 @@ class Session:
             return
         plan = self.trainer.plan
         lines = [
-            f"backend {plan.backend}, {self.context.world_size} process{'es' * (self.context.world_size > 1)} on {plan.device}, run directory {run.path}",
+            f"backend {plan.backend}, {self.context.world_size} process{'es' * (self.context.world_size > 1)} on {plan.device}",
             str(batch),
             *dict.fromkeys([*merged.notices, *notices]),
         ]
@@ -370,7 +370,7 @@ class Session:
             report=self._reporter,
         )
         state = self._state or TrainState()
-        saved = store.save(state, self.trainer.merged.config.to_dict(), None)
+        saved = store.save(state, _without_paths(self.trainer.merged.config), None)
         if saved is None:
             raise ConfigError(f"{path} could not be written: name another path")
         return saved
@@ -469,6 +469,15 @@ def _check_monitor(merged: MergedConfig, val_data: Any) -> None:
             f"early_stopping_patience={config.early_stopping_patience} watches {config.monitor!r}, and fit() got no validation data:"
             " pass val_data, or set monitor='loss'"
         )
+
+
+def _without_paths(config: DistributedConfig) -> dict[str, Any]:
+    """What a manifest keeps: a run directory can be copied, so no path."""
+    return {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("checkpoint_dir", "tensorboard_dir", "resume_from_checkpoint")
+    }
 
 
 def _loader_batch_size(data: Any) -> int | None:

@@ -32,7 +32,9 @@ class FakeData(ShardedData):
         order = epoch_order(self.num_samples, self._seed, epoch, self._shuffle).tolist()
         for start in range(skip, self.num_samples, self.batch.global_batch_size):
             chosen = order[start : start + self.batch.global_batch_size]
-            micros = [MicroBatch([chosen[i] for i in part], len(part)) for part in slices(len(chosen), self.batch, self._rank)]
+            micros = [
+                MicroBatch([chosen[i] for i in part], len(part)) for part in slices(len(chosen), self.batch, self._rank)
+            ]
             yield Group(micros, len(chosen), start)
 
 

@@ -71,6 +71,7 @@ class Trainer:
         self.backend: Backend[Any] = self._make_backend(self.merged, self.plan)
         self.history: History | None = None
         self._session: Any = None  # distributed.session.Session of this process, made by the first fit or evaluate
+        self._remote: Any = None  # what a fit in workers of our own left: distributed.remote.Remote
 
     # ------------------------------------------------------------------ what users call
 
@@ -114,7 +115,8 @@ class Trainer:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Loss and metrics over `data`, each sample once. All ranks call it; outside a worker it runs in this process."""
-        return self._open_session().evaluate(data)
+        measured: dict[str, float] = self._open_session().evaluate(data)
+        return measured
 
     def predict(self, data: Any) -> Any:
         """The model's outputs for every sample of `data` in order, on the host. All ranks call it and get all of them.
@@ -130,7 +132,11 @@ class Trainer:
         A path ending in `.safetensors` gets the model's weights by name in one file; any other is a directory that gets a
         checkpoint, which `resume_from_checkpoint` takes. Returns what was written.
         """
-        return self._open_session().save(Path(path))
+        if self._remote is not None and Path(path).suffix != ".safetensors":
+            copied: Path = self._remote.copy_checkpoint(Path(path))
+            return copied
+        saved: Path = self._open_session().save(Path(path))
+        return saved
 
     @property
     def model(self) -> Any:

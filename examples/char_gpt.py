@@ -139,13 +139,12 @@ def main() -> None:
         activation_checkpointing=args.use_gradient_checkpointing,
     )
     train, held_out = (Windows(part, args.max_seq_length) for part in (tokens[:split], tokens[split:]))
-    history = trainer.fit(train, held_out)
+    trainer.fit(train, held_out)
     loss = trainer.evaluate(held_out)["loss"]
     if trainer.is_main_process:
         sample = model.eval().sample(vocabulary.encode("The "), args.sample_length)
         print(f"text          {len(text)} characters, {len(vocabulary.characters)} tokens, sha256 {digest}")
         print(f"held-out loss {loss:.4f} nats per character")
-        print(f"run directory {history.run_dir}")
         print(f"sample        {vocabulary.decode(sample)}")
 
 

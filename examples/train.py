@@ -41,8 +41,7 @@ def main() -> None:
         curves = Path(history.run_dir, "curves.png")
         history.plot(curves)
         print(f"held-out accuracy {accuracy:.4f}")
-        print(f"run directory     {history.run_dir}")
-        print(f"curves            {curves}")
+        print(f"curves {curves}")
 
 
 if __name__ == "__main__":

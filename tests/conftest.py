@@ -2,6 +2,7 @@
 
 run_cli(args, timeout=60, cwd=None, env=None)      `python -m distributed.cli ARGS`, waited for; returns a Finished
 run_python(args, timeout=60, cwd=None, env=None)   `python ARGS`, the same
+run_cli_once(...)                                  run_cli for fixtures of a whole module
 start(argv, cwd=None, env=None)                    a Started: .wait_for(text), .signal(n), .finish(timeout), .alive()
 
 Each fails the test when the time is up (all processes are killed first) and when a finished command leaves a process:
@@ -204,5 +205,23 @@ def run_cli(run_python: Callable[..., Finished]) -> Callable[..., Finished]:
 
     def run(args: Sequence[str], timeout: float = 60, **where: Any) -> Finished:
         return run_python(["-m", "distributed.cli", *args], timeout, **where)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_cli_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
+    """`run_cli` for a module's own fixtures: workers are started once for a group of checks."""
+    directory = tmp_path_factory.mktemp("commands")
+
+    def run(
+        args: Sequence[str], timeout: float = 60, cwd: Path | None = None, env: dict[str, str] | None = None
+    ) -> Finished:
+        argv = [sys.executable, "-m", "distributed.cli", *map(str, args)]
+        command = Started(argv, directory, cwd, clean_environment(**(env or {})))
+        try:
+            return command.finish(timeout)
+        finally:
+            command.kill()
 
     return run

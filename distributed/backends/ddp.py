@@ -141,7 +141,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
             dist.destroy_process_group()
 
 
-def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, bool]:
+def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, Any]:
     """No broadcast of buffers before each forward where there are none; the word for it changed in torch 2.13."""
     if has_buffers:
         return {}

@@ -12,7 +12,7 @@ import math
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -95,10 +95,11 @@ class TorchBackend(Backend[OptionsT]):
         return self.context
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
+        import torch
+
         from distributed.backends._torch import modules, optim
         from distributed.backends._torch.objective import Objective, is_class_index
 
-        torch = self.torch
         notices: list[str] = []
         self.job, self.batch = job, batch
         self.plain = self._build_model(job.model)
@@ -145,7 +146,8 @@ class TorchBackend(Backend[OptionsT]):
         return notices
 
     def _build_model(self, given: Any) -> torch.nn.Module:
-        torch = self.torch
+        import torch
+
         model = given
         if not isinstance(given, torch.nn.Module):
             with torch.random.fork_rng():
@@ -155,7 +157,8 @@ class TorchBackend(Backend[OptionsT]):
             raise ConfigError(f"the model factory returned a {type(model).__name__}: return a torch.nn.Module")
         if self.config.dtype == "float64":
             model.double()
-        return model.to(self.device)
+        model.to(self.device)
+        return model
 
     def _build_scaler(self) -> Any:
         if self.precision != "fp16":
@@ -172,7 +175,7 @@ class TorchBackend(Backend[OptionsT]):
         value = sample_seed(self.config.seed, self._step, self.context.rank)
         self.torch.manual_seed(value)
         random.seed(value)
-        numpy.random.seed(value & 0xFFFFFFFF)
+        numpy.random.seed(value >> 32)
 
     def shard(self, data: Any, batch: BatchPlan, train: bool) -> ShardedData:
         from distributed.backends._torch.loading import shard
@@ -239,14 +242,15 @@ class TorchBackend(Backend[OptionsT]):
         with torch.random.fork_rng():
             loss = self._forward(micro, items)
             count = None if loss.count is None else torch.zeros((), device=self.device)
-            loss = loss._replace(count=count, outputs=None, targets=None, metrics=None)
+            loss.count = count
             if is_last and count is not None and items is None:
                 self._start_counting([*done, loss])
             self._backward(torch.nan_to_num(loss.value) * 0.0)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        return loss._replace(value=loss.value.detach() * 0.0)
+        loss.value = loss.value.detach() * 0.0
+        return loss
 
     def _forward(self, micro: MicroBatch, items: torch.Tensor | None) -> Loss:
         batch = micro.batch
@@ -269,7 +273,7 @@ class TorchBackend(Backend[OptionsT]):
     def _start_counting(self, losses: list[Loss]) -> None:
         """All-reduce the count of a (sum, count) loss while the last backward runs."""
         counts = [loss.count for loss in losses]
-        total = self.torch.as_tensor(sum(counts), dtype=self.torch.float64, device=self.device).reshape(1)  # type: ignore[arg-type]
+        total = self.torch.as_tensor(sum(counts), dtype=self.torch.float64, device=self.device).reshape(1)
         self._total, self._counting = total, self._sum_over_ranks(total)
 
     def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
@@ -383,14 +387,15 @@ class TorchBackend(Backend[OptionsT]):
             averages.append(("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count))
             if loss.metrics:
                 averages += self._own_metrics(loss.metrics, n)
-            if loss.targets is not None and n:
+            if loss.targets is not None:
                 self._keep(loss.outputs, loss.targets, n, deferred)
         return StepResult(averages, group.num_samples, deferred)
 
     def _own_metrics(self, metrics: Mapping[str, Any], n: int) -> list[tuple[str, Any, float, Any]]:
         from distributed.backends._torch.objective import as_loss, weighted
 
-        return [(name, *weighted(as_loss(value), n, name)) for name, value in metrics.items()]
+        rows = [(name, *weighted(as_loss(value), n, name)) for name, value in metrics.items()]
+        return rows if n else _without_weight(rows)
 
     def _keep(self, outputs: Any, targets: Any, n: int, kept: list[tuple[Any, Any, int]]) -> None:
         """Keep outputs to compute metrics on later: small ones of every step, large ones only of the newest."""
@@ -425,7 +430,9 @@ class TorchBackend(Backend[OptionsT]):
     def _dot(self, terms: list[tuple[Any, float]]) -> float:
         """Sum of value x scale over floats and scalars of the device, in float64."""
         torch = self.torch
-        tensors = [value if value.dim() == 0 else value.reshape(()) for value, _ in terms if isinstance(value, torch.Tensor)]
+        tensors = [
+            value if value.dim() == 0 else value.reshape(()) for value, _ in terms if isinstance(value, torch.Tensor)
+        ]
         if not tensors:
             return float(sum(value * scale for value, scale in terms))
         total = float(sum(value * scale for value, scale in terms if not isinstance(value, torch.Tensor)))
@@ -438,10 +445,11 @@ class TorchBackend(Backend[OptionsT]):
         from distributed.backends._torch.objective import evaluate_metrics
 
         rows: list[tuple[str, Any, float, Any]] = []
+        counted = [entry for entry in deferred if entry[2]]
         with self.torch.no_grad():
-            for outputs, targets, n in self._joined(deferred):
+            for outputs, targets, n in self._joined(counted or deferred[:1]):
                 rows += evaluate_metrics(self.job.metrics, outputs, targets, n)
-        return rows
+        return rows if counted else _without_weight(rows)
 
     def _joined(self, deferred: list[tuple[Any, Any, int]]) -> list[tuple[Any, Any, int]]:
         if len(deferred) < 2:
@@ -465,12 +473,12 @@ class TorchBackend(Backend[OptionsT]):
             loss = self._eval_forward(micro.batch)
             n = micro.num_samples
             if n == 0:
-                loss = loss._replace(count=None if loss.count is None else 0.0, value=self.torch.zeros_like(loss.value))
+                loss.count, loss.value = None if loss.count is None else 0.0, self.torch.zeros_like(loss.value)
             value = loss.value.detach()
             averages = [("loss", value, float(n), n) if loss.count is None else ("loss", value, 1.0, loss.count)]
             if loss.metrics:
                 averages += self._own_metrics(loss.metrics, n)
-            deferred = [(loss.outputs, loss.targets, n)] if loss.targets is not None and n else []
+            deferred = [(loss.outputs, loss.targets, n)] if loss.targets is not None else []
             if deferred and not (
                 isinstance(loss.outputs, self.torch.Tensor) and loss.outputs.numel() <= _SMALL_OUTPUTS
             ):
@@ -639,6 +647,11 @@ class TorchBackend(Backend[OptionsT]):
     def _notice(self, text: str) -> None:
         if self.context.is_main_process:
             self.report({"kind": "notice", "text": text})
+
+
+def _without_weight(rows: list[tuple[str, Any, float, Any]]) -> list[tuple[str, Any, float, Any]]:
+    """The names of a rank without samples, which it must report as the others do, with nothing in them."""
+    return [(name, 0.0, 0.0, 0.0) for name, _, _, _ in rows]
 
 
 def _precision(merged: MergedConfig, device: str) -> str:

@@ -45,8 +45,8 @@ _RULES = rules(DistributedConfig)
 _ABOUT = """\
 Run a script on one or many processes.
 
-A script that uses the Trainer follows these settings; any other script finds the
-environment that torchrun gives."""
+A script that uses the Trainer follows these settings; any other script finds
+the environment that torchrun gives."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -120,7 +120,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Every name whole and beside its text, at 80 columns."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=80)
+        super().__init__(prog, max_help_position=36, width=80)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         return action.format_usage() if isinstance(action, _Switch) else super()._format_action_invocation(action)

@@ -206,7 +206,7 @@ def bar_line(event: Mapping[str, Any], width: int) -> str:
     """A bar and the parts of `event` that fit into `width` columns, the last ones left out first."""
     parts = progress_parts(event)
     step, total = event.get("step"), event.get("total_steps")
-    bar_width = 0 if not total or step is None else max(8, min(30, width // 5))
+    bar_width = 0 if not total or step is None or width < 40 else min(30, width // 5)
     while parts and len(_GAP.join(parts)) + (bar_width + 2 if bar_width else 0) > width - 1:
         parts.pop(-2 if len(parts) > 2 and parts[-1].startswith("ETA") else -1)
     text = _GAP.join(parts)

@@ -56,7 +56,10 @@ def test_all_ranks_act_at_the_same_unit(trial, in_step):
     acted = [[] for _ in ranks]
     pause = [chance.random() * 0.002 for _ in ranks]
     waits = [barrier.wait if in_step else (lambda seconds=seconds: time.sleep(seconds)) for seconds in pause]
-    threads = [threading.Thread(target=run_rank, args=(common, wait, out)) for common, wait, out in zip(ranks, waits, acted, strict=True)]
+    threads = [
+        threading.Thread(target=run_rank, args=(common, wait, out))
+        for common, wait, out in zip(ranks, waits, acted, strict=True)
+    ]
     for thread in threads:
         thread.start()
     ranks[chance.randrange(world)].request("save")

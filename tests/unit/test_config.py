@@ -62,7 +62,10 @@ def test_a_config_is_frozen():
 
 
 def test_the_strongest_source_wins_and_every_source_is_kept():
-    typed = Typed(file={"epochs": 2, "seed": 5, "ddp": {"bucket_cap_mb": 5, "static_graph": True}}, flag={"epochs": 9, "ddp": {"bucket_cap_mb": 7}})
+    typed = Typed(
+        file={"epochs": 2, "seed": 5, "ddp": {"bucket_cap_mb": 5, "static_graph": True}},
+        flag={"epochs": 9, "ddp": {"bucket_cap_mb": 7}},
+    )
     merged = merge(typed, {"epochs": 4, "batch_size": 8})
     assert (merged.config.epochs, merged.config.seed, merged.config.batch_size) == (9, 5, 8)
     assert merged.config.ddp == {"bucket_cap_mb": 7.0, "static_graph": True}
@@ -121,7 +124,14 @@ def test_a_rate_written_without_a_dot_is_a_number(tmp_path):
 
 @pytest.mark.parametrize("alias", [*ALIASES, "world_size", "no_nccl"])
 def test_every_alias_is_accepted_and_said_once(alias):
-    values = {"bucket_cap_mb": 5, "bucket_size_mb": 5, "gradient_clip_norm": 1.0, "save_interval": 10, "world_size": 2, "rank": 0}
+    values = {
+        "bucket_cap_mb": 5,
+        "bucket_size_mb": 5,
+        "gradient_clip_norm": 1.0,
+        "save_interval": 10,
+        "world_size": 2,
+        "rank": 0,
+    }
     settings, notices = canonical({alias: values.get(alias, True)})
     assert len(notices) == 1 and alias in notices[0]
     DistributedConfig(**settings)
@@ -160,7 +170,7 @@ def test_a_global_batch_that_does_not_divide_is_cut_into_slices_of_almost_the_sa
 def test_three_numbers_that_disagree_are_an_error_with_the_numbers_in_it():
     with pytest.raises(ConfigError, match=r"global_batch_size=100 .*batch_size=8 .*=3 .*=2 = 48"):
         planned(batch_size=8, gradient_accumulation_steps=3, global_batch_size=100)
-    with pytest.raises(ConfigError, match="global_batch_size=100 is not a multiple.*16"):
+    with pytest.raises(ConfigError, match=r"global_batch_size=100 is not a multiple.*16"):
         planned(batch_size=8, global_batch_size=100)
 
 
@@ -194,8 +204,18 @@ def test_processes_follow_the_machine_unless_they_are_given():
 @pytest.mark.parametrize(
     ("gpus", "given", "kind", "words"),
     [
-        (8, {"num_gpus": 6, "num_nodes": 2, "gpus_per_node": 4}, ConfigError, "num_gpus=6 is not num_nodes=2 x gpus_per_node=4: set num_gpus=8"),
-        (0, {"num_gpus": 6, "num_nodes": 2, "gpus_per_node": 4}, ConfigError, "num_gpus=8"),  # arithmetic before resources
+        (
+            8,
+            {"num_gpus": 6, "num_nodes": 2, "gpus_per_node": 4},
+            ConfigError,
+            "num_gpus=6 is not num_nodes=2 x gpus_per_node=4: set num_gpus=8",
+        ),
+        (
+            0,
+            {"num_gpus": 6, "num_nodes": 2, "gpus_per_node": 4},
+            ConfigError,
+            "num_gpus=8",
+        ),  # arithmetic before resources
         (8, {"num_gpus": 3, "num_nodes": 2}, ConfigError, "num_gpus=3"),
         (8, {"gpus_per_node": 2, "nproc_per_node": 4}, ConfigError, "nproc_per_node=4"),
         (8, {"num_gpus": 2, "device": "cpu"}, ConfigError, "device='cpu'"),
@@ -217,7 +237,9 @@ def test_processes_that_do_not_fit_are_an_error_with_the_fix(gpus, given, kind, 
 
 def test_importing_the_package_and_the_config_loads_no_framework():
     code = "import sys, distributed; distributed.DistributedConfig(nproc_per_node=2); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.split()
     assert not {"torch", "numpy", "yaml", "rich", "typer", "tensorflow", "pydantic"} & set(loaded)
 
 
@@ -228,5 +250,7 @@ def test_every_backend_file_imports_without_its_engine():
         "    if not m.ispkg: importlib.import_module('distributed.backends.' + m.name)\n"
         "print(*sys.modules)"
     )
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.split()
     assert "distributed.backends.ddp" in loaded and "torch" not in loaded

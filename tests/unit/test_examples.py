@@ -24,7 +24,7 @@ def test_digits_reach_097_on_two_processes_within_a_minute(run_cli, tmp_path):
     assert done.seconds < 60
     assert float(re.search(r"^held-out accuracy ([\d.]+)", done.stdout, re.M).group(1)) >= 0.97
     (run_dir,) = (tmp_path / "runs").iterdir()
-    assert f"run directory     runs/{run_dir.name}" in done.stdout
+    assert f"curves runs/{run_dir.name}/curves.png" in done.stdout
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((run_dir / "result.json").read_text())
     assert (result["backend"], result["world_size"]) == ("pytorch-ddp", 2)

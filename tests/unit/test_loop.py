@@ -48,7 +48,16 @@ def make(samples=10, state=None, callbacks=(), val=None, saved=None, shuffle=Tru
     backend.setup()
     common = CommonStep(0, 1, None, "test")
     state = state or TrainState()
-    run = Run(backend, merged.config, FakeData(samples, BATCH, shuffle=shuffle), val, state, common, list(callbacks), lambda: None)
+    run = Run(
+        backend,
+        merged.config,
+        FakeData(samples, BATCH, shuffle=shuffle),
+        val,
+        state,
+        common,
+        list(callbacks),
+        lambda: None,
+    )
     run.write_checkpoint = lambda: saved.append(copy.deepcopy(state)) if saved is not None else None
     return run
 
@@ -57,7 +66,18 @@ def test_hooks_come_in_order_and_the_last_step_is_saved():
     recorder, saved = Recorder(), []
     run = make(callbacks=[recorder], saved=saved, checkpoint_frequency=None)
     fit(run)
-    assert recorder.hooks == ["start", "step 1", "step 2", "step 3", "epoch 1", "step 4", "step 5", "step 6", "epoch 2", "end"]
+    assert recorder.hooks == [
+        "start",
+        "step 1",
+        "step 2",
+        "step 3",
+        "epoch 1",
+        "step 4",
+        "step 5",
+        "step 6",
+        "epoch 2",
+        "end",
+    ]
     assert [state.step for state in saved] == [6]
 
 
@@ -157,7 +177,7 @@ def test_early_stopping_stops_after_its_patience_and_remembers_over_a_resume():
 
 
 def test_early_stopping_on_an_unknown_metric_lists_the_reported_ones():
-    with pytest.raises(ConfigError, match="val_f1.*val_loss"):
+    with pytest.raises(ConfigError, match=r"val_f1.*val_loss"):
         fit(make(callbacks=[EarlyStopping("val_f1")], val=FakeData(3, BATCH)))
 
 
@@ -176,21 +196,50 @@ def test_evaluation_sees_each_sample_once():
 def test_metrics_of_a_killed_attempt_are_written_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     saved = []
-    fit(make(epochs=3, saved=saved, callbacks=[MetricsFile(path)], log_every_n_steps=1, checkpoint_every_n_steps=4, checkpoint_frequency=None))
+    fit(
+        make(
+            epochs=3,
+            saved=saved,
+            callbacks=[MetricsFile(path)],
+            log_every_n_steps=1,
+            checkpoint_every_n_steps=4,
+            checkpoint_frequency=None,
+        )
+    )
     clean = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text(path.read_text() + '{"step": 99, "epo')  # killed in the middle of a line
     fit(make(epochs=3, state=saved[0], callbacks=[MetricsFile(path)], log_every_n_steps=1))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(row["step"], row["split"], row["loss"]) for row in rows] == [(row["step"], row["split"], row["loss"]) for row in clean]
+    assert [(row["step"], row["split"], row["loss"]) for row in rows] == [
+        (row["step"], row["split"], row["loss"]) for row in clean
+    ]
 
 
 def test_a_store_gives_back_what_the_loop_saved(tmp_path):
     run = make(epochs=2)
     context = run.backend.context
-    store = CheckpointStore(tmp_path, run.backend, keep_latest_k=2, keep_best=True, monitor="loss", monitor_mode="min", context=context, report=print)
+    store = CheckpointStore(
+        tmp_path,
+        run.backend,
+        keep_latest_k=2,
+        keep_best=True,
+        monitor="loss",
+        monitor_mode="min",
+        context=context,
+        report=print,
+    )
     run.write_checkpoint = lambda: store.save(run.state, {}, run.state.metrics.get("loss"))
     fit(run)
     other = make()
-    again = CheckpointStore(tmp_path, other.backend, keep_latest_k=2, keep_best=True, monitor="loss", monitor_mode="min", context=context, report=print)
+    again = CheckpointStore(
+        tmp_path,
+        other.backend,
+        keep_latest_k=2,
+        keep_best=True,
+        monitor="loss",
+        monitor_mode="min",
+        context=context,
+        report=print,
+    )
     state = again.load(again.find())
     assert state.to_json() == run.state.to_json() and other.backend.weight == run.backend.weight

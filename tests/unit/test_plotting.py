@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_unknown_suffix_is_named(tmp_path):
 
 
 def test_without_matplotlib_the_command_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
     with pytest.raises(ResourceError, match=r"pip install 'distributed-trainer\[plot\]'"):
         history(ROWS).plot()

@@ -411,10 +411,12 @@ def test_a_schedules_infinity_counter_and_tuple_come_back_as_they_were() -> None
     tensors.load_scheduler_state(plateau, content)
     assert plateau.best == math.inf
     value = {"a": (1, [2.5, (math.nan,)]), 3: None, "__tuple__": 1, "t": torch.tensor([0.1], dtype=torch.bfloat16)}
-    back = tensor_io.decode_state(
-        json.loads(json.dumps(tensor_io.encode_state(value, "x", tensor_io.encode_tensor), allow_nan=False))
-    )
+    content = tensor_io.encode_state(value, "x", tensor_io.encode_tensor)
+    back = tensor_io.decode_state(json.loads(json.dumps(content, allow_nan=False)))
     assert repr(back) == repr(value)
+    for odd in ({"__tensor__": {"dtype": "X", "shape": [1], "bytes": "00"}}, {"__tensor__": 1}, {"__code__": "x"}):
+        with pytest.raises(CheckpointError, match="not what was saved"):
+            tensor_io.decode_state(odd)
 
 
 def _draws() -> list[Any]:

@@ -55,7 +55,8 @@ def batch_dependent(model: torch.nn.Module) -> list[str]:
     for name, module in model.named_modules():
         is_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.track_running_stats
         drops = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0
-        if is_norm or drops or getattr(module, "dropout", None).__class__ is float and module.dropout > 0:  # type: ignore[operator]
+        own_rate = getattr(module, "dropout", None)  # MultiheadAttention keeps it as a number
+        if is_norm or drops or (isinstance(own_rate, float) and own_rate > 0):
             names.append(f"{name or 'model'} ({type(module).__name__})")
     return names
 

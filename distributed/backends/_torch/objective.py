@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,8 @@ _EXAMPLE = (
 )
 
 
-class Loss(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class Loss:
     """A loss of one micro-batch, differentiable.
 
     `count` None: `value` is a mean over the batch's samples. Otherwise `value` is a sum and `count` what it is divided by.
@@ -86,7 +88,7 @@ class Objective:
             )
         own = own_loss(outputs)
         if self._loss_fn is None and own is not None:
-            return self._weigh(own, batch)._replace(outputs=outputs)
+            return dataclasses.replace(self._weigh(own, batch), outputs=outputs)
         return self.compare(outputs, targets)
 
     def compare(self, outputs: Any, targets: Any) -> Loss:
@@ -99,7 +101,7 @@ class Objective:
             value = self._default(outputs, targets)
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             return Loss(value, None, outputs, targets)
-        return as_loss(value)._replace(outputs=outputs, targets=targets)
+        return dataclasses.replace(as_loss(value), outputs=outputs, targets=targets)
 
     def label_count(self, batch: Any) -> torch.Tensor | None:
         """Labels of `batch` that count (not -100), where the model takes the global count; else None."""
@@ -150,7 +152,7 @@ class Objective:
         loss = own_loss(outputs)
         if loss is None:
             raise ConfigError("the model returned no .loss for a batch of named tensors: " + _EXAMPLE)
-        return self._weigh(loss, batch)._replace(outputs=outputs, targets=batch.get("labels"))
+        return dataclasses.replace(self._weigh(loss, batch), outputs=outputs, targets=batch.get("labels"))
 
     def _from_step(self, value: Any, batch: Any) -> Loss:
         metrics: Mapping[str, Any] | None = None
@@ -165,7 +167,7 @@ class Objective:
             return self._weigh(own, batch)
         if value is None:
             raise ConfigError("training_step returned None: return the loss")
-        return as_loss(value)._replace(metrics=metrics)
+        return dataclasses.replace(as_loss(value), metrics=metrics)
 
     def _weigh(self, loss: torch.Tensor, batch: Any) -> Loss:
         """A model's own mean: weighted by its labels where it has them, else by samples."""

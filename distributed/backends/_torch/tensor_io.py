@@ -23,6 +23,7 @@ _DTYPES = {
 
 
 def encode_state(value: Any, where: str, special: Callable[[Any], Any] | None) -> Any:
+    """`value` as JSON; tensors too where `special` is `encode_tensor`. CheckpointError names what cannot be stored."""
     try:
         return encode(value, where, special)
     except (TypeError, RecursionError) as error:
@@ -30,6 +31,7 @@ def encode_state(value: Any, where: str, special: Callable[[Any], Any] | None) -
 
 
 def encode_tensor(value: Any) -> dict[str, Any] | None:
+    """A small tensor as JSON, bit for bit; None for anything else."""
     if not isinstance(value, torch.Tensor):
         return None
     raw = raw_bytes(value).tobytes().hex()
@@ -37,6 +39,7 @@ def encode_tensor(value: Any) -> dict[str, Any] | None:
 
 
 def decode_state(content: Any) -> Any:
+    """What `encode_state` was given. CheckpointError where it is not its work."""
     try:
         return decode(content, _decode_special)
     except (TypeError, KeyError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
@@ -46,13 +49,14 @@ def decode_state(content: Any) -> Any:
 def _decode_special(kind: str, content: Any) -> torch.Tensor:
     if kind != "__tensor__":
         raise ValueError(f"unknown kind {kind!r}")
-    dtype = next(dtype for dtype, word in _DTYPES.items() if word == content["dtype"])
+    dtype = {word: dtype for dtype, word in _DTYPES.items()}[content["dtype"]]
     raw = bytearray.fromhex(content["bytes"])
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(content["shape"]).clone()
 
 
 def dtype_word(name: str, tensor: torch.Tensor) -> str:
+    """safetensors' word for the element type. TrainingError naming a tensor that no file can hold."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _DTYPES:
         raise TrainingError(
             f"{name} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which a checkpoint cannot hold"
@@ -71,6 +75,7 @@ def _reader(tensor: torch.Tensor) -> Callable[[], memoryview]:
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a new safetensors file durably, from any device and stride; one tensor at a time is on the host."""
     path.parent.mkdir(parents=True, exist_ok=True)
     raw = [RawTensor(name, dtype_word(name, t), tuple(t.shape), _reader(t)) for name, t in tensors.items()]
     write_tensors(path, raw, metadata)

@@ -82,6 +82,14 @@ def save_model(model: torch.nn.Module, directory: Path) -> dict[str, Any]:
     return {"aliases": aliases}
 
 
+def save_weights(model: torch.nn.Module, path: Path) -> None:
+    """The weights by name in one safetensors file that appears whole or not at all; a tied tensor under each name."""
+    staged = path.with_name(f".tmp-{path.name}")
+    staged.parent.mkdir(parents=True, exist_ok=True)
+    write_file(staged, _model_state(model), {"format": "pt"})
+    staged.replace(path)
+
+
 def load_model(model: torch.nn.Module, directory: Path) -> None:
     """Copy the stored weights into the model's own tensors, in place. Every rank for itself.
 

@@ -1,5 +1,6 @@
 """Trains every case of the comparison in one process group and writes the final weights: NAME.npz under the directory given."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from distributed import Trainer
+from distributed import Callback, Trainer
 
+WORLD = int(os.environ["WORLD_SIZE"])
 SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3, 4
 
 
@@ -63,28 +65,46 @@ CASES = {
     "unreduced": {"loss_fn": unreduced},
     "tiny-last": {"global_batch_size": 50, "gradient_accumulation_steps": 2},  # a last update of one sample
     "stream": {"data": "stream"},
-    "fp32": {"dtype": "float32"},
+    "empty-slices": {
+        "global_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 40,
+    },  # fewer samples than slices
 }
+# In fp32 the measure is what one process itself moves when it cuts the same batch into as many slices.
+FP32 = {"dtype": "float32", "epochs": 4, "optimizer": None}
+for seed in range(4):
+    CASES[f"fp32-{seed}"] = FP32 | {"seed": seed}
+    if WORLD == 1:
+        CASES |= {f"fp32-{seed}-cut-{n}": FP32 | {"seed": seed, "gradient_accumulation_steps": n} for n in (2, 3, 4)}
+
+
+class FirstLoss(Callback):
+    """The loss of the first update, over all ranks."""
+
+    value = float("nan")
+
+    def on_log(self, state, split, metrics):
+        if split == "train" and state.step == 1:
+            self.value = metrics["loss"]
 
 
 def main(out: Path) -> None:
     for name, case in CASES.items():
         settings = BASE | case
-        source = Stream() if settings.pop("data", None) else DataLoader(data(), batch_size=1, shuffle=True)
-        optimizer_case = {"learning_rate": settings["learning_rate"]}
-        trainer = Trainer(model, **(settings | optimizer_case))
-        history = trainer.fit(source, data())
-        again = trainer.evaluate(data())
+        dtype = torch.float64 if settings["dtype"] == "float64" else torch.float32
+        source = Stream() if settings.pop("data", None) else DataLoader(data(dtype), batch_size=1, shuffle=True)
+        first = FirstLoss()
+        trainer = Trainer(model, callbacks=[first], log_every_n_steps=1, **settings)
+        history = trainer.fit(source, data(dtype))
+        again = trainer.evaluate(data(dtype))
+        predicted = trainer.predict(data(dtype))
         if trainer.is_main_process:
             weights = {key: value.numpy() for key, value in trainer.model.state_dict().items()}
-            numbers = {
-                "history.val_loss": history.rows[-1]["val_loss"],
-                "history.loss": history.rows[-1]["loss"],
-                "again": again["loss"],
-                "steps": history.steps,
-            }
-            numbers["first_loss"] = history.rows[0]["loss"]
-            numpy.savez(out / f"{name}.npz", **weights, **numbers)
+            numpy.savez(
+                out / f"{name}.npz", **weights, predicted=predicted.numpy(), val_loss=history.rows[-1].get("val_loss", 0.0) if history.rows else 0.0,
+                loss=[row["loss"] for row in history.rows], again=again["loss"], accuracy=again["accuracy"], steps=history.steps, first=first.value,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

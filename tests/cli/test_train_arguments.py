@@ -1,0 +1,163 @@
+"""The flags of `train`: public API; every mistake is answered in one line before any framework is imported."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from distributed.cli.__main__ import run
+from distributed.cli.train import make_parser, read_typed
+from distributed.errors import DistributedError
+
+FLAGS = """
+--script --config --set --run-dir --resume --dry-run --help
+--backend --nproc-per-node --num-gpus --num-nodes --gpus-per-node --device
+--node-rank --master-addr --master-port --address
+--epochs --max-steps --batch-size --global-batch-size --gradient-accumulation-steps
+--seed --deterministic --no-deterministic
+--shuffle --no-shuffle --dtype --early-stopping-patience --monitor --monitor-mode
+--learning-rate --lr-scaling --gradient-clipping --mixed-precision --scaler-init-scale --scaler-growth-interval
+--activation-checkpointing --no-activation-checkpointing --compile --no-compile --communication-backend
+--checkpoint-dir --resume-from-checkpoint --checkpoint-frequency --checkpoint-every-n-steps --checkpoint-every-s
+--keep-latest-k --keep-best --no-keep-best --log-every-n-steps --verbose --no-verbose
+--mlflow-tracking --no-mlflow-tracking
+--mlflow-experiment --tensorboard --no-tensorboard --tensorboard-dir
+--max-restarts --restart-on-exception --no-restart-on-exception --nan-policy
+--world-size --rank --save-interval --gradient-clip-norm --bucket-size-mb --bucket-cap-mb
+--no-nccl --gradient-checkpointing --use-gradient-checkpointing --find-unused-parameters --static-graph
+"""
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_flags_are_these():
+    assert sorted(word for action in make_parser()._actions for word in action.option_strings) == sorted(FLAGS.split())
+
+
+def test_help_shows_every_name_whole_at_80_columns(capsys):
+    with pytest.raises(SystemExit) as end:
+        run(["train", "--help"])
+
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert max(map(len, text.splitlines())) <= 80
+    for flag in FLAGS.split()[: FLAGS.split().index("--world-size")]:
+        assert flag in text.replace("--[no-]", "--") or flag.startswith("--no-")
+    assert "--bucket-size-mb" not in text
+
+
+def test_only_what_was_typed_counts():
+    typed = read_typed(
+        None, {"epochs": "3", "mixed_precision": "no", "shuffle": False}, ["ddp.bucket_cap_mb=50"], "a.py", ("-x",)
+    )
+
+    assert typed.flag == {"epochs": 3, "mixed_precision": "no", "shuffle": False, "ddp": {"bucket_cap_mb": 50}}
+    assert (typed.script, typed.script_args, typed.file) == ("a.py", ("-x",), {})
+
+
+def test_flags_are_stronger_than_the_file_and_aliases_are_said(tmp_path):
+    (tmp_path / "c.yaml").write_text("epochs: 5\nlearning_rate: 1e-4\nscript: old.py\nscript_args: [--deep]\n")
+
+    typed = read_typed(str(tmp_path / "c.yaml"), {"epochs": "3", "save_interval": "10"}, [], None, ())
+
+    assert typed.flag == {"epochs": 3, "checkpoint_every_n_steps": 10}
+    assert typed.file == {"epochs": 5, "learning_rate": "1e-4"}
+    assert (typed.script, typed.script_args) == ("old.py", ("--deep",))
+    assert typed.notices == ("save_interval is read as checkpoint_every_n_steps",)
+
+
+HERE = ("train", "--script", "here.py")
+WRONG = [
+    (["trian"], 2, "'trian' is not a command (did you mean 'train'?)"),
+    (["--foo"], 2, "'--foo' is a flag of no command"),
+    (["train", "--bacth-size", "3"], 2, "--bacth-size is not a flag of train (did you mean '--batch-size'?)"),
+    (["train", "here.py"], 2, "'here.py' is no flag: name the script with --script"),
+    (["train", "--epochs"], 2, "--epochs: expected one argument"),
+    (["train"], 2, "no script to run: add --script train.py"),
+    (["train", "--script", "hree.py"], 2, "script 'hree.py' does not exist (did you mean 'here.py'?)"),
+    (["train", "--script", "."], 2, "script '.' is a directory"),
+    ([*HERE, "--epochs", "0"], 2, "epochs=0 must be at least 1"),
+    ([*HERE, "--epochs", "many"], 2, "epochs='many' is not a whole number"),
+    ([*HERE, "--learning-rate", "-1"], 2, "learning_rate=-1.0 must be greater than 0"),
+    ([*HERE, "--backend", "pytorch-dpp"], 2, "(did you mean 'pytorch-ddp'?)"),
+    ([*HERE, "--backend", "nccl"], 2, "--communication-backend nccl"),
+    ([*HERE, "--backend", "single", "--nproc-per-node", "2"], 2, "backend='single' runs one process, not 2"),
+    ([*HERE, "--backend", "single", "--set", "ddp.bucket_cap_mb=1"], 2, "ddp.bucket_cap_mb has no effect"),
+    ([*HERE, "--set", "ddp.bucket_cap=1"], 2, "ddp.bucket_cap is not an option"),
+    ([*HERE, "--set", "nonsense=1"], 2, "nonsense is not a setting"),
+    ([*HERE, "--set", "epochs"], 2, "--set 'epochs' has no KEY=VALUE form"),
+    ([*HERE, "--config", "missing.yaml"], 2, "config file 'missing.yaml' cannot be read"),
+    ([*HERE, "--config", "bad.yaml"], 2, "bad.yaml', line 3 is not YAML"),
+    ([*HERE, "--resume"], 2, "--resume needs the run to go on with: add --run-dir"),
+    ([*HERE, "--run-dir", "here.py"], 2, "run directory 'here.py' is no directory"),
+    ([*HERE, "--run-dir", "."], 2, "run directory '.' is not empty"),
+    ([*HERE, "--num-gpus", "6", "--num-nodes", "2", "--gpus-per-node", "4"], 2, "set num_gpus=8 or drop it"),
+    ([*HERE, "--num-gpus", "64"], 3, "use --nproc-per-node 64 for CPU processes with gloo"),
+    ([*HERE, "--num-nodes", "2", "--run-dir", "new"], 2, "needs the same master_port on every node"),
+    ([*HERE, "--batch-size", "4", "--global-batch-size", "9"], 2, "global_batch_size=9 is not a multiple"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), WRONG, ids=[" ".join(case[0]) for case in WRONG])
+def test_a_mistake_is_one_line_with_its_exit_code(arguments, code, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").write_text("raise SystemExit('ran')")
+    (tmp_path / "bad.yaml").write_text("a: 1\nb: [\n")
+    handler = signal.getsignal(signal.SIGTERM)
+
+    with pytest.raises(DistributedError) as caught:
+        run(arguments)
+
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == code
+    assert names(tmp_path) == ["bad.yaml", "here.py"]
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_on_the_command_line_it_is_quick_and_loads_no_framework(run_python, tmp_path):
+    code = (
+        "import sys; from distributed.cli.__main__ import main\n"
+        "try: main(['train', '--script', 'gone.py', '--nproc-per-node', '2'])\n"
+        "finally: print([name for name in ('torch', 'numpy', 'rich', 'typer', 'pydantic') if name in sys.modules])"
+    )
+
+    done = run_python(["-c", code], cwd=tmp_path)
+
+    assert done.returncode == 2, done.output
+    assert done.stdout == "[]\n"
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: script 'gone.py' does not exist")
+
+
+def test_dry_run_says_everything_and_starts_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").write_text("raise SystemExit('ran')")
+
+    code = run([
+        *HERE, "--nproc_per_node", "2", "--global-batch-size", "64", "--device", "cpu", "--dry-run",
+        "--", "--deep",
+    ])  # fmt: skip
+
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert names(tmp_path) == ["here.py"]
+    assert [line.split() for line in lines[1:4]] == [
+        ["nproc_per_node", "2", "flag"],
+        ["device", "cpu", "flag"],
+        ["global_batch_size", "64", "flag"],
+    ]
+    text = "\n".join(lines)
+    assert "global_batch_size 64 = batch_size 32 x gradient_accumulation_steps 1 x data_parallel_size 2" in text
+    assert "script         here.py --deep" in text
+    assert "2 processes, device cpu" in text
+    assert "runs/here-" in text
+
+
+def test_no_command_shows_the_commands(capsys):
+    assert run([]) == 2
+    assert run(["--help"]) == 0
+    assert capsys.readouterr().out.count("train  ") == 2

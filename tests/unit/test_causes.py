@@ -1,0 +1,70 @@
+"""The cause among several failures, and a traceback that starts where the user's code does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distributed.causes import Failure, full_traceback, root_cause, short_traceback
+
+LOST = "[../gloo/transport/tcp/pair.cc:554] Connection closed by peer [127.0.0.1]:4711"
+
+
+def test_a_lost_connection_is_never_the_cause_of_an_exception():
+    lost = Failure(0, "exception", 1.0, "RuntimeError", LOST)
+    real = Failure(1, "exception", 1.2, "ValueError", "boom")
+
+    assert root_cause([lost, real]) is real
+
+
+def test_a_killed_rank_is_the_cause_of_lost_connections():
+    lost = Failure(0, "exception", 1.0, "DistNetworkError", "anything")
+    killed = Failure(1, "signal", 1.5, signum=9)
+
+    assert root_cause([lost, killed]) is killed
+    assert str(killed) == "rank 1 was killed by signal 9 (SIGKILL)"
+
+
+def test_an_abort_gives_way_to_an_exception():
+    abort = Failure(0, "signal", 1.0, signum=6)
+    real = Failure(1, "exception", 1.2, "ValueError", "boom")
+
+    assert root_cause([abort, real]) is real
+    assert root_cause([abort]) is abort
+
+
+def test_the_earliest_of_two_causes_wins():
+    first, second = Failure(1, "exception", 1.0, "KeyError", "a"), Failure(0, "exit", 1.1, exit_code=3)
+
+    assert root_cause([second, first]) is first
+    assert str(second) == "rank 0 exited with code 3"
+
+
+def test_an_error_of_the_user_that_mentions_a_connection_is_a_cause():
+    assert not Failure(0, "exception", 1.0, "ValueError", "Connection reset in the config").is_consequence
+
+
+def fail_in_a_library():
+    try:
+        json.loads("{")
+    except ValueError as error:
+        raise KeyError("outer") from error
+
+
+@pytest.fixture
+def error():
+    with pytest.raises(KeyError) as caught:
+        fail_in_a_library()
+    return caught.value
+
+
+def test_the_short_traceback_keeps_the_users_frames_and_where_it_failed(error):
+    text = short_traceback(error)
+
+    assert "fail_in_a_library" in text
+    assert "raw_decode" in text
+    assert "in loads" not in text
+    assert "library frames are in the log" in text
+    assert text.splitlines()[-1] == "KeyError: 'outer'"
+    assert "in loads" in full_traceback(error)

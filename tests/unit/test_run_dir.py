@@ -1,0 +1,101 @@
+"""A run directory is proved usable, belongs to one run, and keeps a journal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from distributed.errors import ConfigError
+from distributed.run_dir import RunDirectory, choose_run_dir
+
+HOLD = """
+import sys
+from distributed.run_dir import RunDirectory
+RunDirectory(sys.argv[1]).lock()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_name_says_script_and_time_and_is_never_the_same():
+    first, second = choose_run_dir("code/train.py"), choose_run_dir("code/train.py")
+
+    assert re.fullmatch(r"runs/train-\d{8}-\d{6}-[0-9a-f]{4}", str(first))
+    assert first != second
+
+
+def test_a_checked_directory_is_left_empty(tmp_path):
+    run = RunDirectory(tmp_path / "a" / "b")
+
+    run.check(resume=False)
+
+    assert list(run.path.iterdir()) == []
+
+
+def test_an_earlier_run_needs_resume(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.event("finished")
+
+    with pytest.raises(ConfigError, match=r"is not empty: add --resume .* --run-dir"):
+        run.check(resume=False)
+    run.check(resume=True)
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "file").touch()
+
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="is no directory: name another with --run-dir"):
+            RunDirectory(path).check(resume=False)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_permission_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunDirectory(tmp_path).check(resume=False)
+
+
+def test_a_full_disk_is_refused_with_its_numbers(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+
+    with pytest.raises(ConfigError, match=r"is full: 65536 bytes needed, \d+ free"):
+        RunDirectory(tmp_path).check(resume=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(tmp_path):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdin is not None
+        assert holder.stdout.readline() == "held\n"
+        for use in (lambda run: run.check(resume=True), lambda run: run.lock()):
+            with pytest.raises(ConfigError, match=f"is in use by process {holder.pid} on "):
+                use(RunDirectory(tmp_path))
+        holder.kill()
+    run = RunDirectory(tmp_path)
+    run.check(resume=False)
+    run.lock()
+
+
+def test_events_are_whole_lines(tmp_path):
+    run = RunDirectory(tmp_path)
+
+    run.event("started", world_size=2)
+    run.event("worker_failed", rank=1, cause="two\nlines")
+
+    lines = [json.loads(line) for line in run.events.read_text().splitlines()]
+    assert [(line["event"], line.get("rank")) for line in lines] == [("started", None), ("worker_failed", 1)]
+    assert lines[0]["time"] <= lines[1]["time"]
