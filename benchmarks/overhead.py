@@ -35,7 +35,7 @@ def main() -> None:
     args = parser.parse_args()
     for name in [args.workload] if args.workload else ["mlp", "gpt"]:
         result = measure(name, args.quick)
-        print(f"{name}: {result['about']}\n\n{machine.table(summary(result['sessions']))}\n", flush=True)
+        print(f"{name}: {result['about']}\n\n{machine.table(summary(result))}\n", flush=True)
     print(machine.describe())
 
 
@@ -77,24 +77,23 @@ def environment(rank: int, port: int) -> dict[str, str]:
     return {**os.environ, **{name: str(value) for name, value in given.items()}}
 
 
-def summary(sessions: list[dict[str, Any]]) -> list[list[str]]:
-    """Table rows: each session's contestants against the hand-written loop of that session."""
-    rows = [["", "CPU p10 us", "CPU p10 x", "p10 us over", "CPU mean x", "wall p50 x", "weights"]]
-    for session in sessions:
-        base, reference = session["turns"]["hand-written"], session["digests"]["hand-written"]
-        for name, turns in session["turns"].items():
-            over = [(turn["p10"] - raw["p10"]) * 1e6 for turn, raw in zip(turns, base, strict=True)]
-            rows.append(
-                [
-                    name,
-                    f"{statistics.median(turn['p10'] for turn in turns) * 1e6:.0f}",
-                    ratios(turns, base, "p10"),
-                    f"{statistics.median(over):+.0f}",
-                    ratios(turns, base, "mean"),
-                    ratios(turns, base, "wall"),
-                    "identical" if session["digests"][name] == reference else "DIFFER",
-                ]
-            )
+def summary(result: dict[str, Any]) -> list[list[str]]:
+    """Table rows: each contestant against the hand-written loop of the same round."""
+    rows = [["", "CPU us", "CPU x", "CPU us over", "CPU p10 x", "wall p50 x", "weights"]]
+    base, reference = result["turns"]["hand-written"], result["digests"]["hand-written"]
+    for name, turns in result["turns"].items():
+        over = [(turn["mean"] - raw["mean"]) * 1e6 for turn, raw in zip(turns, base, strict=True)]
+        rows.append(
+            [
+                name,
+                f"{statistics.median(turn['mean'] for turn in turns) * 1e6:.0f}",
+                ratios(turns, base, "mean"),
+                f"{statistics.median(over):+.0f}",
+                ratios(turns, base, "p10"),
+                ratios(turns, base, "wall"),
+                "identical" if result["digests"][name] == reference else "DIFFER",
+            ]
+        )
     return rows
 
 

@@ -19,7 +19,7 @@ from distributed import Trainer
 from distributed.callbacks import Callback
 from distributed.state import StepResult, TrainState
 from hand_written import HandWritten
-from turns import Session, taking_turns
+from turns import TrainerTurns, compete
 from workloads import WORKLOADS, Workload
 
 
@@ -39,22 +39,17 @@ def top3(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs.topk(3, -1).indices == targets.unsqueeze(-1)).any(-1).float().mean()
 
 
-def compete(workload: Workload, data: TensorDataset, ours: str, others: list[str], **settings: Any) -> dict[str, Any]:
-    """One session: what every contestant's turns took, and the digests of their final weights. All ranks."""
-    loops = {name: HandWritten(workload, data) for name in others}
-    session = Session(ours, {name: loop.turn for name, loop in loops.items()}, workload.turn_steps, workload.rounds)
-    model = workload.initial_model()
-    with taking_turns(session, "pytorch-ddp"):
-        Trainer(
-            model,
-            backend="pytorch-ddp",
-            optimizer=workload.optimizer,
-            loss_fn=workload.loss_fn,
-            gradient_clipping=workload.gradient_clipping,
-            **settings,
-        ).fit(DataLoader(data, batch_size=workload.batch_size))
-    digests = {name: digest(loop.model.module) for name, loop in loops.items()}
-    return {"turns": session.turns, "digests": digests | {ours: digest(model)}}
+def trainer(workload: Workload, data: TensorDataset, model: nn.Module, **settings: Any) -> TrainerTurns:
+    """Our Trainer as a contestant."""
+    ours = Trainer(
+        model,
+        backend="pytorch-ddp",
+        optimizer=workload.optimizer,
+        loss_fn=workload.loss_fn,
+        gradient_clipping=workload.gradient_clipping,
+        **settings,
+    )
+    return TrainerTurns(lambda: ours.fit(DataLoader(data, batch_size=workload.batch_size)))
 
 
 def digest(model: nn.Module) -> str:
@@ -72,18 +67,27 @@ def main(name: str, out: Path, quick: bool) -> None:
     if quick:
         workload = dataclasses.replace(workload, turn_steps=min(workload.turn_steps, 20), rounds=3)
     data = workload.data(workload.rounds * workload.turn_steps * workload.batch_size * 2)
+    loops = {name: HandWritten(workload, data) for name in ("hand-written", "hand-written again")}
+    models = {name: workload.initial_model() for name in ("Trainer, defaults", "Trainer, callbacks, metrics, log")}
     features: dict[str, Any] = {
         "callbacks": [Counting(), Counting()],
         "metrics": {"top3": top3},
+        "log_every_n_steps": 50,
     }
-    sessions = [
-        compete(workload, data, "Trainer, defaults", ["hand-written", "hand-written again"]),
-        compete(workload, data, "Trainer, callbacks, metrics, log", ["hand-written"], log_every_n_steps=50, **features),
-    ]
+    ours = {
+        name: trainer(workload, data, model, **(features if "callbacks" in name else {}))
+        for name, model in models.items()
+    }
+    contestants = {name: loop.turn for name, loop in loops.items()} | {name: turns.turn for name, turns in ours.items()}
+    turns = compete(contestants, workload.turn_steps, workload.rounds)
+    for each in ours.values():
+        each.end()
+    digests = {name: digest(loop.model.module) for name, loop in loops.items()}
+    digests |= {name: digest(model) for name, model in models.items()}
     if dist.get_rank() == 0:
         rounds = f"{workload.rounds - 1} rounds of {workload.turn_steps} steps"
         about = f"batch {workload.batch_size} per rank, 2 gloo processes, 1 thread each, {rounds}"
-        out.write_text(json.dumps({"sessions": sessions, "about": about}))
+        out.write_text(json.dumps({"turns": turns, "digests": digests, "about": about}))
     dist.barrier()
     dist.destroy_process_group()
 

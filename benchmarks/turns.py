@@ -3,46 +3,74 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Marks = list[tuple[float, float]]  # (main-thread CPU, wall) before each step and after the last, in seconds
+Marks = list[tuple[float, float]]  # (CPU of the training thread, wall) before each step and after the last, in seconds
 Turn = Callable[[int], Marks]
 
 
-@dataclasses.dataclass
-class Session:
-    """Our Trainer against other loops in one process group. The first round is warm-up and is not kept."""
+def compete(contestants: dict[str, Turn], steps: int, rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Everybody's turns in `rounds` rounds of `steps` updates each, all ranks together. The first round is warm-up."""
+    import torch.distributed as dist
 
-    ours: str
-    others: dict[str, Turn]
-    steps: int  # per turn
-    rounds: int
-    turns: dict[str, list[dict[str, float]]] = dataclasses.field(default_factory=dict)
-
-    def around(self, groups: Iterator[Any]) -> Iterator[Any]:
-        """Our batches; before each turn of ours everybody else has one. A step is what lies between two requests."""
-        import torch.distributed as dist
-
-        for round_number in range(self.rounds):
-            for name, turn in self.others.items():
-                dist.barrier()
-                self._keep(round_number, name, turn(self.steps))
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
+    for round_number in range(rounds):
+        for name, turn in contestants.items():
             dist.barrier()
-            marks: Marks = []
-            for _ in range(self.steps):
-                marks.append(now())
-                yield next(groups)
-            marks.append(now())
-            self._keep(round_number, self.ours, marks)
+            marks = turn(steps)
+            if round_number > 0:
+                turns[name].append(seconds_per_step(marks))
+    return turns
 
-    def _keep(self, round_number: int, name: str, marks: Marks) -> None:
-        if round_number > 0:
-            self.turns.setdefault(name, []).append(seconds_per_step(marks))
+
+class TrainerTurns:
+    """A Trainer's `fit` in a thread of its own that trains only when it has its turn.
+
+    A step is what lies between two requests for a batch: the update, the callbacks, and the log line where one is due.
+    """
+
+    def __init__(self, fit: Callable[[], Any]) -> None:
+        self._fit = fit
+        self._steps = 0
+        self._marks: Marks = []
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self._done.acquire()  # until the first batch is asked for
+
+    def turn(self, steps: int) -> Marks:
+        """`steps` updates; the clocks around each."""
+        self._steps = steps
+        self._go.release()
+        self._done.acquire()
+        return self._marks
+
+    def end(self) -> None:
+        """No more turns: `fit` comes to its end."""
+        self._steps = 0
+        self._go.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with _batches_by_way_of(self._around):
+            self._fit()
+
+    def _around(self, groups: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            self._done.release()
+            self._go.acquire()
+            if not self._steps:
+                return
+            self._marks = []
+            for _ in range(self._steps):
+                self._marks.append(now())
+                yield next(groups)
+            self._marks.append(now())
 
 
 def now() -> tuple[float, float]:
@@ -58,22 +86,21 @@ def seconds_per_step(marks: Marks) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def taking_turns(session: Session, backend: str) -> Iterator[None]:
-    """Within it, the training batches that `backend` cuts come by way of `session.around`."""
-    from distributed.backends import backend_class
+def _batches_by_way_of(around: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[None]:
+    """Within it, the training batches of this thread's Trainer come by way of `around`."""
+    from distributed.backends.ddp import DDPBackend
 
-    cls = backend_class(backend)
-    original = cls.shard
+    original, owner = DDPBackend.shard, threading.current_thread()
 
     def shard(self: Any, data: Any, batch: Any, train: bool) -> Any:
         sharded = original(self, data, batch, train)
-        if train:
+        if train and threading.current_thread() is owner:
             inner = sharded.epoch
-            sharded.epoch = lambda epoch, skip=0: session.around(inner(epoch, skip))
+            sharded.epoch = lambda epoch, skip=0: around(inner(epoch, skip))
         return sharded
 
-    cls.shard = shard
+    DDPBackend.shard = shard  # type: ignore[method-assign]
     try:
         yield
     finally:
-        cls.shard = original
+        DDPBackend.shard = original  # type: ignore[method-assign]

@@ -64,7 +64,7 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("mlp", 32, 150, 12, _mlp, _mlp_data, _sgd, F.cross_entropy),
-        Workload("gpt", 8, 5, 6, _gpt, _gpt_data, _adamw, next_token_loss, gradient_clipping=1.0),
+        Workload("mlp", 32, 150, 16, _mlp, _mlp_data, _sgd, F.cross_entropy),
+        Workload("gpt", 8, 5, 8, _gpt, _gpt_data, _adamw, next_token_loss, gradient_clipping=1.0),
     )
 }

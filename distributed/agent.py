@@ -22,7 +22,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
@@ -259,6 +259,9 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
     code = 1
     try:
         code = _run_to_the_end(request, run, channel, display)
+    except RendezvousClosedError:
+        display.close()
+        display.handle({"kind": "error", "text": "error: another node ended this run; its screen and RUN/logs say why"})
     except RendezvousError as error:
         display.close()
         where = f"{request.master_addr}:{request.master_port}"
@@ -341,6 +344,8 @@ def _show_end(agent: ForkAgent, display: Display, code: int) -> None:
 
 
 def _in_words(cause: Failure) -> str:
+    if cause.is_consequence:
+        return f"rank {cause.rank} lost the connection to another rank"
     return f"{cause}: {cause.message}" if cause.kind == "exception" and cause.message else str(cause)
 
 

@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -43,6 +44,8 @@ def serve(request: LaunchRequest) -> int:
         agent = _fork(lambda: _agent(request, run, side, server, signals))
         side.close()
         for name in request.preload:
+            if signals.are_waiting():  # a stop, or the end of the agent: nobody will need the rest
+                break
             importlib.import_module(name)
         gc.freeze()
         return ForkServer(request, server, agent, signals).serve()
@@ -82,6 +85,8 @@ def _fork(child: Callable[[], int]) -> int:
     try:
         die_with_parent(parent)
         code = child()
+    except KeyboardInterrupt:  # a Ctrl-C that came before the script began
+        code = 128 + signal.SIGINT
     except BaseException:  # the top frame of a process: say it, whatever it is
         sys.excepthook(*sys.exc_info())
     finally:
@@ -117,6 +122,10 @@ class _Signals:
             return list(os.read(self._read, 4096))
         except BlockingIOError:
             return []
+
+    def are_waiting(self) -> bool:
+        """Whether `read` would return any."""
+        return bool(select.select([self._read], [], [], 0)[0])
 
     def restore(self) -> None:
         """In a forked worker: what a fresh interpreter has."""
@@ -171,11 +180,11 @@ class ForkServer:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._signals, selectors.EVENT_READ)
             while self._agent_status is None:
-                for key, _ in selector.select(self._patience()):
-                    if key.fileobj is self._channel and not self._take_order():
-                        selector.unregister(self._channel)  # the agent is going; its end is a signal
-                for number in self._signals.read():
+                ready = [key.fileobj for key, _ in selector.select(self._patience())]
+                for number in self._signals.read():  # first: after a stop no order to start is carried out
                     self._note_signal(number)
+                if self._channel in ready and not self._take_order():
+                    selector.unregister(self._channel)  # the agent is going; its end is a signal
                 self._reap()
                 self._run_out_of_patience()
         self._hear_last_words()

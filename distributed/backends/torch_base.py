@@ -408,37 +408,28 @@ class TorchBackend(Backend[OptionsT]):
             kept.append((outputs, targets, n))
 
     def collect(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
-        entries: dict[str, list[tuple[Any, float, Any]]] = {}
+        entries: dict[str, tuple[list[Any], list[float], list[Any]]] = {}
         deferred: list[tuple[Any, Any, int]] = []
         for result in results:
-            for name, value, scale, count in result.averages:
-                entries.setdefault(name, []).append((value, scale, count))
+            _sort_in(result.averages, entries)
             deferred += result.deferred or ()
-        for name, value, scale, count in self._settle_metrics(deferred):
-            entries.setdefault(name, []).append((value, scale, count))
-        names = sorted(entries)
-        pairs = [self._local_sum(entries[name]) for name in names]
-        flat = {(name, part): value for name, pair in zip(names, pairs, strict=True) for part, value in enumerate(pair)}
-        total = self.reduce(flat)
-        return {name: (total[name, 0], total[name, 1]) for name in names}
+        _sort_in(self._settle_metrics(deferred), entries)
+        sums: dict[tuple[str, str], float] = {}
+        for name in sorted(entries):
+            values, scales, counts = entries[name]
+            sums[name, "sum"] = self._dot(values, scales)
+            sums[name, "count"] = float(sum(counts))
+        total = self.reduce(sums)
+        return {name: (total[name, "sum"], total[name, "count"]) for name in entries}
 
-    def _local_sum(self, rows: list[tuple[Any, float, Any]]) -> tuple[float, float]:
-        """(sum, count) of one name on this rank; one transfer from the device each."""
-        values = self._dot([(value, scale) for value, scale, _ in rows])
-        return values, self._dot([(count, 1.0) for _, _, count in rows])
-
-    def _dot(self, terms: list[tuple[Any, float]]) -> float:
-        """Sum of value x scale over floats and scalars of the device, in float64."""
+    def _dot(self, values: list[Any], scales: list[float]) -> float:
+        """Sum of value x scale over floats and scalars of the device, in float64; one transfer."""
         torch = self.torch
-        tensors = [
-            value if value.dim() == 0 else value.reshape(()) for value, _ in terms if isinstance(value, torch.Tensor)
-        ]
-        if not tensors:
-            return float(sum(value * scale for value, scale in terms))
-        total = float(sum(value * scale for value, scale in terms if not isinstance(value, torch.Tensor)))
-        scales = [scale for value, scale in terms if isinstance(value, torch.Tensor)]
-        stacked = torch.stack(tensors).to(self.device, torch.float64)
-        return total + float(stacked @ torch.tensor(scales, dtype=torch.float64, device=self.device))
+        try:
+            stacked = torch.stack(values)
+        except (TypeError, RuntimeError):  # some are plain numbers, or of shape [1], or elsewhere
+            stacked = torch.stack([torch.as_tensor(value, device=self.device).reshape(()) for value in values])
+        return float(stacked.double() @ torch.tensor(scales, dtype=torch.float64, device=self.device))
 
     def _settle_metrics(self, deferred: list[tuple[Any, Any, int]]) -> list[tuple[str, Any, float, Any]]:
         """Metrics of kept outputs, in one call where they can be joined."""
@@ -647,6 +638,16 @@ class TorchBackend(Backend[OptionsT]):
     def _notice(self, text: str) -> None:
         if self.context.is_main_process:
             self.report({"kind": "notice", "text": text})
+
+
+def _sort_in(
+    rows: list[tuple[str, Any, float, Any]], entries: dict[str, tuple[list[Any], list[float], list[Any]]]
+) -> None:
+    for name, value, scale, count in rows:
+        values, scales, counts = entries.setdefault(name, ([], [], []))
+        values.append(value)
+        scales.append(scale)
+        counts.append(count)
 
 
 def _without_weight(rows: list[tuple[str, Any, float, Any]]) -> list[tuple[str, Any, float, Any]]:

@@ -49,7 +49,8 @@ class MetricsFile(Callback):
 
 
 def _is_before(line: str, state: TrainState) -> bool:
-    """Whether the row will not be written again: a row of this step's validation is, while its epoch is unfinished."""
+    """Whether the row will not be written again: a row of this step's validation is, while its epoch is unfinished, and
+    one of this step's training, while sums of it wait for their log line."""
     try:
         row = json.loads(line)
         step, epoch, split = row["step"], row["epoch"], row["split"]
@@ -57,4 +58,4 @@ def _is_before(line: str, state: TrainState) -> bool:
         return False
     if step != state.step:
         return bool(step < state.step)
-    return bool(epoch < state.epoch) if split == "val" else True
+    return bool(epoch < state.epoch) if split == "val" else not state.log_sums

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -339,6 +340,19 @@ def test_a_signal_reaches_every_worker_and_nobody_is_left(start, tmp_path, numbe
     assert not (tmp_path / "run" / "events.jsonl").exists() or "restarted" not in events(tmp_path / "run")
 
 
+def test_an_interrupt_before_any_worker_is_quiet(start, tmp_path):
+    script = write(tmp_path, JOIN + READY + "time.sleep(300)\n")
+    command = start([sys.executable, "-m", "distributed.cli", *train(script)], cwd=tmp_path)
+    command.wait_for("run directory:")
+
+    command.signal(signal.SIGINT)
+    done = command.finish(20)
+
+    assert done.returncode == 130, done.output
+    assert done.stderr == ""
+    assert not (tmp_path / "ready-0").exists()
+
+
 def test_workers_that_ignore_a_signal_are_killed_when_time_is_up(start, tmp_path):
     script = write(tmp_path, JOIN + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(300)\n")
     command = start_light(start, script, timeout_s=1.0)
@@ -362,6 +376,37 @@ def test_killing_the_launcher_kills_everybody_and_frees_the_directory(start, run
     poll(lambda: command.alive() == [], 5, lambda: f"still there: {command.alive()}")
     script.write_text("print('again')\n")
     assert run_cli([*train(script, processes=1), "--resume"], cwd=tmp_path).returncode == 0
+
+
+def test_two_nodes_run_and_restart_together(start, tmp_path):
+    script = write(
+        tmp_path,
+        JOIN
+        + """
+import torch
+total = torch.ones(1)
+dist.all_reduce(total)
+if rank == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(total)
+print("total", total.item(), "node", os.environ["GROUP_RANK"], "attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
+""",
+    )
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    nodes = []
+    for node in (1, 0):
+        command = light(script, num_nodes=2, node_rank=node, master_port=port, start_timeout=30.0)
+        file = script.with_suffix(f".{node}.json")
+        script.with_suffix(".json").rename(file)
+        nodes.append(start([sys.executable, command[0], str(file), command[2]], cwd=tmp_path))
+
+    ended = [node.finish(45) for node in nodes]
+
+    assert [each.returncode for each in ended] == [0, 0], ended[0].output + ended[1].output
+    logs = [(tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text().splitlines()[-1] for rank in range(4)]
+    assert [line.partition("] ")[2] for line in logs] == [f"total 16.0 node {rank // 2} attempt 1" for rank in range(4)]
 
 
 def test_the_death_of_the_agent_is_said(start, tmp_path):
@@ -416,6 +461,25 @@ def test_a_plain_script_starts_workers_without_a_guard(run_python, tmp_path):
     assert "job: by value 0 2 run True" in done.stdout
     assert "code 0" in done.stdout
     assert "job: by value 1 2 run True" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+
+
+def test_output_goes_where_a_notebook_wants_it(run_python, tmp_path):
+    cell = """
+        import io, sys
+        class Cell(io.StringIO):
+            def fileno(self):
+                return 1
+        sys.stdout = cell = Cell()
+        """
+    body = textwrap.dedent(cell) + CALLER.replace("ENDING", "print('ünï', end='')")
+    script = write(tmp_path, body + "open('cell.txt', 'w', encoding='utf-8').write(cell.getvalue())\n")
+
+    done = run_python([str(script)], cwd=tmp_path)
+
+    assert (done.returncode, done.stdout) == (0, ""), done.output
+    text = (tmp_path / "cell.txt").read_text(encoding="utf-8")
+    assert "job: by value 0 2 run True\nünï" in text
+    assert text.endswith("code 0\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

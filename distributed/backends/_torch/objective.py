@@ -86,8 +86,7 @@ class Objective:
             raise ConfigError(
                 "the batch is a sequence of one, so there is nothing to compare the outputs with: " + _EXAMPLE
             )
-        own = own_loss(outputs)
-        if self._loss_fn is None and own is not None:
+        if self._loss_fn is None and (own := own_loss(outputs)) is not None:
             return dataclasses.replace(self._weigh(own, batch), outputs=outputs)
         return self.compare(outputs, targets)
 

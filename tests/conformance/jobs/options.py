@@ -1,0 +1,363 @@
+"""Trains one or more cases for every option in one process group. Arguments: the directory for what was seen."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import TensorDataset
+
+from benchmarks.all_reduces import count_all_reduces
+from distributed import Callback, Trainer
+from distributed.checkpoint import read_state
+from tests.conformance.jobs.recording import RANK, WORLD, facts, run_cases, train
+
+SAMPLES, FEATURES, CLASSES, GLOBAL = 44, 6, 4, 12  # four updates an epoch, the last one of 8 samples
+
+
+def data(sign: int = 1) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = sign * torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(0, CLASSES, (SAMPLES,), generator=generator))
+
+
+def data32() -> TensorDataset:
+    x, y = data().tensors
+    return TensorDataset(x.float(), y)
+
+
+def net() -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.Tanh(), torch.nn.Linear(8, CLASSES))
+
+
+class Residual(torch.nn.Module):
+    """A block with sub-modules, which counts its forwards."""
+
+    forwards = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(FEATURES, FEATURES), torch.nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Residual.forwards += 1
+        return x + self.inner(x)
+
+
+def blocks() -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(6)
+        body = torch.nn.Sequential(Residual(), Residual(), Residual())
+        return torch.nn.ModuleDict({"body": body, "head": torch.nn.Linear(FEATURES, CLASSES)})
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts["head"](self.parts["body"](x))
+
+
+class TwoHeads(torch.nn.Module):
+    """The second head is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = net()
+        with torch.random.fork_rng():
+            self.unused = torch.nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def deep() -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        middle = [part for _ in range(5) for part in (torch.nn.Linear(16, 16), torch.nn.Tanh())]
+        return torch.nn.Sequential(torch.nn.Linear(FEATURES, 16), *middle, torch.nn.Linear(16, CLASSES))
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+BASE = {
+    "optimizer": sgd, "dtype": "float64", "global_batch_size": GLOBAL, "epochs": 2, "shuffle": False,
+    "checkpoint_frequency": None, "log_every_n_steps": 1,
+}  # fmt: skip
+FP32 = {"dtype": "float32", "data": data32}
+
+
+def case(model: Any = net, **settings: Any) -> Any:
+    """A plain training with these settings over BASE."""
+
+    def run() -> dict[str, Any]:
+        merged = {**BASE, **settings}
+        source = merged.pop("data", data)()
+        val = merged.pop("val", None)
+        return train(model, source, val() if val else None, **merged)
+
+    return run
+
+
+# ---------------------------------------------------------------- rates
+
+
+def with_objects(schedule: Any, **settings: Any) -> Any:
+    """An optimizer and a schedule given as objects."""
+
+    def run() -> dict[str, Any]:
+        model = net().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return case(model, optimizer=optimizer, scheduler=schedule(optimizer), **settings)()
+
+    return run
+
+
+def groups(params: Any) -> torch.optim.Optimizer:
+    first, *others = params
+    return torch.optim.SGD([{"params": [first], "lr": 0.3}, {"params": others}], lr=0.1)
+
+
+def halving(optimizer: Any) -> Any:
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def by_threes(optimizer: Any) -> Any:
+    return StepLR(optimizer, step_size=3, gamma=0.1)
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=20, cycle_momentum=False)
+
+
+def plateau(optimizer: Any) -> Any:
+    return ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=1e9)  # nothing counts as better
+
+
+# ---------------------------------------------------------------- precision
+
+
+class Kinds:
+    """A loss that remembers the element types of the outputs."""
+
+    def __init__(self, blow_up_at: int = -1) -> None:
+        self.seen: set[str] = set()
+        self.calls, self.blow_up_at = 0, blow_up_at
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.seen.add(str(outputs.dtype))
+        loss = torch.nn.functional.cross_entropy(outputs, targets)
+        if torch.is_grad_enabled():
+            self.calls += 1
+            if self.calls == self.blow_up_at and RANK == WORLD - 1:
+                return loss * 1e6  # finite itself, too large for fp16 once it is scaled
+        return loss
+
+
+class Weights(Callback):
+    """The first weight after every update."""
+
+    def __init__(self, trainer: list[Trainer]) -> None:
+        self._trainer, self.values = trainer, []
+
+    def on_step_end(self, state: Any, result: Any) -> None:
+        first = next(self._trainer[0].model.parameters())
+        self.values.append([float(first.detach().flatten()[0]), bool(result.skipped)])
+
+
+def mixed(blow_up_at: int = -1, **settings: Any) -> Any:
+    def run() -> dict[str, Any]:
+        loss, box = Kinds(blow_up_at), []
+        weights = Weights(box)
+        merged = {**BASE, "dtype": "float32", "checkpoint_frequency": 1, **settings}
+        trainer = Trainer(net, loss_fn=loss, callbacks=[weights], **merged)
+        box.append(trainer)
+        history = trainer.fit(data32())
+        _, state = read_state(Path(history.run_dir) / "checkpoints" / f"step-{history.steps:08d}")
+        seen = {"kinds": sorted(loss.seen), "scaler": state["scaler"], "each": weights.values}
+        return {**facts(trainer, history), **seen}
+
+    return run
+
+
+# ---------------------------------------------------------------- activations, all-reduces
+
+
+def recomputed(on: bool) -> Any:
+    def run() -> dict[str, Any]:
+        Residual.forwards = 0
+        return {**case(Blocks, activation_checkpointing=on)(), "forwards": Residual.forwards}
+
+    return run
+
+
+def counted(model: Any = deep, **settings: Any) -> Any:
+    """All-reduces of every update, with the number of DDP's buckets."""
+
+    def run() -> dict[str, Any]:
+        trainer = Trainer(model, **{**BASE, "log_every_n_steps": 1000, **settings})
+        step, counts, box = trainer.backend.train_step, [], []
+
+        def counting(group: Any) -> Any:
+            counts.append([count_all_reduces(lambda: box.append(step(group))), len(group.micro_batches)])
+            wrapped = trainer.backend._wrapped
+            stats = wrapped._get_ddp_logging_data()
+            details.update({key: stats.get(key) for key in ("bucket_sizes", "rebuilt_bucket_sizes", "static_graph")})
+            return box.pop()
+
+        details: dict[str, Any] = {}
+        trainer.backend.train_step = counting
+        history = trainer.fit(data())
+        return {**facts(trainer, history), "counts": counts, **details}
+
+    return run
+
+
+def after_each_other() -> dict[str, Any]:
+    """Two fits of one trainer with powersgd: what it remembers of the gradients survives the first."""
+    trainer = Trainer(deep, **{**BASE, **FP32_DEEP, "epochs": 1, "max_steps": 1004, "ddp": {"comm_hook": "powersgd"}})
+    trainer.fit(many())
+    return facts(trainer, trainer.fit(many(), max_steps=6))
+
+
+def resumed_powersgd() -> dict[str, Any]:
+    """Stopped in the middle and taken up from the checkpoint by another trainer."""
+    settings = {**BASE, **FP32_DEEP, "ddp": {"comm_hook": "powersgd"}}
+    first = Trainer(deep, **{**settings, "max_steps": 1004})
+    history = first.fit(many())
+    path = str(Path(history.run_dir) / "checkpoints" / "step-00001004")
+    second = Trainer(deep, **{**settings, "max_steps": 1010, "resume_from_checkpoint": path})
+    return {**facts(second, second.fit(many())), "files": sorted(p.name for p in Path(path, "comm_hook").glob("*"))}
+
+
+def many() -> TensorDataset:
+    generator = torch.Generator().manual_seed(9)
+    x = torch.randn(4048, FEATURES, generator=generator)
+    return TensorDataset(x, torch.randint(0, CLASSES, (4048,), generator=generator))
+
+
+FP32_DEEP = {"dtype": "float32", "global_batch_size": 4, "log_every_n_steps": 1000, "epochs": 1}
+
+
+# ---------------------------------------------------------------- the rest
+
+
+class ToSame(torch.nn.Module):
+    """Uses an operation that deterministic=True refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x.put_(torch.tensor([0, 0]), torch.zeros(2, dtype=x.dtype))
+        return self.inner(x)
+
+
+def deterministic() -> dict[str, Any]:
+    try:
+        return case(ToSame, deterministic=True)()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def inverted() -> TensorDataset:
+    return data(-1)
+
+
+def unseeded() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.Tanh(), torch.nn.Linear(8, CLASSES))
+
+
+def batch_norm() -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        norm = torch.nn.BatchNorm1d(8)
+        return torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), norm, torch.nn.Linear(8, CLASSES))
+
+
+def checkpoints(**settings: Any) -> Any:
+    def run() -> dict[str, Any]:
+        directory = settings.pop("to", None)
+        more = {"checkpoint_dir": str(OUT / directory)} if directory else {}
+        return case(**{"epochs": 3, "checkpoint_every_n_steps": None, **settings, **more})()
+
+    return run
+
+
+OUT = Path(sys.argv[1]) if len(sys.argv) > 1 and __name__ == "__main__" else Path()
+CASES = {
+    "plain": case(),
+    "clipped": case(gradient_clipping=0.05),
+    "warmed": case(warmup_steps=3),
+    "adamw": case(optimizer=None, learning_rate=0.02),
+    "typed-rate": with_objects(halving, learning_rate=0.02),
+    "typed-rate-factories": case(scheduler=halving, learning_rate=0.03),
+    "typed-rate-groups": case(optimizer=groups, learning_rate=0.02),
+    "linear-default": case(optimizer=None, learning_rate=0.004, lr_scaling="linear", gradient_accumulation_steps=2),
+    "sqrt-factory": case(scheduler=by_threes, lr_scaling="sqrt", gradient_accumulation_steps=2),
+    "linear-object": with_objects(by_threes, lr_scaling="linear", gradient_accumulation_steps=2),
+    "linear-one-cycle": case(scheduler=one_cycle, lr_scaling="linear", gradient_accumulation_steps=2),
+    "per-epoch": case(scheduler=halving, scheduler_interval="epoch"),
+    "per-epoch-object": with_objects(halving, scheduler_interval="epoch"),
+    "plateau": case(scheduler=plateau, epochs=3, val=data),
+    "plateau-typo": case(scheduler=plateau, monitor="val_f1", val=data),
+    "bf16": mixed(mixed_precision="bf16"),
+    "mixed-true": mixed(mixed_precision=True),
+    "fp16": mixed(mixed_precision="fp16", scaler_init_scale=256.0, scaler_growth_interval=3),
+    "fp16-overflow": mixed(2, mixed_precision="fp16", scaler_init_scale=1024.0, gradient_clipping=10.0),
+    "fp32": mixed(),
+    "accumulated": case(gradient_accumulation_steps=3),
+    "recomputed": recomputed(True),
+    "kept": recomputed(False),
+    "early": case(epochs=9, early_stopping_patience=2, val=inverted),
+    "early-loss": case(epochs=9, early_stopping_patience=1, monitor="loss", monitor_mode="max"),
+    "max-steps": case(max_steps=5),
+    "seed-0": case(unseeded, shuffle=True),
+    "seed-0-again": case(unseeded, shuffle=True, seed=0),
+    "seed-1": case(unseeded, shuffle=True, seed=1),
+    "shuffled": case(shuffle=True),
+    "float32": case(**FP32),
+    "logged-by-threes": case(log_every_n_steps=3),
+    "batch-norm": case(batch_norm, val=data),
+    "by-epochs": checkpoints(checkpoint_frequency=2),
+    "by-steps": checkpoints(checkpoint_every_n_steps=5),
+    "by-time": checkpoints(checkpoint_every_s=0.01, epochs=60, keep_latest_k=10_000),
+    "elsewhere": checkpoints(checkpoint_frequency=1, to="elsewhere"),
+    "newest": checkpoints(checkpoint_frequency=1, epochs=5, keep_latest_k=2, keep_best=False, val=inverted),
+    "newest-and-best": checkpoints(checkpoint_frequency=1, epochs=5, keep_latest_k=2, val=inverted),
+    "deterministic": deterministic,
+    "nondeterministic": case(ToSame),
+}
+DDP_CASES = {
+    "one-bucket": counted(),
+    "small-buckets": counted(ddp={"bucket_cap_mb": 0.004}),
+    "small-buckets-accumulated": counted(
+        ddp={"bucket_cap_mb": 0.004}, global_batch_size=GLOBAL, gradient_accumulation_steps=3
+    ),
+    "static": counted(ddp={"static_graph": True}),
+    "static-accumulated": case(ddp={"static_graph": True}, gradient_accumulation_steps=3),
+    "hook-fp16": case(deep, ddp={"comm_hook": "fp16", "bucket_cap_mb": 0.004}),
+    "hook-bf16": case(deep, ddp={"comm_hook": "bf16", "bucket_cap_mb": 0.004}),
+    "hook-none": case(deep),
+    "hook-powersgd": case(deep, data=many, **FP32_DEEP, max_steps=1010, ddp={"comm_hook": "powersgd"}),
+    "no-powersgd": case(deep, data=many, **FP32_DEEP, max_steps=1010),
+    "powersgd-resumed": resumed_powersgd,
+    "powersgd-twice": after_each_other,
+    "powersgd-buckets": case(dtype="float32", ddp={"comm_hook": "powersgd", "bucket_cap_mb": 1}),
+    "unused-found": case(TwoHeads, ddp={"find_unused_parameters": True}),
+    "unused": case(TwoHeads),  # last: DDP's reducer is left unfinished
+}
+
+if __name__ == "__main__":
+    run_cases(CASES | (DDP_CASES if WORLD > 1 else {}), OUT)
