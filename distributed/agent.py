@@ -235,7 +235,8 @@ class ForkAgent(SimpleElasticAgent):
         if self.stop_signal or not self._may_restart(cause):
             self._remaining_restarts = 0
         if not self.stop_signal:
-            self._run.event("worker_failed", rank=cause.rank, cause=_in_words(cause))
+            detail = {"traceback": cause.traceback} if cause.kind == "exception" and cause.traceback else {}
+            self._run.event("worker_failed", rank=cause.rank, cause=_in_words(cause), **detail)
         if self._remaining_restarts:
             attempt = self._request.max_restarts - self._remaining_restarts + 1
             text = f"{_in_words(cause)}: restarting ({attempt} of {self._request.max_restarts})"

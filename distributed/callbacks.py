@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,22 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best = math.nan if state["best"] is None else state["best"]
         self.bad_epochs = state["bad_epochs"]
+
+
+def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """What the callbacks want to find again, by their place and class; for a checkpoint."""
+    return {_key(i, callback): kept for i, callback in enumerate(callbacks) if (kept := callback.state_dict())}
+
+
+def load_states(callbacks: Sequence[Callback], kept: Mapping[str, Any]) -> None:
+    """Give each callback what it had in `states`; one that was not there then gets nothing."""
+    for index, callback in enumerate(callbacks):
+        if (state := kept.get(_key(index, callback))) is not None:
+            callback.load_state_dict(state)
+
+
+def _key(index: int, callback: Callback) -> str:
+    return f"{index}:{type(callback).__name__}"
 
 
 def unknown_metric(field: str, name: str, metrics: Mapping[str, float]) -> ConfigError:

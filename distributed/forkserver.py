@@ -23,10 +23,9 @@ from types import FrameType
 from typing import Any
 
 from distributed.launcher import LaunchRequest, check_script, set_thread_variables
-from distributed.processes import die_with_parent
+from distributed.processes import STOP_SIGNALS, die_with_parent
 from distributed.run_dir import RunDirectory
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _AGENT_GRACE_S = 10.0  # for the agent to print and leave once every worker is gone
 _MESSAGE_BYTES = 256 * 1024
 
@@ -76,7 +75,7 @@ def _fork(child: Callable[[], int]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     # Until the child has its own handlers, its signals would show up on the descriptor that it shares with us.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*_STOP_SIGNALS, signal.SIGCHLD))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
     pid = os.fork()
     if pid:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -103,8 +102,10 @@ class _Signals:
         self._read, self._write = os.pipe()
         for fd in (self._read, self._write):
             os.set_blocking(fd, False)
-        self._old = {number: signal.signal(number, _noted) for number in (*_STOP_SIGNALS, signal.SIGCHLD)}
+        self._old = {number: signal.signal(number, _noted) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
         self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        # Who started this process may have held them back until now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,7 +135,7 @@ class _Signals:
 
     def ignore(self) -> None:
         """In the forked agent: the launcher decides."""
-        for number in _STOP_SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         self._end_here(signal.SIGCHLD)
 
@@ -143,7 +144,7 @@ class _Signals:
         for number in defaults:
             signal.signal(number, signal.SIG_DFL)
         self._close()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_STOP_SIGNALS, signal.SIGCHLD))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
 
     def _close(self) -> None:
         os.close(self._read)
@@ -281,7 +282,7 @@ class ForkServer:
     # signals
 
     def _note_signal(self, number: int) -> None:
-        if number not in _STOP_SIGNALS:
+        if number not in STOP_SIGNALS:
             return
         if self._stop is None:
             self._stop = _Stop(number, time.monotonic() + self._request.timeout_s)

@@ -42,7 +42,7 @@ class RankLog:
 
 
 @dataclasses.dataclass
-class _Pipe:
+class Pipe:
     """One pipe of one worker."""
 
     rank: int
@@ -85,7 +85,7 @@ class WorkerOutput:
         self._local[local_rank] = [stdout, stderr, control]
         for fd, kind in ((stdout, "stdout"), (stderr, "stderr"), (control, "control")):
             os.set_blocking(fd, False)
-            self._selector.register(fd, selectors.EVENT_READ, _Pipe(rank, kind))
+            self._selector.register(fd, selectors.EVENT_READ, Pipe(rank, kind))
 
     def log(self, rank: int, text: str) -> None:
         """Write `text` into the log of `rank`, if it ran here."""
@@ -136,7 +136,7 @@ class WorkerOutput:
         self._selector.unregister(fd)
         os.close(fd)
 
-    def _take(self, pipe: _Pipe, data: bytes, *, final: bool = False) -> None:
+    def _take(self, pipe: Pipe, data: bytes, *, final: bool = False) -> None:
         whole = pipe.lines(data, final=final)
         if pipe.kind == "control":
             for line in whole.split("\n") if whole else ():

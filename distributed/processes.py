@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # save and leave
+
 _PR_SET_PDEATHSIG = 1
 
 

@@ -5,21 +5,27 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import shutil
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.backends import backend_row
+from distributed.callbacks import load_states
 from distributed.checkpoint import read_state
-from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
+from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
 from distributed.launcher import LaunchRequest, start_launcher
-from distributed.run_dir import choose_run_dir
+from distributed.run_dir import RunDirectory, choose_run_dir
 from distributed.settings import MergedConfig
 from distributed.state import History
 
 if TYPE_CHECKING:
     from distributed.trainer import Trainer
+
+_INTERRUPTED, _PREEMPTED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 class _Parent:
@@ -29,17 +35,17 @@ class _Parent:
     num_trainers = 0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Remote:
-    """Where a trainer's fits in workers live, and the checkpoint that the last one left."""
+    """Where a trainer's fits in workers live, and what the last one left there."""
 
-    run_dir: Path
-    checkpoint: Path | None = None
+    run_dir: Path  # absolute: the caller may change its working directory
+    checkpoint: Path
+    epoch: int
+    step: int
 
     def copy_checkpoint(self, target: Path) -> Path:
-        """The last checkpoint under `target`. Raises ConfigError where there is none, or where it exists already."""
-        if self.checkpoint is None:
-            raise ConfigError("there is nothing to save: fit() has not finished")
+        """The last checkpoint under `target`. Raises ConfigError where it exists already."""
         path = target / self.checkpoint.name
         if path.exists():
             raise ConfigError(f"{path} exists already: name another path")
@@ -66,34 +72,35 @@ class RemoteFit:
 
 
 def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
-    """Train in workers of this machine; the model of `trainer` then has the trained weights."""
-    if merged.config.num_nodes > 1:
-        raise ConfigError(
-            "fit() starts the workers of one machine only: for several, run the script on each"
-            " with 'python -m distributed.cli train --num-nodes N --node-rank R --master-addr HOST'"
-        )
+    """Train in workers of this machine; the model of `trainer` then has the trained weights.
+
+    After a signal they are taken back too, before KeyboardInterrupt or TrainingInterrupted is raised.
+    """
     _check_here(trainer, merged, train_data, val_data)
-    is_further = trainer._remote is not None and trainer._remote.checkpoint is not None
-    if trainer._remote is None:
-        trainer._remote = Remote(_new_run_dir())
-    run_dir = trainer._remote.run_dir
-    settings: dict[str, Any] = {**trainer._code, **_given(merged)}
-    if is_further:
-        settings["resume_from_checkpoint"] = True
-        settings.update(_counted_from(trainer, merged))
-    job = trainer.job
-    arguments = {
-        "model": job.model, "optimizer": job.optimizer, "scheduler": job.scheduler, "loss_fn": job.loss_fn,
-        "training_step": job.training_step, "metrics": job.metrics, "callbacks": trainer.callbacks,
-    }  # fmt: skip
-    fit = RemoteFit(type(trainer), arguments, settings, _portable(train_data), _portable(val_data))
-    with tempfile.TemporaryDirectory(prefix="distributed-") as directory:
-        payload = Path(directory) / "job"
+    before: Remote | None = trainer._remote
+    directory = before.run_dir if before is not None else _new_run_dir()
+    run = RunDirectory(os.path.relpath(directory))
+    resume = before is not None or merged.config.resume_from_checkpoint is not False
+    run.check(resume=resume)
+    fit = RemoteFit(
+        type(trainer), _arguments(trainer), _settings(trainer, merged, directory), _portable(train_data), _portable(val_data)
+    )  # fmt: skip
+    events_before = _size(run.events)
+    with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
+        payload = Path(temporary) / "job"
         payload.write_bytes(_pickled(fit))
-        code = start_launcher(_request(trainer, merged, run_dir, payload, is_further))
-    if code != 0:
-        raise _failure(code, run_dir)
-    return _take_back(trainer, run_dir, merged)
+        try:
+            code = start_launcher(_request(trainer, merged, run, payload, resume))
+        except KeyboardInterrupt:
+            code = _INTERRUPTED
+    if code not in (0, _INTERRUPTED, _PREEMPTED):
+        raise _failure(code, run, events_before)
+    history = _take_back(trainer, run, merged)
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    if history is None or code == _PREEMPTED:
+        raise TrainingInterrupted(signal.SIGTERM)
+    return history
 
 
 def _new_run_dir() -> Path:
@@ -101,7 +108,7 @@ def _new_run_dir() -> Path:
 
     _Parent.num_trainers += 1
     if _Parent.run_dir is None:
-        _Parent.run_dir = choose_run_dir(_script_name())
+        _Parent.run_dir = choose_run_dir(_script_name()).absolute()
         return _Parent.run_dir
     return _Parent.run_dir / f"fit-{_Parent.num_trainers}"
 
@@ -112,21 +119,36 @@ def _check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_dat
     from distributed.plan import plan_batch
     from distributed.session import _check_monitor
 
+    if merged.config.num_nodes > 1:
+        raise ConfigError(
+            "fit() starts the workers of one machine only: for several, run the script on each"
+            " with 'python -m distributed.cli train --num-nodes N --node-rank R --master-addr HOST'"
+        )
     plan_batch(merged, trainer.plan.world_size, loader_batch_size(train_data))
     _check_monitor(merged, val_data)
 
 
-def _given(merged: MergedConfig) -> dict[str, Any]:
-    return {name: value for name, value in merged.config.to_dict().items() if merged.is_typed(name)}
+def _arguments(trainer: Trainer) -> dict[str, Any]:
+    job = trainer.job
+    return {
+        "model": job.model, "config": trainer._hyperparameters, "optimizer": job.optimizer, "scheduler": job.scheduler,
+        "loss_fn": job.loss_fn, "training_step": job.training_step, "metrics": job.metrics, "callbacks": trainer.callbacks,
+    }  # fmt: skip
 
 
-def _counted_from(trainer: Trainer, merged: MergedConfig) -> dict[str, Any]:
-    """A further fit goes on for that many epochs or steps more."""
-    rows = trainer.history.rows if trainer.history is not None else []
-    more: dict[str, Any] = {"epochs": merged.config.epochs + len(rows)}
-    if merged.config.max_steps is not None and trainer.history is not None:
-        more["max_steps"] = merged.config.max_steps + trainer.history.steps
-    return more
+def _settings(trainer: Trainer, merged: MergedConfig, directory: Path) -> dict[str, Any]:
+    """What the trainer of the workers is given: all that was typed, and where a further fit goes on."""
+    config = merged.config
+    settings = {name: value for name, value in config.to_dict().items() if merged.is_typed(name)}
+    if config.checkpoint_dir is not None and directory != _Parent.run_dir:  # never another trainer's checkpoints
+        settings["checkpoint_dir"] = str(Path(config.checkpoint_dir) / directory.name)
+    before: Remote | None = trainer._remote
+    if before is not None:  # that many epochs or steps more
+        settings["resume_from_checkpoint"] = True
+        settings["epochs"] = config.epochs + before.epoch
+        if config.max_steps is not None:
+            settings["max_steps"] = config.max_steps + before.step
+    return settings
 
 
 def _portable(data: Any) -> Any:
@@ -151,51 +173,57 @@ def _pickled(fit: RemoteFit) -> bytes:
     return content
 
 
-def _request(trainer: Trainer, merged: MergedConfig, run_dir: Path, payload: Path, resume: bool) -> LaunchRequest:
-    import sys
-
+def _request(trainer: Trainer, merged: MergedConfig, run: RunDirectory, payload: Path, resume: bool) -> LaunchRequest:
     config, plan = merged.config, trainer.plan
     return LaunchRequest(
-        run_dir=str(run_dir), payload=str(payload), script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
-        working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume or config.resume_from_checkpoint is not False,
-        nproc_per_node=plan.nproc_per_node, device=plan.device, preload=backend_row(plan.backend).preload,
-        max_restarts=config.max_restarts, restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
-        start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose,
+        run_dir=str(run.path), payload=str(payload), script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
+        working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume, nproc_per_node=plan.nproc_per_node,
+        device=plan.device, preload=backend_row(plan.backend).preload, max_restarts=config.max_restarts,
+        restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
+        start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose, started_lines=merged.notices,
     )  # fmt: skip
 
 
-def _failure(code: int, run_dir: Path) -> DistributedError:
-    """The error of a launcher that ended with `code`, with the cause it wrote down."""
-    cause = f"exit code {code}"
-    events = run_dir / "events.jsonl"
-    if events.exists():
-        failed = [
-            event for line in events.read_text().splitlines() if (event := json.loads(line))["event"] == "worker_failed"
-        ]
-        if failed:
-            cause = failed[-1].get("traceback") or failed[-1]["cause"]
-    kind = {2: ConfigError, 3: ResourceError}.get(code, TrainingError)
-    return kind(
-        f"training in workers failed: {cause.strip()}" if code == 1 else f"the workers refused: {cause.strip()}"
-    )
+def _failure(code: int, run: RunDirectory, events_before: int) -> DistributedError:
+    """The error of a launcher that ended with `code`, with the cause that this fit wrote into the journal."""
+    lines = run.events.read_bytes()[events_before:].splitlines() if run.events.exists() else []
+    failed = [event for line in lines if (event := json.loads(line))["event"] == "worker_failed"]
+    if not failed:
+        return _KINDS.get(code, TrainingError)(f"the launcher of the workers ended with code {code}: it said why")
+    cause = failed[-1]
+    if code in _KINDS:
+        return _KINDS[code](cause["cause"])
+    text = f"{cause['cause']} (whole log: {run.logs / 'rank-{rank}.log'.format(**cause)})"
+    return TrainingError("\n".join([text, cause["traceback"]]) if cause.get("traceback") else text)
 
 
-def _take_back(trainer: Trainer, run_dir: Path, merged: MergedConfig) -> History:
-    """Load the last checkpoint's weights into this process' model, and its history."""
+_KINDS: dict[int, type[DistributedError]] = {2: ConfigError, 3: ResourceError}
+
+
+def _take_back(trainer: Trainer, run: RunDirectory, merged: MergedConfig) -> History | None:
+    """Load the last checkpoint's weights into this process' model, and its history. None where none was written."""
     import torch
 
     from distributed.backends._torch import tensors
 
-    result = json.loads((run_dir / "result.json").read_text())
-    checkpoint = run_dir / result["checkpoint"]
+    if not (run.path / "result.json").exists():  # stopped before the first step
+        return None
+    result = json.loads((run.path / "result.json").read_text())
+    checkpoint = (run.path / result["checkpoint"]).absolute()
     state, _ = read_state(checkpoint)
     if not isinstance(trainer.job.model, torch.nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(merged.config.seed)
             trainer.job.model = trainer.job.model()
+    model = trainer.job.model
     if merged.config.dtype == "float64":
-        trainer.job.model.double()
-    tensors.load_model(trainer.job.model, checkpoint)
+        model.double()
+    tensors.load_model(model, checkpoint)
+    load_states(trainer.callbacks, state.callbacks)
     trainer._session = None  # evaluate and predict start from these weights
-    trainer._remote.checkpoint = checkpoint
-    return History(state.rows, state.best, result["total_time"], state.step, str(run_dir), state.stop_reason)
+    trainer._remote = Remote(run.path.absolute(), checkpoint, state.epoch, state.step)
+    return History(state.rows, state.best, result["total_time"], state.step, str(run.path), state.stop_reason)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed import loop
-from distributed.callbacks import Callback, EarlyStopping
+from distributed.callbacks import Callback, EarlyStopping, load_states, states
 from distributed.checkpoint import CheckpointStore
 from distributed.common_step import CommonStep
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, TrainingInterrupted
 from distributed.launcher import link
 from distributed.plan import BatchPlan, plan_batch
+from distributed.processes import STOP_SIGNALS
 from distributed.run_dir import RunDirectory, choose_run_dir
 from distributed.settings import MergedConfig, config_yaml
 from distributed.state import History, TrainState, WorkerContext
+from distributed.tee import tee_output
 
 if TYPE_CHECKING:
     from distributed.trainer import Trainer
@@ -180,6 +182,8 @@ class Session:
             text = config_yaml(merged, typed.script if typed else None, typed.script_args if typed else ())
             (self._run.path / "config.yaml").write_text(text, encoding="utf-8")
         self.backend.barrier()
+        if first and link() is None and self.trainer._worker is not None:
+            tee_output(self._run, self.context.rank)
         return self._run
 
     def _wants_resume(self, merged: MergedConfig) -> bool:
@@ -224,9 +228,7 @@ class Session:
         self._is_saved = path.parent == store.directory
         if state.stop_reason != "early_stopping" or self.context.restart_count == 0:
             state.stop_reason = None
-        for index, callback in enumerate(callbacks):
-            if (kept := state.callbacks.get(f"{index}:{type(callback).__name__}")) is not None:
-                callback.load_state_dict(kept)
+        load_states(callbacks, state.callbacks)
         if self.context.is_main_process:
             assert self._run is not None
             self._run.event("resumed", step=state.step, checkpoint=path.name)
@@ -260,11 +262,7 @@ class Session:
         return callbacks
 
     def _write_checkpoint(self, state: TrainState, callbacks: list[Callback], store: CheckpointStore) -> None:
-        state.callbacks = {
-            f"{index}:{type(callback).__name__}": kept
-            for index, callback in enumerate(callbacks)
-            if (kept := callback.state_dict())
-        }
+        state.callbacks = states(callbacks)
         config = self.trainer.merged.config
         is_measured = bool(state.rows) and state.samples_in_epoch == 0 and state.rows[-1]["step"] == state.step
         path = store.save(state, _without_paths(config), state.rows[-1].get(config.monitor) if is_measured else None)
@@ -428,8 +426,7 @@ def _signals(common: CommonStep, in_worker: bool) -> Iterator[None]:
             common.request(f"signal {signum}")
         seen.append(signum)
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {number: signal.signal(number, stop) for number in numbers}
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
         yield
     finally:

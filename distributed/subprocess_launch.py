@@ -9,27 +9,64 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import IO, TextIO, cast
 
 from distributed.launcher import HANDOVER_VARIABLE, LaunchRequest
+from distributed.processes import STOP_SIGNALS
 
 
 def run_launcher(request: LaunchRequest, out: TextIO, err: TextIO) -> int:
-    """`python -m distributed._launch` for `request`; its output goes to `out` and `err`. Returns the exit code."""
-    process = _start(request.to_json(), _is_own_descriptor(out, 1), _is_own_descriptor(err, 2))
-    is_interrupted = False
-    while True:
-        try:
+    """`python -m distributed._launch` for `request`; its output goes to `out` and `err`. Returns the exit code.
+
+    SIGINT, SIGTERM and SIGUSR1 are passed on to it. KeyboardInterrupt when it has ended and SIGINT was among them.
+    """
+    seen: list[int] = []
+    with _held_back() as let_go:
+        process = _start(request.to_json(), _is_own_descriptor(out, 1), _is_own_descriptor(err, 2))
+        with _passed_on(process, seen):
+            let_go()
             _relay(process, out, err)
             code = process.wait()
-            break
-        except KeyboardInterrupt:
-            is_interrupted = True
-            process.send_signal(signal.SIGINT)
-    if is_interrupted:
+    if signal.SIGINT in seen:
         raise KeyboardInterrupt
     return 128 - code if code < 0 else code
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[Callable[[], None]]:
+    """Signals wait until the function given is called; a child started by then is born with them held back too."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def let_go() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    try:
+        yield let_go
+    finally:
+        let_go()
+
+
+@contextlib.contextmanager
+def _passed_on(process: subprocess.Popen[bytes], seen: list[int]) -> Iterator[None]:
+    """Signals that would end this process go to `process`. Main thread only: elsewhere Python delivers none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def _start(request: str, inherits_out: bool, inherits_err: bool) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -240,11 +241,16 @@ class Trainer:
         from distributed.session import Session
 
         if self._session is None:
-            if self._worker is None and self.plan.world_size > 1:  # evaluate, predict, save after a fit in workers
-                self.plan = ProcessPlan(1, 1, self.plan.device, "single")
-                self.backend = self._make_backend(self.merged, self.plan)
+            if self._worker is None and self.plan.world_size > 1:  # evaluate, predict, save beside a fit in workers
+                self.backend = self._make_backend(_for_evaluation(self.merged), ProcessPlan(1, 1, self.plan.device, "single"))
             self._session = Session(self)
         return self._session
+
+
+def _for_evaluation(merged: MergedConfig) -> MergedConfig:
+    """The settings without those that change the user's model and optimizer for training: workers will do that."""
+    config = dataclasses.replace(merged.config, lr_scaling="none", activation_checkpointing=False, compile=False)
+    return dataclasses.replace(merged, config=config)
 
 
 def _local(config: DistributedConfig, found: WorkerEnvironment) -> DistributedConfig:

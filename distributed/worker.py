@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.machinery
+import importlib.util
 import json
 import os
 import pickle
@@ -50,6 +51,9 @@ def run_here(given: Handover, environment: WorkerEnvironment) -> int:
     os.environ.update({name: value for name, value in environment.to_environ().items() if not os.environ.get(name)})
     tell(given)
     request = LaunchRequest(given.run_dir or "", script=given.typed.script, script_args=given.typed.script_args)
+    if importlib.util.find_spec("torch") is not None:
+        importlib.import_module("torch")  # its generator is seeded below, as in the workers that we start
+    _seed_generators(given.typed)
 
     def report(event: dict[str, Any]) -> None:
         if event["kind"] != "error":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _SHORT_NAMES = {"learning_rate": "lr"}
-_NOT_METRICS = ("epoch", "epochs", "step", "total_steps", "time")
+_NOT_METRICS = {"epoch", "epochs", "step", "samples_per_second", "learning_rate"}
 _GAP = "  "
 
 
@@ -26,6 +28,7 @@ class Display:
     def __init__(self, stream: TextIO | None = None, live: bool | None = None, verbose: bool = True) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._live = bool(verbose and (_is_terminal(self._stream) if live is None else live))
+        self._is_terminal = _is_terminal(self._stream)
         self._verbose = verbose
         self._bar: _Bar | None = None
         self._fresh_line = True  # nothing stands on the current line
@@ -102,6 +105,8 @@ class Display:
 
     def _say(self, line: str, *, to_stderr: bool = False) -> None:
         """One line of ours, never in the middle of a line of the script."""
+        if self._is_terminal and "\n" not in line:
+            line = wrapped(line, shutil.get_terminal_size().columns)
         if self._bar is not None:
             self._bar.print(line)
             return
@@ -121,6 +126,11 @@ class Display:
         except OSError:  # nobody reads any more; the logs and the run go on
             return
         self._fresh_line = text.endswith("\n")
+
+
+def wrapped(line: str, width: int) -> str:
+    """`line` broken between words for a terminal of `width` columns; what follows is indented."""
+    return "\n".join(textwrap.wrap(line, max(width - 1, 20), subsequent_indent="  ", break_long_words=False)) or line
 
 
 def progress_parts(event: Mapping[str, Any]) -> list[str]:

@@ -47,7 +47,7 @@ class ProgressLogger(Callback):
             )
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-        self._report({"kind": "epoch", "row": dict(metrics), "epochs": self._config.epochs})
+        self._report({"kind": "epoch", "row": {**metrics, "epochs": self._config.epochs}})
 
     def on_checkpoint(self, state: TrainState, path: Path) -> None:
         self._report({"kind": "checkpoint", "step": state.step, "path": str(path)})

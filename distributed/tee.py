@@ -1,0 +1,60 @@
+"""Under a foreign launcher (torchrun, srun, mpirun): what a worker prints goes to its rank's log as well.
+
+The copying is done by a small process beside the worker, so that it goes on when the worker dies in the middle of a line
+and never waits for the worker's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+from pathlib import Path
+
+from distributed.run_dir import RunDirectory
+
+
+def tee_output(run: RunDirectory, rank: int) -> None:
+    """Send this process' stdout and stderr through a copier, once. The console then shows rank 0's stdout only."""
+    ends = {name: os.pipe() for name in ("stdout", "stderr")}
+    reads = [str(read) for read, _ in ends.values()]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    subprocess.Popen(
+        [sys.executable, "-E", str(Path(__file__)), str(run.path.absolute()), str(rank), *reads],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[int(read) for read in reads],
+        start_new_session=True,  # a Ctrl-C is for the worker, whose last lines are still to come
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    for target, (read, write) in zip((1, 2), ends.values(), strict=True):
+        os.dup2(write, target)
+        os.close(read)
+        os.close(write)
+
+
+def main(run_dir: str, rank: int, stdout: int, stderr: int) -> None:
+    """Copy until both ends are closed."""
+    from distributed.output import Pipe, RankLog
+
+    log = RankLog(RunDirectory(run_dir), rank)
+    with selectors.DefaultSelector() as selector:
+        for fd, console in ((stdout, 1 if rank == 0 else None), (stderr, 2)):
+            selector.register(fd, selectors.EVENT_READ, (Pipe(rank, "stdout"), console))
+        while selector.get_map():
+            for key, _ in selector.select():
+                pipe, console = key.data
+                data = os.read(key.fd, 65536)
+                if console is not None:
+                    os.write(console, data)
+                if whole := pipe.lines(data, final=not data):
+                    log.write(whole)
+                if not data:
+                    selector.unregister(key.fd)
+    log.close()
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parent.parent)
+    main(sys.argv[1], *map(int, sys.argv[2:]))
