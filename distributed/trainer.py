@@ -242,7 +242,9 @@ class Trainer:
 
         if self._session is None:
             if self._worker is None and self.plan.world_size > 1:  # evaluate, predict, save beside a fit in workers
-                self.backend = self._make_backend(_for_evaluation(self.merged), ProcessPlan(1, 1, self.plan.device, "single"))
+                self.backend = self._make_backend(
+                    _for_evaluation(self.merged), ProcessPlan(1, 1, self.plan.device, "single")
+                )
             self._session = Session(self)
         return self._session
 

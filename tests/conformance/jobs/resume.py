@@ -9,13 +9,13 @@ of KILL may stand before: "TERM-step".
 OUT gets `samples-RANK.jsonl`: for each update the samples that this rank used.
 """
 
-import itertools
 import json
 import os
 import random
 import signal
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import numpy
 import torch
@@ -78,7 +78,7 @@ class Augmented(Dataset):
 class Watch(Callback):
     """Writes down what each update used, then lets the fault strike."""
 
-    used: list = []
+    used: ClassVar[list] = []
 
     def on_train_start(self, state):
         self.file = (OUT / f"samples-{RANK}.jsonl").open("a", buffering=1)

@@ -1,0 +1,71 @@
+"""Logging, metrics and callbacks read nothing from the device in a step without a log line."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distributed.backends.base import Job
+from distributed.backends.single import SingleBackend
+from distributed.backends.torch_base import NoOptions
+from distributed.callbacks import Callback
+from distributed.common_step import CommonStep
+from distributed.loop import Run, fit
+from distributed.plan import BatchPlan, ProcessPlan
+from distributed.settings import Typed, merge
+from distributed.state import TrainState
+
+
+class CountReads(TorchDispatchMode):
+    """Counts what makes the host wait for a device: `.item()`, `float(tensor)`, `bool(tensor)`."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.reads += 1
+        return func(*args, **(kwargs or {}))
+
+
+class PerStep(Callback):
+    def __init__(self, counter):
+        self.counter, self.reads = counter, []
+
+    def on_step_end(self, state, result):
+        self.reads.append(self.counter.reads)
+
+
+def reads_per_step(metrics, callbacks, log_every, **settings):
+    merged = merge(Typed(), {"epochs": 1, "log_every_n_steps": log_every, **settings})
+    backend = SingleBackend(merged, NoOptions(), ProcessPlan(1, 1, "cpu", "single"))
+    backend.setup()
+    generator = torch.Generator().manual_seed(0)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(200, 4, generator=generator), torch.randint(0, 3, (200,), generator=generator)
+    )
+    batch = BatchPlan(4, 1, 1, 4)
+
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.1)  # AdamW reads its step counts itself
+
+    backend.prepare(Job(torch.nn.Linear(4, 3), sgd, metrics=metrics), batch)
+    with CountReads() as counter:
+        per_step = PerStep(counter)
+        run = Run(
+            backend, merged.config, backend.shard(data, batch, train=True), None, TrainState(), CommonStep(0, 1, None, "test"),
+            [per_step, *callbacks], lambda: None,
+        )  # fmt: skip
+        fit(run)
+    counts = [0, *per_step.reads]
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+def test_a_step_reads_only_what_the_nan_check_needs():
+    bare = reads_per_step({}, [], log_every=20)
+    full = reads_per_step({"mean": lambda outputs, targets: outputs.mean()}, [Callback(), Callback()], log_every=20)
+    quiet = [step for step in range(1, 50) if (step + 1) % 20 and step != 49]
+    assert {bare[step] for step in quiet} == {full[step] for step in quiet}
+    assert {full[step] for step in quiet} == {2}  # is the loss finite, are the gradients
+    assert full[19] > 2  # the log line reads: the counter sees it
