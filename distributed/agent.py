@@ -333,7 +333,7 @@ def _show_end(agent: ForkAgent, display: Display, code: int) -> None:
     """The cause as the last thing on the screen."""
     display.close()
     cause = agent.cause
-    if code in (0, 130, 143) or cause is None:
+    if code in (0, 130, 143) or cause is None or agent._request.payload is not None:  # who called `fit` raises it
         return
     text = f"error: {cause}"
     if cause.kind == "signal":

@@ -87,7 +87,7 @@ def short_traceback(error: BaseException) -> str:
 
 
 def _format(error: BaseException, *, short: bool) -> str:
-    report = traceback.TracebackException(type(error), error, _users_part(error.__traceback__), compact=True)
+    report = traceback.TracebackException(type(error), error, _users_part(error), compact=True)
     left_out = sum(_trim(part, short) for part in _chain(report))
     text = "".join(report.format()).rstrip("\n")
     if left_out:
@@ -95,12 +95,17 @@ def _format(error: BaseException, *, short: bool) -> str:
     return text
 
 
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """The part of `trace` below our launching frames; all of it where nothing else is in it."""
-    part = trace
-    while part is not None and _is_ours(part.tb_frame.f_code.co_filename):
+def _users_part(error: BaseException) -> TracebackType | None:
+    """The part of the traceback below our launching frames; all of it where nothing else is in it. A SyntaxError of the
+    script itself has no frame of the user's: it names file and line by itself."""
+    is_syntax = isinstance(error, SyntaxError)
+    part = error.__traceback__
+    while part is not None:
+        filename = part.tb_frame.f_code.co_filename
+        if not _is_ours(filename) and not (is_syntax and filename.startswith("<frozen")):
+            return part
         part = part.tb_next
-    return part or trace
+    return None if is_syntax else error.__traceback__
 
 
 def _chain(report: traceback.TracebackException) -> Iterable[traceback.TracebackException]:

@@ -77,6 +77,8 @@ def _train_epoch(run: Run) -> bool:
         for hook in hooks:
             hook(state, result)
         if state.step % save_every == 0:
+            if state.samples_in_epoch == run.train.num_samples:
+                _log(run)  # the epoch's last line is due: a resume after this save no longer knows the gradient's norm
             save(run)
     return True
 

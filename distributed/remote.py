@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import linecache
 import os
 import shutil
 import signal
@@ -65,8 +66,10 @@ class RemoteFit:
     settings: dict[str, Any]
     train_data: Any
     val_data: Any
+    sources: dict[str, list[str]]  # the notebook's cells by file name, for tracebacks
 
     def __call__(self) -> None:
+        linecache.cache.update({name: (0, None, lines, name) for name, lines in self.sources.items()})
         trainer = self.trainer_class(**self.arguments, **self.settings)
         trainer.fit(self.train_data, self.val_data)
 
@@ -83,7 +86,8 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
     resume = before is not None or merged.config.resume_from_checkpoint is not False
     run.check(resume=resume)
     fit = RemoteFit(
-        type(trainer), _arguments(trainer), _settings(trainer, merged, directory), _portable(train_data), _portable(val_data)
+        type(trainer), _arguments(trainer), _settings(trainer, merged, directory), _portable(train_data), _portable(val_data),
+        _sources(),
     )  # fmt: skip
     events_before = _size(run.events)
     with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
@@ -149,6 +153,11 @@ def _settings(trainer: Trainer, merged: MergedConfig, directory: Path) -> dict[s
         if config.max_steps is not None:
             settings["max_steps"] = config.max_steps + before.step
     return settings
+
+
+def _sources() -> dict[str, list[str]]:
+    """Code that lies in no file, as IPython keeps it for its own tracebacks: without a time of change."""
+    return {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
 def _portable(data: Any) -> Any:

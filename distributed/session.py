@@ -110,15 +110,18 @@ class Session:
             last_saved=(state.step, state.epoch) if self._is_saved else (-1, -1),
         )
 
+        saved = threading.Event()
+
         def write_checkpoint() -> None:
             state.total_time = before + time.monotonic() - started
             self._write_checkpoint(state, callbacks, store)
+            saved.set()
 
         the_run.write_checkpoint = write_checkpoint
         try:
             with (
                 _signals(common, in_worker=self.trainer._worker is not None),
-                _clock(common, config.checkpoint_every_s, self.context),
+                _clock(common, config.checkpoint_every_s, self.context, saved),
             ):
                 loop.fit(the_run)
         except BaseException as error:
@@ -435,8 +438,13 @@ def _signals(common: CommonStep, in_worker: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _clock(common: CommonStep, every_s: float | None, context: WorkerContext) -> Iterator[None]:
-    """Ask for a save every `every_s` seconds; one rank's clock counts for all."""
+def _clock(
+    common: CommonStep, every_s: float | None, context: WorkerContext, saved: threading.Event
+) -> Iterator[None]:
+    """Ask for a save `every_s` seconds after the start and after each `saved`; one rank's clock counts for all.
+
+    The time of a save itself does not count: saves that take longer than `every_s` would leave none for training.
+    """
     if every_s is None or not context.is_main_process:
         yield
         return
@@ -444,7 +452,9 @@ def _clock(common: CommonStep, every_s: float | None, context: WorkerContext) ->
 
     def ask() -> None:
         while not ended.wait(every_s):
+            saved.clear()
             common.request("save")
+            saved.wait()
 
     thread = threading.Thread(target=ask, name="distributed-checkpoint-clock", daemon=True)
     thread.start()
@@ -452,6 +462,7 @@ def _clock(common: CommonStep, every_s: float | None, context: WorkerContext) ->
         yield
     finally:
         ended.set()
+        saved.set()
         thread.join()
 
 

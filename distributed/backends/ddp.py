@@ -6,18 +6,24 @@ import contextlib
 import dataclasses
 import inspect
 import os
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distributed.backends.base import Job
 from distributed.backends.torch_base import TorchBackend
 from distributed.errors import ConfigError, ResourceError
 from distributed.fields import setting
-from distributed.plan import ProcessPlan
+from distributed.plan import BatchPlan, ProcessPlan
 from distributed.settings import MergedConfig
-from distributed.state import WorkerContext
+from distributed.state import Group, StepResult, WorkerContext
 
 if TYPE_CHECKING:
     import torch
+
+    from distributed.backends._torch.objective import Loss
+    from distributed.backends._torch.powersgd import PowerSGD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +47,16 @@ class DDPBackend(TorchBackend[DDPOptions]):
         super().__init__(merged, options, plan)
         if options.comm_hook == "powersgd" and merged.config.dtype == "float64":
             raise ConfigError("ddp.comm_hook='powersgd' is lossy, which contradicts dtype='float64': drop one of them")
+        if options.comm_hook == "powersgd" and options.bucket_cap_mb is not None:
+            raise ConfigError(
+                f"ddp.bucket_cap_mb={options.bucket_cap_mb} has no effect with ddp.comm_hook='powersgd', which takes all"
+                " gradients in one bucket: drop one of them"
+            )
         if options.static_graph and options.find_unused_parameters:
             raise ConfigError(
                 "ddp.static_graph=true finds unused parameters by itself: drop ddp.find_unused_parameters"
             )
+        self._powersgd: PowerSGD | None = None
 
     def _join(self) -> WorkerContext:
         import torch.distributed as dist
@@ -78,6 +90,13 @@ class DDPBackend(TorchBackend[DDPOptions]):
             found.restart_count,
         )
 
+    def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
+        notices = super().prepare(job, batch)
+        if self._powersgd is not None:
+            first = self._powersgd.first_compressed
+            notices.append(f"ddp.comm_hook=powersgd compresses from update {first} on; gradients are whole before")
+        return notices
+
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
@@ -97,11 +116,27 @@ class DDPBackend(TorchBackend[DDPOptions]):
             static_graph=options.static_graph,
             bucket_cap_mb=capacity,
         )
+        self._is_first_group = True
         if options.comm_hook is not None:
-            _register_hook(wrapped, options.comm_hook)
+            self._register_hook(wrapped, options.comm_hook)
         return wrapped
 
+    def _register_hook(self, wrapped: Any, name: str) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hook: Callable[..., Any] = default_hooks.fp16_compress_hook if name == "fp16" else _bf16_hook
+        if name == "powersgd":
+            if self._powersgd is None:
+                self._powersgd = _powersgd_of(wrapped.module)
+            hook = self._powersgd.hook
+        # DDP compares annotations with its own types, and ours are words (`from __future__ import annotations`).
+        wrapped.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+
     def _without_sync(self) -> contextlib.AbstractContextManager[None]:
+        if self.options.static_graph and self._is_first_group:
+            # torch 2.13 aborts when the first backward of a static graph is not synchronised; sums stay the same.
+            self._is_first_group = False
+            return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[None] = self._wrapped.no_sync()  # type: ignore[operator]
         return context
 
@@ -109,6 +144,32 @@ class DDPBackend(TorchBackend[DDPOptions]):
         import torch.distributed as dist
 
         return dist.all_reduce(values, async_op=True)
+
+    def _sync_buffers(self) -> None:
+        import torch.distributed as dist
+
+        for buffer in self.plain.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult) -> None:
+        super()._on_non_finite(group, losses, result)
+        if self._powersgd is not None:
+            self._powersgd.forget()
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        extra = super().save(directory)
+        if self._powersgd is not None:
+            extra["powersgd"] = self._powersgd.save(directory, self.context.rank)
+        return extra
+
+    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
+        super().load(directory, state)
+        if self._powersgd is None:
+            return
+        if state.get("powersgd") and int(state["world_size"]) == self.context.world_size:
+            self._powersgd.load(directory, self.context.rank, state["powersgd"])
+        else:
+            self._notice("the checkpoint has no powersgd memory for this world size: it starts anew")
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         import torch.distributed as dist
@@ -165,15 +226,18 @@ def join_group(found: Any, transport: str, config: Any) -> None:
     )
 
 
-def _register_hook(wrapped: Any, name: str) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+def _powersgd_of(model: torch.nn.Module) -> PowerSGD:
+    from distributed.backends._torch.powersgd import PowerSGD
+    from distributed.backends._torch.tensors import named_parameters
 
-    if name == "powersgd":
-        wrapped.register_comm_hook(powerSGD_hook.PowerSGDState(process_group=None), powerSGD_hook.powerSGD_hook)
-    elif name == "fp16":
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    else:
-        wrapped.register_comm_hook(None, _bf16_hook)
+    parameters = [(name, p) for name, p in named_parameters(model) if p.requires_grad]
+    kinds = sorted({str(p.dtype) for _, p in parameters})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"ddp.comm_hook='powersgd' takes all gradients in one bucket, and the model's are {' and '.join(kinds)}:"
+            " use ddp.comm_hook='bf16'"
+        )
+    return PowerSGD(parameters)
 
 
 def _bf16_hook(state: Any, bucket: Any) -> Any:

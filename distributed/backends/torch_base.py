@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends.base import Backend, Job, Key, OptionsT, ShardedData
+from distributed.callbacks import unknown_metric
 from distributed.data import DataOptions, sample_seed
 from distributed.errors import ConfigError, TrainingError
 from distributed.plan import BatchPlan, ProcessPlan
@@ -52,7 +53,7 @@ class TorchBackend(Backend[OptionsT]):
             )
         self._is_training: bool | None = None
         self._step = 0  # updates done, for warm-up and messages
-        self._skipped_in_a_row = 0
+        self._not_finite_in_a_row = 0
 
     # ------------------------------------------------------------------ hooks of the torch family
 
@@ -74,6 +75,9 @@ class TorchBackend(Backend[OptionsT]):
     def _sum_over_ranks(self, values: torch.Tensor) -> Any:
         """Sum `values` in place over all ranks; returns a handle with `.wait()`, or None when it is done."""
         return None
+
+    def _sync_buffers(self) -> None:
+        """Give every rank the main process' buffers. All ranks."""
 
     def _leave(self) -> None:
         """Leave the process group."""
@@ -108,8 +112,10 @@ class TorchBackend(Backend[OptionsT]):
             notices.append(f"activation checkpointing on {count} block{'s' * (count > 1)}")
         self._wrapped = self._wrap(self.plain)
         if self.config.compile:
-            self.plain.compile()
-        self.optimizer = optim.build_optimizer(job.optimizer, self.plain, self.merged, notices.append)
+            modules.compile_calls(self.plain)
+        self.optimizer = optim.build_optimizer(job.optimizer, self.plain, self.merged)
+        if job.optimizer is not None:
+            optim.replace_rate(self.optimizer, job.scheduler, self.merged, notices.append)
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "LBFGS calls the model several times per update, which no backend supports: use AdamW or SGD"
@@ -263,6 +269,8 @@ class TorchBackend(Backend[OptionsT]):
 
     def _scaled(self, value: torch.Tensor, scale: Any) -> torch.Tensor:
         """`value * scale`; a loss that is not finite makes every gradient NaN, so that all ranks see it after the sync."""
+        if not value.requires_grad:
+            raise ConfigError("the loss has no gradient: return it as a tensor, without .item(), .detach() or no_grad")
         if self.device.type == "cpu":
             if not math.isfinite(value.item()):
                 return value * math.nan
@@ -292,11 +300,12 @@ class TorchBackend(Backend[OptionsT]):
             is_finite = math.isfinite(norm.item())
         else:
             is_finite = self._all_finite(gradients)
-        if not is_finite:
+        if is_finite:
+            self._not_finite_in_a_row = 0
+        else:
             self._on_non_finite(group, losses, result)
         if not result.skipped:
             self._apply_gradients()
-            self._skipped_in_a_row = 0
         elif self._scaler is not None:
             self._scaler.step(self.optimizer)  # leaves the update out by itself, and remembers why
             self._scaler.update()
@@ -367,15 +376,16 @@ class TorchBackend(Backend[OptionsT]):
             raise TrainingError(
                 f"{where}: stopped before the update. Lower learning_rate, set gradient_clipping, or set nan_policy=skip"
             )
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row in (1, 10, 100, 1000):
+        self._not_finite_in_a_row += 1
+        if self._not_finite_in_a_row in (1, 10, 100, 1000):
             self.report(
                 {
                     "kind": "warning",
                     "text": f"{where}: {'update left out' if policy == 'skip' else 'update made anyway'}",
                 }
             )
-        result.skipped = policy == "skip"
+        if policy == "skip":  # what is reported are means over the updates that were made
+            result.skipped, result.averages, result.deferred = True, _without_weight(result.averages), []
 
     # ------------------------------------------------------------------ results
 
@@ -399,6 +409,12 @@ class TorchBackend(Backend[OptionsT]):
 
     def _keep(self, outputs: Any, targets: Any, n: int, kept: list[tuple[Any, Any, int]]) -> None:
         """Keep outputs to compute metrics on later: small ones of every step, large ones only of the newest."""
+        from distributed.backends._torch.objective import scores
+
+        if not isinstance(outputs, self.torch.Tensor) and not self.job.metrics:
+            outputs = scores(outputs)  # all that the default accuracy needs
+            if not self._is_class_index(outputs, targets):
+                return
         if isinstance(outputs, self.torch.Tensor) and outputs.numel() <= _SMALL_OUTPUTS:
             kept.append((outputs.detach(), targets, n))
         elif self.job.metrics or self._is_class_index(outputs, targets):
@@ -506,6 +522,7 @@ class TorchBackend(Backend[OptionsT]):
         if self._is_training is not False:
             self._wrapped.eval()
             self._is_training = False
+            self._sync_buffers()
         with self.torch.no_grad():
             yield
 
@@ -552,12 +569,17 @@ class TorchBackend(Backend[OptionsT]):
         if not _is_plateau(self.scheduler):
             self._step_schedule()
             return
-        name = self.config.monitor if self.config.monitor in metrics else "loss"
+        name = self.config.monitor
+        if name not in metrics:
+            if self.merged.is_typed("monitor"):
+                raise unknown_metric("monitor", name, metrics)
+            name = "loss"
         self._step_schedule(metrics[name])
 
     def save(self, directory: Path) -> dict[str, Any]:
         from distributed.backends._torch import tensors
 
+        self._sync_buffers()  # a resume gives every rank the stored ones, so a run that goes on has them too
         extra: dict[str, Any] = {"world_size": self.context.world_size, "step": self._step}
         if self.context.is_main_process:
             extra["model"] = tensors.save_model(self.plain, directory)
@@ -613,7 +635,8 @@ class TorchBackend(Backend[OptionsT]):
 
     def _settle(self, batch: Any) -> None:
         with self.torch.random.fork_rng(), self._autocast() if self.precision != "no" else contextlib.nullcontext():
-            self.objective.settle(self.plain, self._move(batch) if self._moves else batch)
+            votes = self.objective.probe(self.plain, self._move(batch) if self._moves else batch)
+        self.objective.settle(self.reduce(votes))
         self._wrapped.train()
         self._settled = True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -160,29 +159,30 @@ def test_the_cause_in_a_worker_is_the_exception_here_and_the_last_thing_on_the_s
     last = done.stderr.splitlines()[-12:]
     assert any(f'File "{script}", line 11, in __getitem__' in line for line in last), done.output
     assert last[-1] == "KeyError: 'no such picture'"
-    assert done.stderr.count("no such picture") <= 3
-    assert any("distributed.errors.TrainingError: rank " in line for line in last + done.stderr.splitlines())
+    assert "\ndistributed.errors.TrainingError: rank " in done.stderr
+    assert done.stderr.count("KeyError: 'no such picture'") == 2  # the headline and the traceback: not said twice
 
 
-@pytest.mark.parametrize(
-    ("raised", "kind"), [("ConfigError('epochs is odd')", "ConfigError"), ("ResourceError('no disk')", "ResourceError"),
-                         ("TrainingError('too hot')", "TrainingError"), ("ValueError('bad')", "TrainingError")]
-)  # fmt: skip
-def test_the_exception_has_the_class_and_message_of_the_workers(run_python, tmp_path, raised, kind):
+def test_the_exception_has_the_class_and_message_of_the_workers(run_python, tmp_path):
     fit = """
-        try:
-            trainer.fit(Data())
-        except DistributedError as error:
-            print("caught", type(error).__name__, str(error).splitlines()[0])
+        for kind in ("ConfigError", "ResourceError"):
+            os.environ["KIND"] = kind
+            try:
+                trainer.fit(Data())
+            except DistributedError as error:
+                print("caught", type(error).__name__, error)
     """
-    at_step = f"if state.step == 2 and os.environ['RANK'] == '1': raise {raised}"
+    at_step = """
+        if state.step == 2 and os.environ["RANK"] == "1":
+            raise {"ConfigError": ConfigError, "ResourceError": ResourceError}[os.environ["KIND"]]("not here: go there")
+    """
 
     done = run_python([write(tmp_path, at_step=at_step, fit=fit)], cwd=tmp_path)
 
     assert done.returncode == 0, done.output
-    caught = next(line for line in done.stdout.splitlines() if line.startswith("caught"))
-    assert caught.startswith(f"caught {kind} ")
-    assert raised.split("'")[1] in caught
+    caught = [line for line in done.stdout.splitlines() if line.startswith("caught")]
+    assert caught == ["caught ConfigError not here: go there", "caught ResourceError not here: go there"]
+    assert done.stderr == ""
 
 
 def test_a_refusal_is_raised_before_anything_starts(run_python, tmp_path):
@@ -213,7 +213,7 @@ def test_a_trainer_can_fit_again_after_its_workers_failed(run_python, tmp_path):
 
 def test_what_cannot_be_sent_is_said(run_python, tmp_path):
     done = run_python(
-        [write(tmp_path, fit="trainer.job.loss_fn = open('script.py')\ntrainer.fit(Data())")], cwd=tmp_path
+        [write(tmp_path, fit="data = Data()\ndata.rows = (row for row in [])\ntrainer.fit(data)")], cwd=tmp_path
     )
 
     assert done.returncode == 1
@@ -317,5 +317,4 @@ def test_nothing_is_left_in_the_temporary_directory(run_python, tmp_path):
     done = run_python([write(tmp_path)], cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")})
 
     assert done.returncode == 0, done.output
-    assert list((tmp_path / "tmp").iterdir()) == []
-    shutil.rmtree(tmp_path / "runs")
+    assert list((tmp_path / "tmp").glob("distributed*")) == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from distributed.backends._torch.fetching import Fetcher, indexed_tensors
 from distributed.backends._torch.sources import (
@@ -236,7 +236,6 @@ class MapData(ShardedData):
                 collate_fn=_as_fetched,
                 pin_memory=self._source.pin_memory,
                 persistent_workers=user.persistent_workers,
-                worker_init_fn=_WorkerInit(self._source.dataset, user.worker_init_fn),
                 **loader_arguments(self._source, self._seed, epoch),
             )
         return self._loader
@@ -260,18 +259,6 @@ class _WorkerDataset(Dataset[Any]):
 
     def __getitems__(self, request: tuple[int, range, list[Any]]) -> Any:
         return self._fetcher(*request)
-
-
-class _WorkerInit:
-    """Shows a loader process the user's data set in `get_worker_info()`, then calls the user's own function."""
-
-    def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
-        self._dataset, self._function = dataset, function
-
-    def __call__(self, worker_id: int) -> None:
-        object.__setattr__(get_worker_info(), "dataset", self._dataset)
-        if self._function is not None:
-            self._function(worker_id)
 
 
 def _as_fetched(batch: Any) -> Any:

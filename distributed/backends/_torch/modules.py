@@ -49,6 +49,18 @@ def _contains(outer: torch.nn.Module, inner: torch.nn.Module) -> bool:
     return any(module is inner for module in outer.modules())
 
 
+def compile_calls(model: torch.nn.Module) -> None:
+    """`model.compile()` that works for every model: torch's own compiles nothing of a bare Sequential or Linear.
+
+    Dynamo skips frames of files in torch.nn, so the first frame has to be one of ours (OptimizedModule does the same).
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    model._compiled_call_impl = torch.compile(call)
+
+
 def batch_dependent(model: torch.nn.Module) -> list[str]:
     """Names of modules whose output differs with the split of a batch: batch statistics and dropout."""
     names = []

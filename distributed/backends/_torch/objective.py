@@ -47,7 +47,7 @@ def _tensor(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, (bool, int, float)):
-        return torch.tensor(float(value))
+        return torch.tensor(float(value), dtype=torch.float64)
     raise ConfigError(
         f"a loss or metric of type {type(value).__name__} is not a number, a tensor or a pair (sum, count): return one of these"
     )
@@ -69,6 +69,7 @@ class Objective:
         self._said: set[str] = set()
         self._default: Callable[..., torch.Tensor] | None = None
         self.takes_count: bool = False  # the model divides by a num_items_in_batch that we give
+        self._shifts = _shifts_by_name(plain_model)  # the first label of a row is nobody's target
 
     def __call__(self, model: Callable[..., Any], batch: Any, num_items: torch.Tensor | None = None) -> Loss:
         """The loss of `batch`. `num_items` is the label count of the whole update, for models that divide by it."""
@@ -108,21 +109,44 @@ class Objective:
             return None
         return self._labels_that_count(batch)
 
-    def settle(self, model: torch.nn.Module, batch: Any) -> None:
-        """Find out, once and without side effects, whether the model honours `num_items_in_batch`. All ranks together."""
-        self.takes_count = False
-        if self._training_step or self._loss_fn or not isinstance(batch, Mapping) or not _accepts_count(model):
-            return
+    def probe(self, model: torch.nn.Module, batch: Any) -> dict[str, float]:
+        """Try out how the model makes its own loss, without side effects. Returns this rank's votes for `settle`; a rank
+        whose batch holds no label cannot tell."""
+        votes = dict.fromkeys(("takes count", "shifts", "does not shift"), 0.0)
+        if self._training_step or self._loss_fn or not isinstance(batch, Mapping):
+            return votes
         count = self._labels_that_count(batch)
         if count is None or count == 0:
-            return
+            return votes
         was_training = model.training
         model.eval()
         with torch.no_grad():
-            once = own_loss(model(**batch, num_items_in_batch=count))
-            twice = own_loss(model(**batch, num_items_in_batch=2 * count))
+            if (labels := batch["labels"]).dim() > 1:
+                votes |= self._probe_shift(model, batch, labels)
+            if _accepts_count(model):
+                once = own_loss(model(**batch, num_items_in_batch=count))
+                twice = own_loss(model(**batch, num_items_in_batch=2 * count))
+                if once is not None and twice is not None:
+                    votes["takes count"] = float(torch.allclose(once, 2 * twice, rtol=1e-3))
         model.train(was_training)
-        self.takes_count = once is not None and twice is not None and bool(torch.allclose(once, 2 * twice, rtol=1e-3))
+        return votes
+
+    def _probe_shift(self, model: torch.nn.Module, batch: Mapping[str, Any], labels: torch.Tensor) -> dict[str, float]:
+        """Does the loss change without the first label of each row? A model of the next token takes no notice."""
+        without = labels.clone()
+        without[..., 0] = -100
+        if torch.equal(without, labels) or without.ne(-100).sum() == 0:
+            return {}
+        whole, rest = own_loss(model(**batch)), own_loss(model(**{**batch, "labels": without}))
+        if whole is None or rest is None or whole.dim() != 0 or not bool(torch.isfinite(whole)):
+            return {}
+        return {"shifts" if torch.equal(whole, rest) else "does not shift": 1.0}
+
+    def settle(self, votes: Mapping[str, float]) -> None:
+        """Take up the sum of all ranks' `probe`."""
+        self.takes_count = votes["takes count"] > 0
+        if votes["shifts"] or votes["does not shift"]:
+            self._shifts = not votes["does not shift"]
 
     # ------------------------------------------------------------------ forms
 
@@ -155,6 +179,8 @@ class Objective:
 
     def _from_step(self, value: Any, batch: Any) -> Loss:
         metrics: Mapping[str, Any] | None = None
+        if hasattr(value, "loss") and (own := own_loss(value)) is not None:  # a Hugging Face output is a mapping too
+            return self._weigh(own, batch)
         if isinstance(value, Mapping):
             if "loss" not in value:
                 raise ConfigError(
@@ -162,8 +188,6 @@ class Objective:
                 )
             metrics = {name: entry for name, entry in value.items() if name != "loss"}
             value = value["loss"]
-        elif (own := own_loss(value)) is not None:
-            return self._weigh(own, batch)
         if value is None:
             raise ConfigError("training_step returned None: return the loss")
         return dataclasses.replace(as_loss(value), metrics=metrics)
@@ -184,10 +208,7 @@ class Objective:
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return None
-        shifted = labels.dim() > 1 and "CausalLM" in str(
-            getattr(self._plain, "loss_type", None) or type(self._plain).__name__
-        )
-        return (labels[..., 1:] if shifted else labels).ne(-100).sum()
+        return (labels[..., 1:] if self._shifts and labels.dim() > 1 else labels).ne(-100).sum()
 
     def _choose_default(self, outputs: Any, targets: Any) -> Callable[..., torch.Tensor]:
         if isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor):
@@ -226,6 +247,11 @@ def is_class_index(outputs: Any, targets: Any) -> bool:
     )
 
 
+def scores(outputs: Any) -> Any:
+    """The scores inside a model's outputs (`.logits`, as Hugging Face names them), or the outputs themselves."""
+    return getattr(outputs, "logits", outputs)
+
+
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, float]:
     """(right answers, samples) of class scores [batch, classes] against class indices [batch]."""
     return (outputs.argmax(dim=1) == targets).sum(), float(targets.shape[0])
@@ -238,8 +264,8 @@ def evaluate_metrics(
     rows: list[tuple[str, Any, float, Any]] = []
     for name, function in metrics.items():
         rows.append((name, *weighted(as_loss(function(outputs, targets)), num_samples, name)))
-    if "accuracy" not in metrics and is_class_index(outputs, targets):
-        rows.append(("accuracy", *weighted(as_loss(accuracy(outputs, targets)), num_samples, "accuracy")))
+    if "accuracy" not in metrics and is_class_index(scores(outputs), targets):
+        rows.append(("accuracy", *weighted(as_loss(accuracy(scores(outputs), targets)), num_samples, "accuracy")))
     return rows
 
 
@@ -249,6 +275,12 @@ def weighted(loss: Loss, num_samples: int, name: str) -> tuple[Any, float, Any]:
         raise TrainingError(f"metric {name!r} gave a tensor of shape {tuple(loss.value.shape)} as a sum: give a number")
     value = loss.value.detach()
     return (value, float(num_samples), num_samples) if loss.count is None else (value, 1.0, loss.count)
+
+
+def _shifts_by_name(model: torch.nn.Module) -> bool:
+    """Whether the model's name says that it predicts the next token; `probe` knows better where it can be asked."""
+    kind = str(getattr(model, "loss_type", None) or type(model).__name__)
+    return "CausalLM" in kind or kind.endswith("LMHeadModel")
 
 
 def _accepts_count(model: torch.nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,25 +15,22 @@ from distributed.settings import MergedConfig
 
 
 def build_optimizer(
-    given: Any, model: torch.nn.Module, merged: MergedConfig, notice: Callable[[str], None]
+    given: Any, model: torch.nn.Module, merged: MergedConfig
 ) -> torch.optim.Optimizer:
-    """The user's optimizer, or AdamW at `learning_rate`. A typed `learning_rate` replaces a given optimizer's."""
-    config = merged.config
+    """The user's optimizer, or AdamW at `learning_rate`."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError(
             "the model has no parameter that requires a gradient, so there is nothing to train: pass another model"
         )
     if given is None:
-        return torch.optim.AdamW(parameters, lr=config.learning_rate)
+        return torch.optim.AdamW(parameters, lr=merged.config.learning_rate)
     optimizer = given if isinstance(given, torch.optim.Optimizer) else given(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"the optimizer factory returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
         )
     _check_parameters(optimizer, model)
-    if merged.is_typed("learning_rate"):
-        _replace_rate(optimizer, config.learning_rate, notice)
     return optimizer
 
 
@@ -46,27 +43,51 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
         )
 
 
-def _replace_rate(optimizer: torch.optim.Optimizer, rate: float, notice: Callable[[str], None]) -> None:
-    rates = {float(group["lr"]) for group in optimizer.param_groups}
+def replace_rate(
+    optimizer: torch.optim.Optimizer, scheduler: Any, merged: MergedConfig, notice: Callable[[str], None]
+) -> None:
+    """A typed `learning_rate` replaces a given optimizer's, and the one that a schedule given as an object starts from."""
+    rate = merged.config.learning_rate
+    if not merged.is_typed("learning_rate"):
+        return
+    rates = {float(_full_rate(group)) for group in optimizer.param_groups}
     if len(rates) > 1:
         raise ConfigError(
             f"learning_rate={rate:g} cannot replace the different rates {', '.join(f'{r:g}' for r in sorted(rates))}"
             " of the optimizer's parameter groups: drop it, or set the rates in the optimizer"
         )
     if rates != {rate}:
-        notice(f"learning_rate={rate:g} replaces the optimizer's {rates.pop():g}")
-        set_rates(optimizer, [rate] * len(optimizer.param_groups), initial=True)
+        before = rates.pop()
+        notice(f"learning_rate={rate:g} replaces the optimizer's {before:g}")
+        given = scheduler if isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) else None
+        _change_rates(optimizer, given, lambda old: rate if old == before else old * (rate / before))
 
 
-def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float], initial: bool = False) -> None:
-    """Write each group's rate; with `initial` also the one that schedules start from."""
+def _full_rate(group: Mapping[str, Any]) -> Any:
+    """A group's rate before a schedule lowered it for the first update (OneCycleLR, a warm-up)."""
+    return group.get("max_lr", group.get("initial_lr", group["lr"]))
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:
+    """Write each group's rate."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-        if initial and "initial_lr" in group:
-            group["initial_lr"] = rate
+
+
+def _change_rates(optimizer: torch.optim.Optimizer, scheduler: Any, change: Callable[[float], float]) -> None:
+    """Change the rates of all groups, and every rate that a schedule put into them or remembers itself."""
+    set_rates(optimizer, [change(float(group["lr"])) for group in optimizer.param_groups])
+    for group in optimizer.param_groups:
+        for name in ("initial_lr", "max_lr", "min_lr"):  # the last two are OneCycleLR's
+            if name in group:
+                group[name] = change(group[name])
+    for schedule in _all_schedules(scheduler):
+        for name in ("base_lrs", "_last_lr", "max_lrs"):
+            if isinstance(getattr(schedule, name, None), list):
+                setattr(schedule, name, [change(rate) for rate in getattr(schedule, name)])
 
 
 def scale_rates(
@@ -82,16 +103,9 @@ def scale_rates(
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[mode]
     if mode == "none" or factor == 1.0:
         return
-    before = [float(group["lr"]) for group in optimizer.param_groups]
-    set_rates(optimizer, [rate * factor for rate in before])
-    for group in optimizer.param_groups:
-        if "initial_lr" in group:
-            group["initial_lr"] *= factor
-    for schedule in _all_schedules(scheduler):
-        for name in ("base_lrs", "_last_lr", "min_lrs", "max_lrs"):
-            if isinstance(getattr(schedule, name, None), list) and name != "min_lrs":
-                setattr(schedule, name, [rate * factor for rate in getattr(schedule, name)])
-    notice(f"lr_scaling={mode}: learning rate {before[0]:g} x {factor:g} = {before[0] * factor:g}")
+    before = float(_full_rate(optimizer.param_groups[0]))
+    _change_rates(optimizer, scheduler, lambda rate: rate * factor)
+    notice(f"lr_scaling={mode}: learning rate {before:g} x {factor:g} = {before * factor:g}")
 
 
 def build_scheduler(given: Any, optimizer: torch.optim.Optimizer, original: Any) -> Any:

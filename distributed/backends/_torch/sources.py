@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     default_collate,
+    get_worker_info,
 )
 
 from distributed.backends._torch import sample_rng
@@ -23,6 +25,7 @@ from distributed.backends._torch.fetching import LOADER, SAMPLER, announce_epoch
 from distributed.config import DistributedConfig
 from distributed.data import sample_seed
 from distributed.errors import ConfigError
+from distributed.processes import die_with_parent
 
 Reduce = Callable[[Mapping[str, float]], dict[str, float]]
 _EXAMPLE = "give a DataLoader, or a data set such as TensorDataset(inputs, targets)"
@@ -225,8 +228,23 @@ def loader_arguments(source: Source, seed: int, epoch: int) -> dict[str, Any]:
             timeout=loader.timeout,
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
+            worker_init_fn=_WorkerInit(source.dataset, loader.worker_init_fn),
         )
     return arguments
+
+
+class _WorkerInit:
+    """First in a loader process: it ends with its trainer, sees the user's data set in `get_worker_info()`, and calls
+    the user's own function. torch's loader processes look for their parent every 5 s, and never while they read."""
+
+    def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
+        self._dataset, self._function = dataset, function
+
+    def __call__(self, worker_id: int) -> None:
+        die_with_parent(os.getppid())
+        object.__setattr__(get_worker_info(), "dataset", self._dataset)
+        if self._function is not None:
+            self._function(worker_id)
 
 
 def read_loader(loader: DataLoader[Any]) -> Generator[Any, None, None]:

@@ -113,7 +113,6 @@ class StreamData(ShardedData):
             source.dataset,
             batch_size=size if size > 1 else _CHUNK,
             collate_fn=_pack,
-            worker_init_fn=source.loader.worker_init_fn,
             **loader_arguments(source, self._seed, epoch),
         )
         for chunk in read_loader(loader):
@@ -169,7 +168,6 @@ class WholeBatches(ShardedData):
             source.dataset,
             batch_size=None,
             collate_fn=source.collate_fn,
-            worker_init_fn=source.loader.worker_init_fn,
             **arguments,
         )
         steps, position = self.batch.gradient_accumulation_steps, 0

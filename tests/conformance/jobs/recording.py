@@ -44,7 +44,7 @@ def facts(trainer: Trainer, history: Any) -> dict[str, Any]:
         "stop_reason": history.stop_reason,
         "rows": history.rows,
         "run_dir": str(history.run_dir),
-        "checkpoints": sorted(path.name for path in directory.glob("step-*")),
+        "checkpoints": sorted(path.name for path in directory.rglob("step-*")),
     }
 
 

@@ -4,9 +4,8 @@
 
 FAULTS is a JSON list; the n-th is armed in the n-th attempt (those before it are over). Each is [kind, number, rank]:
 "step" kills after that update, "validation" at that validation sample, "data" at that training sample, "save" at that
-fsync of the attempt; with "launcher-step" and so on the launcher is killed instead of the rank. A signal's name instead
-of KILL may stand before: "TERM-step".
-OUT gets `samples-RANK.jsonl`: for each update the samples that this rank used.
+fsync of the attempt. "launcher-step" and so on strike the launcher instead of the rank, "TERM-step" sends SIGTERM.
+OUT gets `samples-RANK.jsonl`, for each update the samples that this rank used, and `faults.txt`, when they struck.
 """
 
 import json
@@ -14,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,6 +26,7 @@ from distributed import Callback, Trainer
 SAMPLES, FEATURES, CLASSES = 103, 12, 5
 OUT, NUM_WORKERS, FAULTS = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 DTYPE = torch.float64 if "--float64" in sys.argv else torch.float32
+SLOW = float(os.environ.get("SLOW", 0))  # seconds of each micro-batch, so that a signal comes before the end
 RANK, MAIN, LAUNCHER = int(os.environ.get("RANK", 0)), os.getpid(), os.getppid()
 
 
@@ -47,6 +48,8 @@ class Armed:
             return
         self.counts[kind] = self.counts.get(kind, 0) + 1 if number is None else number
         if self.counts[kind] == self.number:
+            with (OUT / "faults.txt").open("a") as file:
+                file.write(f"{time.time()}\n")
             os.kill(LAUNCHER if self.to_launcher else MAIN, self.signum)
             if self.to_launcher and self.signum == signal.SIGKILL:
                 signal.pause()
@@ -93,6 +96,7 @@ def step(model, batch):
     x, y, index = batch
     if model.training:
         Watch.used += index.tolist()
+        time.sleep(SLOW)
     return torch.nn.functional.cross_entropy(model(x), y)
 
 

@@ -1,0 +1,109 @@
+"""PowerSGD with a memory that survives new buckets, another wrapper and a resume.
+
+torch's hook keeps two things between updates: what compression left out so far (each rank its own) and the factors that the
+next compression starts from, both as flat tensors in the order of a bucket's parameters. DDP orders its bucket anew after
+the first update, so they are kept here by parameter name: Vogels et al., PowerSGD, arXiv 1905.13727.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+from distributed.backends._torch.tensor_io import read_file, write_file
+
+_ERROR, _FACTOR = "error.", "factor."
+
+
+class PowerSGD:
+    """The hook of one model, whose gradients come in one bucket. `num_updates` counts over resumes."""
+
+    def __init__(self, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters}
+        self._memory: dict[str, torch.Tensor] = {}  # `error.NAME` and `factor.NAME`, flat, while no bucket holds them
+        self._start()
+
+    def _start(self, num_updates: int = 0) -> None:
+        self._state = powerSGD_hook.PowerSGDState(process_group=None)
+        self._state.iter = num_updates
+        self._layout: list[tuple[str, torch.Size]] = []
+
+    @property
+    def first_compressed(self) -> int:
+        """The update that is the first to be compressed, counted from 1."""
+        return int(self._state.start_powerSGD_iter) + 1
+
+    @property
+    def num_updates(self) -> int:
+        return int(self._state.iter)
+
+    def hook(self, state: Any, bucket: Any) -> Any:
+        """DDP's communication hook. `state` is not used."""
+        layout = [(self._names[id(p)], p.shape) for p in bucket.parameters()]
+        if layout != self._layout:
+            self._memory = self.memory()
+            self._start(self.num_updates)
+            self._layout = layout
+            self._fill(bucket.buffer())
+        return powerSGD_hook.powerSGD_hook(self._state, bucket)
+
+    def forget(self) -> None:
+        """Drop the memory, which a gradient that was not finite has spoilt. All ranks."""
+        self._memory = {}
+        self._start(self.num_updates)
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """What is kept between updates, by parameter."""
+        kept = dict(self._memory)
+        if 0 not in self._state.error_dict:
+            return kept
+        names = [name for name, _ in self._layout]
+        sizes = [shape.numel() for _, shape in self._layout]
+        kept |= _cut(_ERROR, names, sizes, self._state.error_dict[0])
+        matrices = self._matrices()
+        kept |= _cut(_FACTOR, list(matrices), [q for _, q in matrices.values()], self._state.q_memory_dict[0])
+        return kept
+
+    def save(self, directory: Path, rank: int) -> dict[str, Any]:
+        """Write this rank's memory. Every rank; returns the rest for state.json."""
+        write_file(directory / "comm_hook" / f"rank-{rank}.safetensors", self.memory(), {})
+        return {"num_updates": self.num_updates}
+
+    def load(self, directory: Path, rank: int, state: dict[str, Any]) -> None:
+        """Take up what `save` wrote at the same world size."""
+        self._memory, _ = read_file(directory / "comm_hook" / f"rank-{rank}.safetensors")
+        self._start(int(state["num_updates"]))
+
+    def _fill(self, buffer: torch.Tensor) -> None:
+        """Put the memory into flat tensors in the order of the bucket, where it holds all of its parameters."""
+        matrices = self._matrices()
+        errors = [self._memory.get(_ERROR + name) for name, _ in self._layout]
+        factors = [self._memory.get(_FACTOR + name) for name in matrices]
+        if not errors or any(kept is None for kept in (*errors, *factors)):
+            return
+        self._memory = {}
+        self._state.error_dict[0] = torch.cat([e for e in errors if e is not None]).to(buffer)
+        factor = torch.cat([f for f in factors if f is not None]) if factors else buffer.new_empty(0)
+        self._state.q_memory_dict[0] = factor.to(buffer)
+        self._state.p_memory_dict[0] = buffer.new_empty(sum(p for p, _ in matrices.values()))
+
+    def _matrices(self) -> dict[str, tuple[int, int]]:
+        """name -> numbers in its two factors, of the compressed parameters in the order of torch's hook: by shape."""
+        by_shape: dict[tuple[int, int], list[str]] = {}
+        most, least = self._state.matrix_approximation_rank, self._state.min_compression_rate
+        for name, shape in self._layout:
+            rows = shape[0] if shape else 1
+            columns = shape.numel() // rows if rows else 0
+            rank = min(rows, columns, most)
+            if powerSGD_hook._should_compress(rows, columns, rank, least)[0]:  # type: ignore[no-untyped-call]
+                by_shape.setdefault((rows, columns), []).append(name)
+        return {
+            name: (n * min(n, m, most), m * min(n, m, most)) for (n, m), names in by_shape.items() for name in names
+        }
+
+
+def _cut(prefix: str, names: list[str], sizes: list[int], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {prefix + name: part.clone() for name, part in zip(names, torch.split(flat, sizes), strict=True)}

@@ -1,0 +1,76 @@
+"""What two runs of jobs/resume.py must have in common when one of them was hurt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+JOB = Path(__file__).parent / "jobs" / "resume.py"
+STEPS = 21  # 3 epochs of 103 samples, 16 an update
+CLOCKS = {"total_time", "train_time_s", "samples_per_second", "time"}
+
+
+def arguments(
+    out: Path, faults: Sequence[Any] = (), *more: str, workers: int = 0, run: str = "run", world: int = 2
+) -> list[str]:
+    """Of `distributed train`; `more` are flags."""
+    return [
+        "train", "--script", str(JOB), "--run-dir", str(out / run), "--nproc-per-node", str(world),
+        "--epochs", "3", "--gradient-accumulation-steps", "2", "--checkpoint-every-n-steps", "3", "--log-every-n-steps", "2",
+        "--max-restarts", "20", *more, "--", str(out), str(workers), json.dumps(list(faults)),
+    ]  # fmt: skip
+
+
+def newest(run: Path) -> Path:
+    """The newest checkpoint of a run directory."""
+    return sorted(run.glob("checkpoints/step-*"))[-1]
+
+
+def digests(checkpoint: Path) -> dict[str, Any]:
+    """Of weights, optimizer and generators."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    return {name: record for name, record in files.items() if name != "state.json"}
+
+
+def progress(checkpoint: Path) -> Any:
+    """state.json but for the clocks."""
+    return _timeless(json.loads((checkpoint / "state.json").read_text()))
+
+
+def _timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _timeless(inner) for name, inner in value.items() if name not in CLOCKS}
+    return [_timeless(inner) for inner in value] if isinstance(value, list) else value
+
+
+def metrics(run: Path) -> list[Any]:
+    """The rows of metrics.jsonl but for the clocks."""
+    return [_timeless(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples(out: Path) -> dict[int, dict[int, list[int]]]:
+    """step -> rank -> the samples of the newest attempt at that step."""
+    used: dict[int, dict[int, list[int]]] = {}
+    for file in sorted(out.glob("samples-*.jsonl")):
+        for line in file.read_text().splitlines():
+            if line.endswith("]"):  # else the writer was killed
+                _, step, indices = json.loads(line)
+                used.setdefault(step, {})[int(file.stem.split("-")[1])] = indices
+    return used
+
+
+def events(run: Path) -> list[str]:
+    """Names of what happened, in order."""
+    return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def assert_same(hurt: Path, clean: Path, run: str = "run") -> None:
+    """The run under `hurt` ended as the one under `clean` did: bit for bit, no sample twice, no log row twice."""
+    one, other = newest(hurt / run), newest(clean / "run")
+    assert one.name == other.name == f"step-{STEPS:08d}"
+    assert digests(one) == digests(other)
+    assert progress(one) == progress(other)
+    assert samples(hurt) == samples(clean)
+    assert metrics(hurt / run) == metrics(clean / "run")

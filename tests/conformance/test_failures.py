@@ -1,0 +1,134 @@
+"""Training that fails on one of two processes: what is said, how fast, and what is left."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+JOB = Path(__file__).parent / "jobs" / "failures.py"
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def fail(run_cli, tmp_path):
+    """Run a case of the job on two processes; about 2 s each."""
+
+    def run(case, code):
+        done = run_cli(
+            ["train", "--script", str(JOB), "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), "--", case, str(tmp_path)],
+            timeout=40,
+        )  # fmt: skip
+        ended = time.time()
+        assert done.returncode == code, done.output[-3000:]
+        raised = tmp_path / "raised-at"
+        if raised.exists():
+            assert ended - float(raised.read_text()) <= 3
+        return done
+
+    return run
+
+
+def updates(directory, case):
+    """Each rank's [step, skipped, weights] after every update."""
+    files = [directory / f"{case}-{rank}.jsonl" for rank in (0, 1)]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def lines(done):
+    return [line for line in done.stderr.splitlines() if line.strip()]
+
+
+def test_a_nan_on_one_rank_stops_all_before_the_update(fail, tmp_path):
+    done = fail("nan-stop", 1)
+    assert lines(done)[-1].startswith("error: step 5: the loss is nan on rank 1 (samples at positions 32 to 39")
+    assert done.output.count("the loss is nan") == 1 and "Traceback" not in done.output
+    first, second = updates(tmp_path, "nan-stop")
+    assert [entry["step"] for entry in first] == [entry["step"] for entry in second] == [1, 2, 3, 4]
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
+    assert newest.name == "step-00000004"
+    assert all(
+        math.isfinite(v) for array in load_file(newest / "model" / "model.safetensors").values() for v in array.flat
+    )
+
+
+def test_a_nan_may_leave_the_update_out(fail, tmp_path):
+    done = fail("nan-skip", 0)
+    assert done.output.count("warning: step 5: the loss is nan on rank 1") == 1
+    first, second = updates(tmp_path, "nan-skip")
+    assert first == second and len(first) == 8
+    assert first[4]["skipped"] and first[4]["weights"] == first[3]["weights"] != first[5]["weights"]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert math.isfinite(result["best_metrics"]["loss"])  # the mean of the epoch is over the updates made
+
+
+def test_a_nan_may_be_a_warning_said_once_while_it_lasts(fail, tmp_path):
+    done = fail("nan-warn", 0)
+    assert done.output.count("warning: step ") == 1 and "update made anyway" in done.output
+    first, _ = updates(tmp_path, "nan-warn")
+    assert [all(map(math.isfinite, entry["weights"])) for entry in first] == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("case", "last", "where"),
+    [
+        ("bad-sample", "ValueError: sample 33 cannot be read", "in __getitem__"),
+        ("bad-sample-in-a-worker", "ValueError: sample 33 cannot be read", "in __getitem__"),
+        ("bad-forward", "RuntimeError: the third forward fails", "in forward"),
+    ],
+)
+def test_the_users_own_traceback_is_the_last_thing_on_the_screen(fail, case, last, where):
+    done = fail(case, 1)
+    shown = lines(done)
+    assert shown[-1] == last
+    assert any(str(JOB) in line and where in line for line in shown[-8:])
+    assert "error: rank 1 failed with" in done.stderr and done.stderr.count(last) <= 2
+
+
+def test_a_rank_that_stays_away_is_waited_for_no_longer_than_timeout_s(fail):
+    """5 s: the job waits for 2."""
+    done = fail("timeout", 1)
+    assert "2000ms" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("bad-setting", "gradient_clipping=-1 must be greater than 0: set gradient_clipping=1"),
+        ("loader-disagrees", "batch_size=4 in Trainer is not the loader's batch_size=8: drop one of them"),
+        ("no-length", "training data: Endless has __getitem__ but no length: add __len__"),
+        ("shuffled-stream", "shuffle=True cannot order a stream: shuffle inside the data set, or drop shuffle"),
+        ("no-parameters", "the model has no parameter that requires a gradient"),
+        ("no-data", "fit() got no training data: pass a DataLoader or a dataset"),
+        ("other-model", "it lacks 0.weight (and 3 more); this model lacks its bias (and 1 more)"),
+        ("other-shape", "checkpoint from another model: weight has shape [3, 6] there, [4, 6] here"),
+    ],
+)
+def test_a_mistake_in_the_script_is_one_line_and_exit_2(fail, case, message):
+    done = fail(case, 2)
+    errors = [line for line in lines(done) if line.startswith("error: ")]
+    assert len(errors) == 1 and errors[0] == lines(done)[-1] and message in errors[0]
+    assert "Traceback" not in done.output
+    assert done.seconds < 3 + 4  # the start of two processes is in it, and a first training of another model
+
+
+def test_a_full_disk_costs_one_checkpoint_and_not_the_run(fail, tmp_path):
+    done = fail("full-disk", 0)
+    assert done.output.count("step-00000004 could not be saved: No space left on device") == 1
+    assert "training goes on, miss 1 of 3 in a row" in done.output
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000006", "step-00000008"]
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused_before_any_worker(run_cli, tmp_path):
+    (tmp_path / "file").write_text("")
+    where = str(tmp_path / "file" / "run")
+    done = run_cli(
+        ["train", "--script", str(JOB), "--nproc-per-node", "2", "--run-dir", where, "--", "no-data", str(tmp_path)]
+    )
+    assert done.returncode == 2 and done.seconds <= 3, done.output
+    assert len(lines(done)) == 1 and lines(done)[0].startswith("error: run directory") and where in lines(done)[0]

@@ -1,0 +1,198 @@
+"""`fit` in a notebook cell: classes of the notebook, progress in the cell, the result in the kernel, and no process left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import textwrap
+import uuid
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from tests.conftest import MARK, clean_environment, marked, poll
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),  # of nbclient and zmq
+]
+
+DEFINITIONS = """
+import os, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+from distributed import Callback, Trainer
+
+%cd -q {directory}
+used = torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()   # autograd's threads are up in this kernel
+
+class Digits(Dataset):
+    def __init__(self, size):
+        self.x = torch.randn(size, 4)
+        self.y = (self.x.sum(1) > 0).long()
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(4, 2)
+    def forward(self, x):
+        return self.line(x)
+
+class Slow(Callback):
+    def on_step_end(self, state, result):
+        open(f"step-{{state.step}}", "w").close()
+        time.sleep(0.02)
+
+torch.manual_seed(0)
+"""
+FIT = """
+net = Net()
+trainer = Trainer(net, nproc_per_node=2, epochs=3, learning_rate=0.05)
+history = trainer.fit(DataLoader(Digits(256), batch_size=8, shuffle=True), Digits(64))
+"""
+LONG = """
+net = Net()
+trainer = Trainer(net, nproc_per_node=2, epochs=50, callbacks=[Slow()])
+trainer.fit(DataLoader(Digits(256), batch_size=8))
+"""
+REPORT = """
+import json
+print(json.dumps({"best": trainer.best_accuracy, "run_dir": history.run_dir, "steps": history.steps,
+                  "grad": net.line.weight.requires_grad, "accuracy": trainer.evaluate(Digits(64))["accuracy"]}))
+"""
+
+
+class Kernel:
+    """A kernel that runs cells one by one; all that it starts is found by a mark in the environment."""
+
+    def __init__(self, directory: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self._notebook = nbformat.v4.new_notebook()
+        self.client = NotebookClient(
+            self._notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(directory)}}
+        )
+
+    def __enter__(self) -> Kernel:
+        self.client.create_kernel_manager()
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        self._wait(self.client.async_start_new_kernel(env=clean_environment(**{MARK: self.mark})))
+        self._wait(self.client.async_start_new_kernel_client())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait(self.client._async_cleanup_kernel())
+        for pid in self.alive():
+            os.kill(pid, signal.SIGKILL)
+        asyncio.set_event_loop(None)
+        self._loop.close()
+
+    def _wait(self, coroutine: Any) -> Any:
+        return self._loop.run_until_complete(coroutine)
+
+    def run(self, source: str, while_it_runs: Any = None) -> str:
+        """The cell's text output. `while_it_runs()` is called in a thread meanwhile. Raises CellExecutionError."""
+        cell = nbformat.v4.new_code_cell(textwrap.dedent(source))
+        self._notebook.cells.append(cell)
+
+        async def both() -> None:
+            other = asyncio.to_thread(while_it_runs) if while_it_runs else asyncio.sleep(0)
+            await asyncio.gather(self.client.async_execute_cell(cell, len(self._notebook.cells) - 1), other)
+
+        self._wait(both())
+        return self.output
+
+    @property
+    def output(self) -> str:
+        """What the newest cell printed."""
+        return "".join(out.get("text", "") for out in self._notebook.cells[-1].outputs)
+
+    def alive(self) -> list[int]:
+        """The kernel and its descendants."""
+        return marked(self.mark)
+
+    @property
+    def pid(self) -> int:
+        return int(self.client.km.provisioner.pid)  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("notebook")
+    with Kernel(directory) as running:
+        running.directory = directory
+        running.run(DEFINITIONS.format(directory=directory))
+        yield running
+
+
+def test_a_cell_trains_shows_progress_and_gives_the_result_back(kernel):
+    shown = kernel.run(FIT)
+    report = json.loads(kernel.run(REPORT).splitlines()[-1])
+
+    lines = shown.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("epoch ")] == ["1/3", "2/3", "3/3"]
+    assert "backend pytorch-ddp, 2 processes on cpu" in lines
+    assert len(lines) < 15, shown
+    assert report["steps"] == 48 and report["grad"]
+    assert report["best"] > 0.8 and report["accuracy"] > 0.8
+    assert (kernel.directory / report["run_dir"] / "result.json").exists()
+    assert kernel.alive() == [kernel.pid]
+
+
+def test_the_cell_can_be_run_again(kernel):
+    kernel.run(FIT)
+    report = json.loads(kernel.run(REPORT).splitlines()[-1])
+
+    assert Path(report["run_dir"]).parent.parent.name == "runs"
+    assert Path(report["run_dir"]).name == "fit-2"
+    assert report["steps"] == 48
+
+
+def test_an_error_in_the_workers_is_the_cells_error(kernel):
+    with pytest.raises(CellExecutionError) as error:
+        kernel.run(FIT.replace("learning_rate=0.05", "training_step=lambda model, batch: model(batch[0]).nonsense()"))
+
+    text = str(error.value)
+    cause = text[text.index("TrainingError\x1b[39m: rank ") :]
+    assert "    trainer = Trainer(net, nproc_per_node=2" in cause  # the line of the cell, which is in no file
+    assert cause.endswith("AttributeError: 'Tensor' object has no attribute 'nonsense'\n")
+    assert kernel.alive() == [kernel.pid]
+
+
+def test_interrupting_the_kernel_saves_and_leaves_no_process(kernel):
+    def interrupt() -> None:
+        poll(lambda: (kernel.directory / "step-5").exists(), 30, lambda: f"no step\n{kernel.output}")
+        os.kill(kernel.pid, signal.SIGINT)
+
+    with pytest.raises(CellExecutionError, match="KeyboardInterrupt"):
+        kernel.run(LONG, interrupt)
+
+    assert "SIGINT: stopping after this step" in kernel.output
+    poll(lambda: kernel.alive() == [kernel.pid], 5, lambda: f"left {kernel.alive()}")
+    found = kernel.run("print(trainer._remote.step, trainer._remote.checkpoint, net.line.weight.requires_grad)").split()
+    assert int(found[0]) >= 5
+    assert (Path(found[1]) / "manifest.json").exists()
+
+
+def test_killing_the_kernel_leaves_nobody(tmp_path):
+    with Kernel(tmp_path) as kernel:
+        kernel.run(DEFINITIONS.format(directory=tmp_path))
+
+        def kill() -> None:
+            poll(lambda: (tmp_path / "step-3").exists(), 30, lambda: f"no step\n{kernel.output}")
+            assert len(kernel.alive()) == 5
+            os.kill(kernel.pid, signal.SIGKILL)
+
+        with pytest.raises(Exception, match="Kernel died"):
+            kernel.run(LONG, kill)
+        poll(lambda: kernel.alive() == [], 5, lambda: f"left {kernel.alive()}")

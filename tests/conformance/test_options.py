@@ -1,0 +1,475 @@
+"""Every option has an effect, and the right one: against torch by hand, with one process and with two."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import math
+import socket
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed.agent import ForkAgent
+from distributed.config import DistributedConfig, group_options
+from distributed.launcher import LaunchRequest
+from tests.conformance.jobs import options as job
+from tests.conformance.jobs.recording import distance, read
+
+HERE = Path(__file__).parent
+UPDATES = 8  # of two epochs
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory, run_cli_once):
+    """world size -> (what every case gave on each rank, the console's text); each world is started once."""
+    found = {}
+    for world in (1, 2):
+        out = tmp_path_factory.mktemp(f"world-{world}")
+        script = str(HERE / "jobs" / "options.py")
+        done = run_cli_once(
+            [
+                "train",
+                "--script",
+                script,
+                "--nproc-per-node",
+                str(world),
+                "--run-dir",
+                str(out / "run"),
+                "--",
+                str(out),
+            ],
+            timeout=120,
+        )
+        assert done.returncode == 0, done.output[-3000:]
+        found[world] = (read(out, world), done.stdout + done.stderr)
+    return found
+
+
+@pytest.fixture(params=[1, 2], ids=["single", "ddp-2"])
+def world(request):
+    return request.param
+
+
+@pytest.fixture
+def seen(worlds, world):
+    """case -> what the main process saw; all ranks have the same weights."""
+    return by_case(worlds, world)
+
+
+@pytest.fixture
+def ddp(worlds):
+    return by_case(worlds, 2)
+
+
+def by_case(worlds, world):
+    cases = worlds[world][0]
+    for name, ranks in cases.items():
+        assert all(rank.get("weights") == ranks[0].get("weights") for rank in ranks), name
+        assert all(("error" in rank) == ("error" in ranks[0]) for rank in ranks), name
+    return {name: ranks[0] for name, ranks in cases.items()}
+
+
+def by_hand(rates, clip=None, adamw=False, model=job.net, epochs=2):
+    """Final weights of plain torch in float64 with `rates[i]` as the learning rate of update i."""
+    model = model().double()
+    x, y = job.data().tensors
+    optimizer = (
+        torch.optim.AdamW(model.parameters()) if adamw else torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
+    )
+    cuts = [slice(start, start + job.GLOBAL) for start in range(0, job.SAMPLES, job.GLOBAL)] * epochs
+    for rate, cut in zip(rates, cuts, strict=False):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[cut]), y[cut]).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
+
+
+def agrees(case, expected):
+    return distance(case, expected) < 1e-9
+
+
+# ------------------------------------------------------------------ optimizer, rate, schedule
+
+
+def test_the_reference_itself(seen):
+    assert agrees(seen["plain"], by_hand([0.1] * UPDATES))
+    assert not agrees(seen["plain"], by_hand([0.1] * (UPDATES - 1)))
+
+
+def test_clipping_is_by_the_global_norm_before_the_update(seen):
+    expected = by_hand([0.1] * UPDATES, clip=0.05)
+    assert agrees(seen["clipped"], expected) and not agrees(seen["plain"], expected)
+    norms = [metrics["grad_norm"] for _, _, metrics in seen["clipped"]["logged"]]
+    assert min(norms) > 0.05  # logged before clipping
+
+
+def test_warmup_raises_the_rate_over_its_updates(seen):
+    assert agrees(seen["warmed"], by_hand([0.1 / 3, 0.2 / 3, *[0.1] * 6]))
+
+
+def test_accumulation_changes_no_number(seen):
+    assert agrees(seen["accumulated"], by_hand([0.1] * UPDATES))
+
+
+def test_the_default_is_adamw_at_the_learning_rate(seen):
+    assert agrees(seen["adamw"], by_hand([0.02] * UPDATES, adamw=True))
+
+
+def test_a_typed_rate_replaces_that_of_an_optimizer_and_its_schedule(seen, worlds, world):
+    assert agrees(seen["typed-rate"], by_hand([0.02 * 0.5**i for i in range(UPDATES)]))
+    assert agrees(seen["typed-rate-factories"], by_hand([0.03 * 0.5**i for i in range(UPDATES)]))
+    assert worlds[world][1].count("learning_rate=0.02 replaces the optimizer's 0.1") == 1
+    assert worlds[world][1].count("learning_rate=0.03 replaces the optimizer's 0.1") == 1
+
+
+def test_a_typed_rate_cannot_replace_several_different_ones(seen):
+    error = seen["typed-rate-groups"]["error"]
+    assert error.startswith("ConfigError: learning_rate=0.02 cannot replace the different rates 0.1, 0.3")
+
+
+def factor(world):
+    """global_batch_size / batch_size with two accumulation steps."""
+    return job.GLOBAL / (job.GLOBAL / 2 / world)
+
+
+def test_the_rate_is_scaled_for_default_and_given_optimizers_and_their_schedules(seen, world, worlds):
+    k, cut = factor(world), [0.1 * 0.1 ** (i // 3) for i in range(UPDATES)]
+    assert agrees(seen["linear-default"], by_hand([0.004 * k] * UPDATES, adamw=True))
+    assert agrees(seen["sqrt-factory"], by_hand([rate * math.sqrt(k) for rate in cut]))
+    assert agrees(seen["linear-object"], by_hand([rate * k for rate in cut]))
+    assert f"lr_scaling=linear: learning rate 0.004 x {k:g} = {0.004 * k:g}" in worlds[world][1]
+
+
+def test_a_schedule_with_its_own_peak_is_scaled_as_a_whole(seen, world):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    schedule, rates = job.one_cycle(optimizer), []
+    for _ in range(UPDATES):
+        rates.append(optimizer.param_groups[0]["lr"] * factor(world))
+        optimizer.step()
+        schedule.step()
+    assert agrees(seen["linear-one-cycle"], by_hand(rates))
+
+
+def test_a_schedule_may_count_epochs(seen):
+    expected = by_hand([0.1] * 4 + [0.05] * 4)
+    assert agrees(seen["per-epoch"], expected) and agrees(seen["per-epoch-object"], expected)
+
+
+def test_a_plateau_watches_the_monitor_once_an_epoch(seen):
+    """The validation loss grows from the first epoch on, the training loss falls."""
+    losses = [[row[name] for row in seen["plateau"]["rows"]] for name in ("loss", "val_loss")]
+    assert losses[0] == sorted(losses[0], reverse=True) and losses[1] == sorted(losses[1])
+    assert agrees(seen["plateau"], by_hand([0.1] * 8 + [0.01] * 4 + [0.001] * 4, epochs=4))
+
+
+def test_a_plateau_without_its_metric_is_an_error(seen):
+    assert "monitor='val_losss' is not reported: choose one of" in seen["plateau-typo"]["error"]
+
+
+# ------------------------------------------------------------------ precision
+
+
+def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(seen):
+    assert seen["bf16"]["kinds"] == ["torch.bfloat16"] and seen["bf16"]["dtypes"] == ["torch.float32"]
+    assert 1e-6 < distance(seen["bf16"], seen["fp32"]) < 0.05
+    assert seen["fp32"]["kinds"] == ["torch.float32"]
+
+
+def test_mixed_precision_true_is_bf16_on_cpus_and_said(seen, worlds, world):
+    assert distance(seen["mixed-true"], seen["bf16"]) == 0
+    assert "mixed precision bf16 on cpu" in worlds[world][1]
+
+
+def test_fp16_starts_at_its_scale_and_doubles_it_after_so_many_updates(seen):
+    scaler = seen["fp16"]["scaler"]
+    assert seen["fp16"]["kinds"] == ["torch.float16"]
+    assert (scaler["scale"], scaler["_growth_tracker"], scaler["growth_interval"]) == (256 * 2**2, 8 % 3, 3)
+    assert 1e-7 < distance(seen["fp16"], seen["fp32"]) < 0.02
+
+
+def test_an_overflow_on_one_rank_skips_the_update_and_halves_the_scale_on_all(worlds, world):
+    for rank in worlds[world][0]["fp16-overflow"]:
+        values, skipped = zip(*rank["each"], strict=True)
+        assert list(skipped) == [False, True, *[False] * 6]
+        assert values[0] == values[1] != values[2]
+    assert worlds[world][0]["fp16-overflow"][0]["scaler"]["scale"] == 512
+
+
+def test_dtype_casts_model_and_inputs(seen):
+    assert seen["plain"]["dtypes"] == ["torch.float64"] and seen["float32"]["dtypes"] == ["torch.float32"]
+    assert 1e-9 < distance(seen["plain"], seen["float32"]) < 1e-4
+
+
+def test_activation_checkpointing_computes_blocks_twice_and_changes_no_bit(seen):
+    assert (seen["kept"]["forwards"], seen["recomputed"]["forwards"]) == (3 * UPDATES, 2 * 3 * UPDATES)
+    assert distance(seen["recomputed"], seen["kept"]) == 0
+
+
+# ------------------------------------------------------------------ order, length, log, checkpoints
+
+
+def test_the_seed_decides_weights_and_order(seen):
+    assert distance(seen["seed-0"], seen["seed-0-again"]) == 0
+    assert distance(seen["seed-0"], seen["seed-1"]) > 1e-3
+
+
+def test_shuffle_changes_the_order(seen):
+    assert distance(seen["plain"], seen["shuffled"]) > 1e-6
+
+
+def test_early_stopping_waits_for_its_patience(seen):
+    assert (seen["early"]["stop_reason"], len(seen["early"]["rows"])) == ("early_stopping", 3)
+    assert (seen["early-loss"]["stop_reason"], len(seen["early-loss"]["rows"])) == ("early_stopping", 2)
+
+
+def test_max_steps_counts_updates(seen):
+    assert seen["max-steps"]["steps"] == 5 and agrees(seen["max-steps"], by_hand([0.1] * 5))
+
+
+def test_log_lines_come_every_n_updates_and_at_the_end_of_an_epoch(seen):
+    assert [step for step, _, _ in seen["logged-by-threes"]["logged"]] == [3, 4, 6, 8]
+
+
+def test_deterministic_refuses_what_is_not(seen):
+    assert "does not have a deterministic implementation" in seen["deterministic"]["error"]
+    assert seen["nondeterministic"]["steps"] == UPDATES
+
+
+def steps_of(case):
+    return [int(name.removeprefix("step-")) for name in case["checkpoints"]]
+
+
+def test_checkpoints_come_when_asked_and_go_where_asked(seen):
+    assert steps_of(seen["by-epochs"]) == [8, 12]
+    assert steps_of(seen["by-steps"]) == [5, 10, 12]
+    assert len(steps_of(seen["elsewhere"])) == 3
+
+
+def test_checkpoints_by_the_clock_never_keep_training_from_going_on(seen):
+    assert seen["by-time"]["steps"] == 240 and len(steps_of(seen["by-time"])) > 1
+
+
+def test_the_newest_checkpoints_are_kept_and_the_best(seen):
+    assert steps_of(seen["newest"]) == [16, 20] and steps_of(seen["newest-and-best"]) == [4, 16, 20]
+
+
+def test_validation_uses_the_buffers_that_the_checkpoint_holds(worlds, world):
+    """Batch statistics differ between ranks after a forward; those of the main process are the model's."""
+    ranks = worlds[world][0]["batch-norm"]
+    assert [rank["val_by_hand"] for rank in ranks] == [ranks[0]["val_by_hand"]] * world
+    assert ranks[0]["rows"][-1]["val_loss"] == pytest.approx(ranks[0]["val_by_hand"], abs=1e-12)
+
+
+# ------------------------------------------------------------------ options of DDP
+
+
+@pytest.mark.parametrize("case", ["one-bucket", "small-buckets", "small-buckets-accumulated", "static-accumulated"])
+def test_an_update_takes_one_all_reduce_per_bucket_also_in_a_short_last_group(ddp, case):
+    """DDP learns its buckets in the first update."""
+    buckets = len(ddp[case]["rebuilt_bucket_sizes"].split(","))
+    assert [number for number, _ in ddp[case]["counts"][1:]] == [buckets] * (UPDATES - 1)
+    micros = {"small-buckets-accumulated": [3, 3, 3, 2], "static-accumulated": [3, 3, 3, 2]}.get(case, [1] * 4)
+    assert [micro for _, micro in ddp[case]["counts"]] == micros * 2
+
+
+def test_bucket_cap_mb_decides_the_number_of_buckets(ddp):
+    assert [len(ddp[case]["rebuilt_bucket_sizes"].split(",")) for case in ("one-bucket", "small-buckets")] == [1, 3]
+
+
+def test_static_graph_is_told_to_ddp_and_changes_no_number(ddp):
+    assert ddp["static"]["static_graph"] and not ddp["one-bucket"]["static_graph"]
+    assert distance(ddp["static"], ddp["one-bucket"]) == 0
+    assert distance(ddp["static-accumulated"], ddp["one-bucket"]) < 1e-12
+
+
+def test_unused_parameters_need_their_option(ddp):
+    assert "find_unused_parameters=True" in ddp["unused"]["error"]
+    assert ddp["unused-found"]["steps"] == UPDATES
+    assert (
+        distance(
+            ddp["unused-found"] | {"weights": ddp["unused-found"]["weights"][: len(ddp["plain"]["weights"])]},
+            ddp["plain"],
+        )
+        == 0
+    )
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_a_compressing_hook_is_close_to_none_and_not_equal(ddp, hook):
+    assert 1e-7 < distance(ddp[f"hook-{hook}"], ddp["hook-none"]) < 0.02
+
+
+def test_powersgd_is_close_to_none_and_not_equal(ddp, worlds):
+    assert 1e-5 < distance(ddp["hook-powersgd"], ddp["no-powersgd"]) < 0.5
+    assert "ddp.comm_hook=powersgd compresses from update 1001 on" in worlds[2][1]
+
+
+def test_powersgd_is_resumed_exactly(ddp):
+    assert ddp["powersgd-resumed"]["files"] == ["rank-0.safetensors", "rank-1.safetensors"]
+    assert distance(ddp["powersgd-resumed"], ddp["hook-powersgd"]) == 0
+
+
+def test_powersgd_goes_on_in_a_second_fit(ddp):
+    assert distance(ddp["powersgd-twice"], ddp["hook-powersgd"]) == 0
+
+
+def test_powersgd_forgets_what_a_nan_has_spoilt(ddp):
+    assert ddp["powersgd-spoilt"]["skipped"] == [1003]
+    assert all(map(math.isfinite, ddp["powersgd-spoilt"]["weights"]))
+
+
+def test_powersgd_takes_one_bucket(ddp):
+    assert ddp["powersgd-buckets"]["error"].startswith("ConfigError: ddp.bucket_cap_mb=1.0 has no effect with")
+
+
+# ------------------------------------------------------------------ compile
+
+
+def test_compile_compiles_and_changes_only_rounding(run_cli, tmp_path):
+    """About 15 s: the inductor's first graph."""
+    script = tmp_path / "compiled.py"
+    script.write_text(COMPILED)
+    done = run_cli(["train", "--script", str(script), "--run-dir", str(tmp_path / "run")], timeout=150)
+    assert done.returncode == 0, done.output[-2000:]
+    graphs, gap = (tmp_path / "seen").read_text().split()
+    assert int(graphs) >= 1 and float(gap) < 1e-5
+
+
+COMPILED = """
+import pathlib
+from torch._dynamo.utils import counters
+from tests.conformance.jobs.options import BASE, case
+from tests.conformance.jobs.recording import distance
+from tests.conformance.jobs.options import FP32
+
+eager = case(**FP32)()
+assert not counters["stats"]["unique_graphs"]
+compiled = case(**FP32, compile=True)()
+seen = pathlib.Path(__file__).with_name("seen")
+seen.write_text(f"{counters['stats']['unique_graphs']} {distance(eager, compiled)}")
+"""
+
+
+# ------------------------------------------------------------------ the launcher's own
+
+
+def test_without_verbose_only_warnings_are_shown(run_cli, tmp_path):
+    script = str(HERE / "jobs" / "failures.py")
+    command = ["train", "--script", script, "--nproc-per-node", "2", "--no-verbose", "--run-dir", str(tmp_path / "run")]
+    done = run_cli([*command, "--", "nan-skip", str(tmp_path)])
+    shown = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    assert done.returncode == 0 and len(shown) == 1 and shown[0].startswith("warning: step 5: the loss is nan"), shown
+
+
+def test_nodes_that_do_not_come_are_waited_for_no_longer_than_start_timeout(run_cli, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    where = ["--num-nodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command = ["train", "--script", str(HERE / "jobs" / "failures.py"), "--run-dir", str(tmp_path / "run"), *where]
+    done = run_cli([*command, "--nproc-per-node", "1", "--set", "start_timeout=1", "--", "no-data", str(tmp_path)])
+    assert done.returncode == 1 and done.seconds < 6, done.output
+    assert f"the 2 nodes did not join at 127.0.0.1:{port} within 1 s" in done.stderr
+
+
+def test_monitor_interval_is_the_longest_wait_between_two_looks():
+    waited = []
+
+    class Condition(contextlib.nullcontext):
+        wait = staticmethod(waited.append)
+
+    request = LaunchRequest("run", monitor_interval=0.7)
+    agent = types.SimpleNamespace(_changed=Condition(), _is_news=lambda: False, _request=request)
+    ForkAgent._monitor_workers(agent, None)
+    assert waited == [0.7]
+
+
+# ------------------------------------------------------------------ every setting is named here
+
+HERE_TESTS, FAILURES = "conformance/test_options.py::", "conformance/test_failures.py::"
+CONFIG, LAUNCH, RESUME = "unit/test_config.py::", "cli/test_launch.py::", "conformance/test_resume.py::"
+PROCESSES, REFUSED = (
+    CONFIG + "test_processes_follow_the_machine_unless_they_are_given",
+    (CONFIG + "test_a_wrong_setting_is_answered_with_field_value_and_rule"),
+)
+SCALER = HERE_TESTS + "test_fp16_starts_at_its_scale_and_doubles_it_after_so_many_updates"
+EARLY = HERE_TESTS + "test_early_stopping_waits_for_its_patience"
+ASKED = HERE_TESTS + "test_checkpoints_come_when_asked_and_go_where_asked"
+KEPT = HERE_TESTS + "test_the_newest_checkpoints_are_kept_and_the_best"
+JOINED = HERE_TESTS + "test_nodes_that_do_not_come_are_waited_for_no_longer_than_start_timeout"
+BATCHES = CONFIG + "test_any_two_of_the_three_give_the_third"
+TESTED = {  # setting -> a test of its effect, or of its refusal
+    "backend": PROCESSES,
+    "num_gpus": PROCESSES,
+    "num_nodes": LAUNCH + "test_two_nodes_run_and_restart_together",
+    "gpus_per_node": CONFIG + "test_processes_that_do_not_fit_are_an_error_with_the_fix",
+    "nproc_per_node": PROCESSES,
+    "device": PROCESSES,
+    "node_rank": LAUNCH + "test_two_nodes_run_and_restart_together",
+    "master_addr": JOINED,
+    "master_port": LAUNCH + "test_two_nodes_run_and_restart_together",
+    "address": REFUSED,
+    "communication_backend": CONFIG + "test_processes_that_do_not_fit_are_an_error_with_the_fix",
+    "timeout_s": FAILURES + "test_a_rank_that_stays_away_is_waited_for_no_longer_than_timeout_s",
+    "start_timeout": JOINED,
+    "monitor_interval": HERE_TESTS + "test_monitor_interval_is_the_longest_wait_between_two_looks",
+    "max_restarts": LAUNCH + "test_no_restart_is_left_for_a_worker_that_always_dies",
+    "restart_on_exception": LAUNCH + "test_an_exception_restarts_where_asked",
+    "nan_policy": FAILURES + "test_a_nan_may_leave_the_update_out",
+    "seed": HERE_TESTS + "test_the_seed_decides_weights_and_order",
+    "deterministic": HERE_TESTS + "test_deterministic_refuses_what_is_not",
+    "shuffle": HERE_TESTS + "test_shuffle_changes_the_order",
+    "epochs": RESUME + "test_a_finished_run_copied_elsewhere_goes_on_for_more_epochs",
+    "max_steps": HERE_TESTS + "test_max_steps_counts_updates",
+    "batch_size": BATCHES,
+    "global_batch_size": BATCHES,
+    "gradient_accumulation_steps": HERE_TESTS + "test_accumulation_changes_no_number",
+    "dtype": HERE_TESTS + "test_dtype_casts_model_and_inputs",
+    "early_stopping_patience": EARLY,
+    "monitor": EARLY,
+    "monitor_mode": EARLY,
+    "learning_rate": HERE_TESTS + "test_a_typed_rate_replaces_that_of_an_optimizer_and_its_schedule",
+    "lr_scaling": HERE_TESTS + "test_the_rate_is_scaled_for_default_and_given_optimizers_and_their_schedules",
+    "warmup_steps": HERE_TESTS + "test_warmup_raises_the_rate_over_its_updates",
+    "scheduler_interval": HERE_TESTS + "test_a_schedule_may_count_epochs",
+    "gradient_clipping": HERE_TESTS + "test_clipping_is_by_the_global_norm_before_the_update",
+    "mixed_precision": HERE_TESTS + "test_bf16_computes_in_bfloat16_and_keeps_float32_weights",
+    "scaler_init_scale": SCALER,
+    "scaler_growth_interval": SCALER,
+    "activation_checkpointing": HERE_TESTS + "test_activation_checkpointing_computes_blocks_twice_and_changes_no_bit",
+    "compile": HERE_TESTS + "test_compile_compiles_and_changes_only_rounding",
+    "checkpoint_dir": ASKED,
+    "resume_from_checkpoint": RESUME + "test_a_path_to_resume_from_may_be_a_run_or_a_checkpoint",
+    "checkpoint_frequency": ASKED,
+    "checkpoint_every_n_steps": ASKED,
+    "checkpoint_every_s": HERE_TESTS + "test_checkpoints_by_the_clock_never_keep_training_from_going_on",
+    "keep_latest_k": KEPT,
+    "keep_best": KEPT,
+    "log_every_n_steps": HERE_TESTS + "test_log_lines_come_every_n_updates_and_at_the_end_of_an_epoch",
+    "verbose": HERE_TESTS + "test_without_verbose_only_warnings_are_shown",
+    "mlflow_tracking": REFUSED,
+    "mlflow_experiment": REFUSED,
+    "tensorboard": REFUSED,
+    "tensorboard_dir": REFUSED,
+    "ddp.find_unused_parameters": HERE_TESTS + "test_unused_parameters_need_their_option",
+    "ddp.bucket_cap_mb": HERE_TESTS + "test_bucket_cap_mb_decides_the_number_of_buckets",
+    "ddp.static_graph": HERE_TESTS + "test_static_graph_is_told_to_ddp_and_changes_no_number",
+    "ddp.comm_hook": HERE_TESTS + "test_a_compressing_hook_is_close_to_none_and_not_equal",
+    "data.presharded": "unit/test_loading_streams.py::test_uneven_presharded_parts_are_used_once",
+}
+
+
+def test_every_setting_has_a_test_that_exists():
+    groups = group_options()
+    options = {f"{group}.{name}" for group, kind in groups.items() for name in kind.__dataclass_fields__}
+    assert set(TESTED) == set(DistributedConfig.__dataclass_fields__) - set(groups) | options
+    for setting, place in TESTED.items():
+        path, _, name = place.partition("::")
+        tree = ast.parse((HERE.parent / path).read_text())
+        assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, (setting, place)

@@ -1,0 +1,195 @@
+"""Killed at any moment, a run ends in the same bits, though the script holds no sampler, generator or step code."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import signal
+import sys
+
+import numpy
+import pytest
+from safetensors.numpy import load_file
+
+from tests.conformance.runs import STEPS, arguments, assert_same, digests, events, newest, samples
+from tests.conftest import poll
+
+pytestmark = pytest.mark.timeout(150)
+EPOCH = 7  # steps
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory, run_cli_once):
+    """The directory of a run that nothing happened to."""
+    out = tmp_path_factory.mktemp("clean")
+    done = run_cli_once(arguments(out))
+    assert done.returncode == 0, done.output
+    return out
+
+
+@pytest.fixture(scope="module")
+def one_epoch(tmp_path_factory, run_cli_once):
+    """The directory of a run that was told to end after the first epoch. To be copied."""
+    out = tmp_path_factory.mktemp("one-epoch")
+    done = run_cli_once(arguments(out, [], "--epochs", "1"))
+    assert done.returncode == 0, done.output
+    return out
+
+
+def trials(seed: int) -> list[list[object]]:
+    """Faults of one run, in an order in which each is reached: every kind, at random places."""
+    draw = random.Random(seed)
+    late = sorted(draw.sample(range(EPOCH + 2, STEPS + 1), 2))
+    return [
+        ["step", 1, draw.randrange(2)],
+        ["save", draw.randrange(1, 12), 0],
+        ["step", EPOCH, draw.randrange(2)],
+        ["validation", draw.randrange(1, 9), draw.randrange(2)],
+        ["data", draw.randrange(5, 15), draw.randrange(2)],
+        *(["step", step, draw.randrange(2)] for step in late),
+    ]
+
+
+@pytest.mark.parametrize(("seed", "workers"), [(1, 0), (2, 2)])
+def test_a_killed_worker_changes_no_bit(run_cli, tmp_path, clean, seed, workers):
+    faults = trials(seed)
+
+    done = run_cli(arguments(tmp_path, faults, workers=workers), timeout=100)
+
+    assert done.returncode == 0, done.output
+    assert events(tmp_path / "run").count("restarted") == len(faults)
+    assert_same(tmp_path, clean)
+
+
+def test_a_kill_between_the_last_step_of_an_epoch_and_its_log_line_logs_nothing_twice(run_cli, tmp_path, clean):
+    done = run_cli(arguments(tmp_path, [["validation", 3, 1]], "--checkpoint-every-n-steps", str(EPOCH)))
+
+    assert done.returncode == 0, done.output
+    assert "resumed from step-00000007: step 7, epoch 0" in done.stdout
+    assert_same(tmp_path, clean)
+
+
+def test_each_sample_is_used_once_an_epoch(clean):
+    used = samples(clean)
+    for epoch in range(3):
+        steps = range(epoch * EPOCH + 1, (epoch + 1) * EPOCH + 1)
+        assert flat(rank for step in steps for rank in used[step].values()) == list(range(103))
+    assert used[1] != used[EPOCH + 1]  # a new order each epoch
+
+
+def test_a_killed_launcher_leaves_nobody_and_a_resume_changes_no_bit(start, tmp_path, clean):
+    faults = [["launcher-step", 5, 1], ["launcher-save", 8, 0], ["launcher-data", 9, 1], ["launcher-validation", 2, 1]]
+    for number, fault in enumerate(faults):
+        resume = ["--resume"] if number else []
+        workers = 1 if "data" in fault[0] else 0  # a loader process that hangs in its read
+        command = start(
+            [sys.executable, "-m", "distributed.cli", *arguments(tmp_path, [fault], *resume, workers=workers)]
+        )
+        assert command.process.wait(30) == -signal.SIGKILL, command.output
+        poll(lambda: command.alive() == [], 4, lambda: f"still there: {command.alive()}")  # noqa: B023
+
+    done = start([sys.executable, "-m", "distributed.cli", *arguments(tmp_path, [], "--resume")]).finish(60)
+
+    assert done.returncode == 0, done.output
+    assert_same(tmp_path, clean)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_another_number_of_processes_goes_on_with_the_same_updates(
+    run_cli, run_cli_once, start, tmp_path, world, elastic
+):
+    flags = ["--global-batch-size", "16", "--dtype", "float64"]
+    command = [*arguments(tmp_path, [["launcher-step", 10, 0]], *flags), "--float64"]
+    started = start([sys.executable, "-m", "distributed.cli", *command])
+    assert started.process.wait(30) == -signal.SIGKILL, started.output
+    poll(lambda: started.alive() == [], 5, lambda: f"still there: {started.alive()}")
+
+    done = run_cli([*arguments(tmp_path, [], *flags, "--resume", world=world), "--float64"])
+
+    assert done.returncode == 0, done.output
+    assert "resumed from step-0000000" in done.stdout
+    here, there = (load_file(newest(out / "run") / "model" / "model.safetensors") for out in (tmp_path, elastic))
+    assert max(numpy.abs(here[name] - there[name]).max() for name in there) < 1e-9
+    mine, theirs = samples(tmp_path), samples(elastic)
+    for step in range(1, STEPS + 1):
+        ranks = range(world if step > 9 else 2)
+        assert flat(mine[step][rank] for rank in ranks if rank in mine[step]) == flat(theirs[step].values()), step
+
+
+def flat(parts):
+    """All of them in order."""
+    return sorted(itertools.chain.from_iterable(parts))
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory, run_cli_once):
+    """The float64 run that nothing happened to."""
+    out = tmp_path_factory.mktemp("elastic")
+    done = run_cli_once([*arguments(out, [], "--global-batch-size", "16", "--dtype", "float64"), "--float64"])
+    assert done.returncode == 0, done.output
+    return out
+
+
+def test_a_finished_run_copied_elsewhere_goes_on_for_more_epochs(run_cli, tmp_path, clean, one_epoch):
+    moved = tmp_path / "moved"
+    shutil.copytree(one_epoch, moved)
+
+    done = run_cli(arguments(moved, [], "--resume"))
+
+    assert done.returncode == 0, done.output
+    assert_same(moved, clean)
+
+
+def test_a_flipped_bit_is_noticed_and_the_checkpoint_before_is_used(run_cli, tmp_path, clean, one_epoch):
+    shutil.copytree(one_epoch, tmp_path, dirs_exist_ok=True)
+    damaged = newest(tmp_path / "run") / "optimizer" / "optimizer.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 8
+    damaged.write_bytes(content)
+
+    done = run_cli(arguments(tmp_path, [], "--resume"))
+
+    assert done.returncode == 0, done.output
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 1
+    assert "optimizer.safetensors" in warnings[0] and "step 7" in warnings[0]
+    assert "resumed from step-00000006" in done.stdout
+    assert (tmp_path / "run" / "checkpoints" / "damaged-step-00000007").is_dir()
+    assert_same(tmp_path, clean)
+
+
+def test_the_script_may_ask_for_the_resume(run_cli, tmp_path, clean):
+    """`resume_from_checkpoint=True` with a checkpoint_dir of one's own."""
+    settings = {"checkpoint_dir": str(tmp_path / "mine"), "resume_from_checkpoint": True}
+    for run, limit in (("first", ["--max-steps", "10"]), ("second", [])):
+        done = run_cli(arguments(tmp_path, [], *limit, run=run), env={"SETTINGS": json.dumps(settings)})
+        assert done.returncode == 0, done.output
+
+    assert "resumed from step-00000010: step 10, epoch 1" in done.stdout
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "mine")
+    assert digests(newest(tmp_path)) == digests(newest(clean / "run"))
+    assert samples(tmp_path) == samples(clean)
+
+
+def test_a_path_to_resume_from_may_be_a_run_or_a_checkpoint(run_cli, tmp_path, clean, one_epoch):
+    for path in (one_epoch / "run", one_epoch / "run" / "checkpoints" / "step-00000006"):
+        out = tmp_path / path.name
+        out.mkdir()
+        before = sorted(path.rglob("*"))
+
+        done = run_cli(arguments(out, [], "--resume-from-checkpoint", str(path)))
+
+        assert done.returncode == 0, done.output
+        assert digests(newest(out / "run")) == digests(newest(clean / "run"))
+        assert sorted(path.rglob("*")) == before
+
+
+def test_the_config_of_a_run_starts_it_again(run_cli, tmp_path, clean):
+    config = clean / "run" / "config.yaml"
+
+    done = run_cli(["train", "--config", config, "--run-dir", tmp_path / "run", "--", tmp_path, "0", "[]"])
+
+    assert done.returncode == 0, done.output
+    assert_same(tmp_path, clean)

@@ -1,0 +1,140 @@
+"""Asked to stop, all ranks save at the same step and leave nobody; started again, the run ends in the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+
+import pytest
+
+from tests.conformance.runs import STEPS, arguments, assert_same, digests, events, newest, samples
+
+pytestmark = pytest.mark.timeout(120)
+SLOWLY = {"SLOW": "0.03"}  # seconds of a micro-batch: a signal needs some steps to be agreed on
+CLI = [sys.executable, "-m", "distributed.cli"]
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory, run_cli_once):
+    """The directory of a run that nothing happened to."""
+    out = tmp_path_factory.mktemp("clean")
+    done = run_cli_once(arguments(out))
+    assert done.returncode == 0, done.output
+    return out
+
+
+def check_stopped(done, out, code):
+    """It left with `code` at a step that all ranks had done, and saved there. Returns the step."""
+    assert done.returncode == code, done.output
+    assert "Traceback" not in done.output, done.output
+    result = json.loads((out / "run" / "result.json").read_text())
+    checkpoint = newest(out / "run")
+    assert result["status"] == "interrupted"
+    assert json.loads((checkpoint / "manifest.json").read_text())["step"] == result["steps"] < STEPS
+    assert events(out / "run")[-1] == "preempted"
+    assert "worker_failed" not in events(out / "run")
+    used = samples(out)
+    assert max(used, default=0) == result["steps"]
+    assert all(len(ranks) == 2 for ranks in used.values())
+    return result["steps"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "latest"),
+    [
+        (["TERM-launcher-step", 4, 1], 143, 12),
+        (["INT-launcher-validation", 3, 0], 130, 14),
+        (["USR1-launcher-data", 1, 1], 143, 7),  # while the first batch is being read
+        (["TERM-step", 8, 1], 143, 16),  # one worker only
+        (["INT-launcher-save", 5, 0], 130, 12),  # in the middle of a checkpoint
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else None,
+)
+def test_every_rank_stops_at_the_same_step_and_a_resume_changes_no_bit(run_cli, tmp_path, clean, fault, code, latest):
+    workers = 1 if "data" in fault[0] else 0
+
+    done = run_cli(arguments(tmp_path, [fault], workers=workers), env=SLOWLY)
+    step = check_stopped(done, tmp_path, code)
+    again = run_cli(arguments(tmp_path, [], "--resume", workers=workers))
+
+    assert step <= latest
+    assert again.returncode == 0, again.output
+    assert f"resumed from step-{step:08d}" in again.stdout
+    assert digests(newest(tmp_path / "run")) == digests(newest(clean / "run"))
+    assert samples(tmp_path) == samples(clean)
+
+
+def test_a_second_signal_does_no_harm(start, tmp_path):
+    command = start([*CLI, *arguments(tmp_path, [])], env=SLOWLY)
+    command.wait_for(lambda: len(samples(tmp_path)) >= 2)
+
+    command.signal(signal.SIGTERM)
+    command.signal(signal.SIGTERM)
+    command.wait_for(lambda: "stopping after this step" in command.output)
+    command.signal(signal.SIGINT)
+    done = command.finish(20)
+
+    check_stopped(done, tmp_path, 143)
+
+
+def test_a_third_interrupt_kills_at_once(start, tmp_path):
+    command = start([*CLI, *arguments(tmp_path, [])], env={"SLOW": "30"})
+    command.wait_for(lambda: "resumed" in command.output or "results depend" in command.output)
+
+    for seen in ("stopping after this step", "a third Ctrl-C kills", "what was not saved is lost"):
+        command.signal(signal.SIGINT)
+        command.wait_for(lambda: seen in command.output)  # noqa: B023
+    done = command.finish(10)
+
+    assert done.returncode == 130, done.output
+
+
+def test_two_ranks_save_by_the_clock_at_the_same_steps(run_cli, tmp_path, clean):
+    flags = ["--checkpoint-every-s", "0.3", "--set", "checkpoint_frequency=null", "--checkpoint-every-n-steps", "1000"]
+
+    done = run_cli(arguments(tmp_path, [["step", 16, 1]], *flags), env=SLOWLY)
+
+    assert done.returncode == 0, done.output
+    assert events(tmp_path / "run").count("checkpoint_saved") >= 3
+    assert events(tmp_path / "run").count("resumed") == 1
+    assert_same(tmp_path, clean)
+
+
+REPEAT = """
+import os, sys
+import torch, torch._dynamo, torch.nn.parallel.distributed
+from distributed.launcher import LaunchRequest, launch
+from distributed.backends import backend_row
+
+codes = []
+for number in range(int(sys.argv[2])):
+    if (child := os.fork()) == 0:
+        request = LaunchRequest(f"run-{number}", script=sys.argv[1], nproc_per_node=2, verbose=False,
+                                preload=backend_row("pytorch-ddp").preload, live=False)
+        os._exit(launch(request))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print("codes", codes)
+sys.exit(any(codes))
+"""
+SHORT = """
+import torch
+from distributed import Trainer
+data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randint(0, 2, (24,)))
+Trainer(torch.nn.Linear(4, 2), batch_size=4, epochs=1).fit(data, data)
+"""
+
+
+def test_a_finished_run_never_exits_non_zero(run_python, tmp_path):
+    """Many short runs in a row: threads of torch that outlive the group used to abort one process in eight."""
+    (tmp_path / "repeat.py").write_text(textwrap.dedent(REPEAT))
+    (tmp_path / "short.py").write_text(textwrap.dedent(SHORT))
+    count = os.environ.get("TEARDOWN_RUNS", "20")
+
+    done = run_python(["repeat.py", "short.py", count], cwd=tmp_path, timeout=100)
+
+    assert done.returncode == 0, done.output
+    assert done.stdout.count("0, ") + 1 == int(count)
+    assert "terminate called" not in done.output
