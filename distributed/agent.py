@@ -266,9 +266,7 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
     except RendezvousError as error:
         display.close()
         where = f"{request.master_addr}:{request.master_port}"
-        text = (
-            f"error: the {request.num_nodes} nodes did not join at {where} within {request.start_timeout:g} s ({error})"
-        )
+        text = f"error: the {request.num_nodes} nodes did not join at {where} within {request.start_timeout:g} s ({str(error) or 'some are missing'})"
         display.handle({"kind": "error", "text": text})
     finally:
         display.close()

@@ -438,9 +438,7 @@ def _signals(common: CommonStep, in_worker: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _clock(
-    common: CommonStep, every_s: float | None, context: WorkerContext, saved: threading.Event
-) -> Iterator[None]:
+def _clock(common: CommonStep, every_s: float | None, context: WorkerContext, saved: threading.Event) -> Iterator[None]:
     """Ask for a save `every_s` seconds after the start and after each `saved`; one rank's clock counts for all.
 
     The time of a save itself does not count: saves that take longer than `every_s` would leave none for training.

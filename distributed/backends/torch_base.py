@@ -102,7 +102,7 @@ class TorchBackend(Backend[OptionsT]):
         import torch
 
         from distributed.backends._torch import modules, optim
-        from distributed.backends._torch.objective import Objective, is_class_index
+        from distributed.backends._torch.objective import Objective, is_class_index, scores
 
         notices: list[str] = []
         self.job, self.batch = job, batch
@@ -136,7 +136,7 @@ class TorchBackend(Backend[OptionsT]):
         self._settled = False
         self._total: torch.Tensor | None = None  # the count of a (sum, count) loss, while it is being summed
         self._clipped_norm: torch.Tensor | None = None  # of the newest update, before clipping
-        self._is_class_index = is_class_index
+        self._is_class_index, self._scores = is_class_index, scores
         self._large: list[Any] = []  # the newest step's large outputs
         self._to_dtype = torch.float64 if self.config.dtype == "float64" else None
         self._moves = self.device.type != "cpu" or self._to_dtype is not None
@@ -409,10 +409,8 @@ class TorchBackend(Backend[OptionsT]):
 
     def _keep(self, outputs: Any, targets: Any, n: int, kept: list[tuple[Any, Any, int]]) -> None:
         """Keep outputs to compute metrics on later: small ones of every step, large ones only of the newest."""
-        from distributed.backends._torch.objective import scores
-
         if not isinstance(outputs, self.torch.Tensor) and not self.job.metrics:
-            outputs = scores(outputs)  # all that the default accuracy needs
+            outputs = self._scores(outputs)  # all that the default accuracy needs
             if not self._is_class_index(outputs, targets):
                 return
         if isinstance(outputs, self.torch.Tensor) and outputs.numel() <= _SMALL_OUTPUTS:

@@ -143,7 +143,7 @@ def test_the_rate_is_scaled_for_default_and_given_optimizers_and_their_schedules
     k, cut = factor(world), [0.1 * 0.1 ** (i // 3) for i in range(UPDATES)]
     assert agrees(seen["linear-default"], by_hand([0.004 * k] * UPDATES, adamw=True))
     assert agrees(seen["sqrt-factory"], by_hand([rate * math.sqrt(k) for rate in cut]))
-    assert agrees(seen["linear-object"], by_hand([rate * k for rate in cut]))
+    assert agrees(seen["linear-object"], by_hand([0.1 * k * 0.5**i for i in range(UPDATES)]))
     assert f"lr_scaling=linear: learning rate 0.004 x {k:g} = {0.004 * k:g}" in worlds[world][1]
 
 

@@ -14,9 +14,7 @@ from distributed.plan import BatchPlan
 from distributed.settings import MergedConfig
 
 
-def build_optimizer(
-    given: Any, model: torch.nn.Module, merged: MergedConfig
-) -> torch.optim.Optimizer:
+def build_optimizer(given: Any, model: torch.nn.Module, merged: MergedConfig) -> torch.optim.Optimizer:
     """The user's optimizer, or AdamW at `learning_rate`."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:

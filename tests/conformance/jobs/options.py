@@ -327,7 +327,7 @@ CASES = {
     "typed-rate-groups": case(optimizer=groups, learning_rate=0.02),
     "linear-default": case(optimizer=None, learning_rate=0.004, lr_scaling="linear", gradient_accumulation_steps=2),
     "sqrt-factory": case(scheduler=by_threes, lr_scaling="sqrt", gradient_accumulation_steps=2),
-    "linear-object": with_objects(by_threes, lr_scaling="linear", gradient_accumulation_steps=2),
+    "linear-object": with_objects(halving, lr_scaling="linear", gradient_accumulation_steps=2),
     "linear-one-cycle": case(scheduler=one_cycle, lr_scaling="linear", gradient_accumulation_steps=2),
     "per-epoch": case(scheduler=halving, scheduler_interval="epoch"),
     "per-epoch-object": with_objects(halving, scheduler_interval="epoch"),
