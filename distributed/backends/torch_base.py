@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from distributed.backends._torch.objective import Loss
 
-# Outputs up to this many numbers are kept until the next log line, where metrics are computed on all of them at once.
-_SMALL_OUTPUTS = 1 << 16
 _MIN_LOSS_SCALE = 2.0**-20
 
 
@@ -101,8 +99,9 @@ class TorchBackend(Backend[OptionsT]):
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         import torch
 
-        from distributed.backends._torch import modules, optim
-        from distributed.backends._torch.objective import Objective, is_class_index, scores
+        from distributed.backends._torch import gradients, modules, optim
+        from distributed.backends._torch.averages import Averages
+        from distributed.backends._torch.objective import Objective
 
         notices: list[str] = []
         self.job, self.batch = job, batch
@@ -128,16 +127,13 @@ class TorchBackend(Backend[OptionsT]):
             self.scheduler is not None and self.config.scheduler_interval == "step" and not _is_plateau(self.scheduler)
         )
         self._scaler = self._build_scaler()
-        self._found_inf = torch.zeros(1, device=self.device)
-        self._one = torch.ones(1, device=self.device)
-        self._is_uniform = len({(p.dtype, p.device) for p in self._parameters}) == 1
-        self._has_sparse = any(getattr(m, "sparse", False) for m in self.plain.modules())
+        self._rescale = gradients.rescale
+        self._is_finite = gradients.FiniteCheck(self._parameters, self.plain, self.device)
+        self._averages = Averages(job.metrics, self.device)
         self.objective = Objective(job.loss_fn, job.training_step, self.plain, notice=self._notice)
         self._settled = False
         self._total: torch.Tensor | None = None  # the count of a (sum, count) loss, while it is being summed
         self._clipped_norm: torch.Tensor | None = None  # of the newest update, before clipping
-        self._is_class_index, self._scores = is_class_index, scores
-        self._large: list[Any] = []  # the newest step's large outputs
         self._to_dtype = torch.float64 if self.config.dtype == "float64" else None
         self._moves = self.device.type != "cpu" or self._to_dtype is not None
         if self.precision != "no":
@@ -215,7 +211,7 @@ class TorchBackend(Backend[OptionsT]):
                 for micro in micros[:-1]:
                     losses.append(self._forward_backward(micro, group, items, losses, False))
         losses.append(self._forward_backward(micros[-1], group, items, losses, True))
-        result = self._result(group, losses)
+        result = self._averages.of_training(micros, losses, group.num_samples)
         self._finish_update(group, losses, result)
         return result
 
@@ -299,7 +295,7 @@ class TorchBackend(Backend[OptionsT]):
             self._clipped_norm = norm
             is_finite = math.isfinite(norm.item())
         else:
-            is_finite = self._all_finite(gradients)
+            is_finite = self._is_finite(gradients)
         if is_finite:
             self._not_finite_in_a_row = 0
         else:
@@ -334,136 +330,37 @@ class TorchBackend(Backend[OptionsT]):
             warnings.filterwarnings("ignore", "Seems like `optimizer.step", UserWarning)
             self.scheduler.step(*args)
 
-    def _rescale(self, gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype).reshape(()))
-
-    def _all_finite(self, gradients: list[torch.Tensor]) -> bool:
-        if not gradients:
-            return True
-        torch = self.torch
-        if self._has_sparse:
-            return all(bool((g._values() if g.is_sparse else g).isfinite().all()) for g in gradients)
-        if self._is_uniform:
-            # The scaler's own kernel: one pass, no allocation. Multiplying by 1 leaves every bit as it was.
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found_inf, self._one)
-        else:
-            for kind in {(g.dtype, g.device) for g in gradients}:
-                same = [g for g in gradients if (g.dtype, g.device) == kind]
-                torch._amp_foreach_non_finite_check_and_unscale_(same, self._found_inf, self._one)
-        if self._found_inf.item() == 0.0:
-            return True
-        self._found_inf.zero_()
-        return False
-
     def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         """Every rank comes here together, because the synchronised gradients are the same everywhere."""
-        bad = not all(math.isfinite(float(loss.value.detach())) for loss in losses)
-        ranks = self.reduce(
-            {str(rank): float(bad and rank == self.context.rank) for rank in range(self.context.world_size)}
-        )
-        named = [rank for rank, count in ranks.items() if count]
-        if self._scaler is not None and not named and self._scaler.get_scale() > _MIN_LOSS_SCALE:
+        from distributed.backends._torch.averages import without_weight
+        from distributed.backends._torch.gradients import describe, vote
+
+        mine, world = vote(losses), range(self.context.world_size)
+        votes = self.reduce({rank: mine if rank == self.context.rank else 0.0 for rank in world})
+        if self._scaler is not None and not any(votes.values()) and self._scaler.get_scale() > _MIN_LOSS_SCALE:
             result.skipped = True  # an fp16 overflow: the scaler lowers its scale
             return
-        value = next(
-            (float(loss.value.detach()) for loss in losses if not math.isfinite(float(loss.value.detach()))), math.nan
-        )
-        what = f"the loss is {value} on rank {', '.join(named)}" if named else "a gradient is NaN or infinite"
-        where = f"step {self._step + 1}: {what} (samples at positions {group.position} to {group.position + group.num_samples - 1} of the epoch)"
+        where = describe(self._step + 1, group, votes)
         policy = self.config.nan_policy
         if policy == "stop":
             raise TrainingError(
                 f"{where}: stopped before the update. Lower learning_rate, set gradient_clipping, or set nan_policy=skip"
             )
+        is_made = policy == "warn" and self._scaler is None  # a scaler leaves such an update out by itself
         self._not_finite_in_a_row += 1
         if self._not_finite_in_a_row in (1, 10, 100, 1000):
             self.report(
-                {
-                    "kind": "warning",
-                    "text": f"{where}: {'update left out' if policy == 'skip' else 'update made anyway'}",
-                }
+                {"kind": "warning", "text": f"{where}: {'update made anyway' if is_made else 'update left out'}"}
             )
         if policy == "skip":  # what is reported are means over the updates that were made
-            result.skipped, result.averages, result.deferred = True, _without_weight(result.averages), []
+            result.skipped, result.averages, result.deferred = True, without_weight(result.averages), []
 
     # ------------------------------------------------------------------ results
 
-    def _result(self, group: Group, losses: list[Loss]) -> StepResult:
-        averages: list[tuple[str, Any, float, Any]] = []
-        deferred: list[tuple[Any, Any, int]] = []
-        for micro, loss in zip(group.micro_batches, losses, strict=True):
-            n, value = micro.num_samples, loss.value.detach()
-            averages.append(("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count))
-            if loss.metrics:
-                averages += self._own_metrics(loss.metrics, n)
-            if loss.targets is not None:
-                self._keep(loss.outputs, loss.targets, n, deferred)
-        return StepResult(averages, group.num_samples, deferred)
-
-    def _own_metrics(self, metrics: Mapping[str, Any], n: int) -> list[tuple[str, Any, float, Any]]:
-        from distributed.backends._torch.objective import as_loss, weighted
-
-        rows = [(name, *weighted(as_loss(value), n, name)) for name, value in metrics.items()]
-        return rows if n else _without_weight(rows)
-
-    def _keep(self, outputs: Any, targets: Any, n: int, kept: list[tuple[Any, Any, int]]) -> None:
-        """Keep outputs to compute metrics on later: small ones of every step, large ones only of the newest."""
-        if not isinstance(outputs, self.torch.Tensor) and not self.job.metrics:
-            outputs = self._scores(outputs)  # all that the default accuracy needs
-            if not self._is_class_index(outputs, targets):
-                return
-        if isinstance(outputs, self.torch.Tensor) and outputs.numel() <= _SMALL_OUTPUTS:
-            kept.append((outputs.detach(), targets, n))
-        elif self.job.metrics or self._is_class_index(outputs, targets):
-            if self._large is not kept:
-                self._large.clear()
-                self._large = kept
-            kept.append((outputs, targets, n))
-
     def collect(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
-        entries: dict[str, tuple[list[Any], list[float], list[Any]]] = {}
-        deferred: list[tuple[Any, Any, int]] = []
-        for result in results:
-            _sort_in(result.averages, entries)
-            deferred += result.deferred or ()
-        _sort_in(self._settle_metrics(deferred), entries)
-        sums: dict[tuple[str, str], float] = {}
-        for name in sorted(entries):
-            values, scales, counts = entries[name]
-            sums[name, "sum"] = self._dot(values, scales)
-            sums[name, "count"] = float(sum(counts))
-        total = self.reduce(sums)
-        return {name: (total[name, "sum"], total[name, "count"]) for name in entries}
-
-    def _dot(self, values: list[Any], scales: list[float]) -> float:
-        """Sum of value x scale over floats and scalars of the device, in float64; one transfer."""
-        torch = self.torch
-        try:
-            stacked = torch.stack(values)
-        except (TypeError, RuntimeError):  # some are plain numbers, or of shape [1], or elsewhere
-            stacked = torch.stack([torch.as_tensor(value, device=self.device).reshape(()) for value in values])
-        return float(stacked.double() @ torch.tensor(scales, dtype=torch.float64, device=self.device))
-
-    def _settle_metrics(self, deferred: list[tuple[Any, Any, int]]) -> list[tuple[str, Any, float, Any]]:
-        """Metrics of kept outputs, in one call where they can be joined."""
-        from distributed.backends._torch.objective import evaluate_metrics
-
-        rows: list[tuple[str, Any, float, Any]] = []
-        counted = [entry for entry in deferred if entry[2]]
-        with self.torch.no_grad():
-            for outputs, targets, n in self._joined(counted or deferred[:1]):
-                rows += evaluate_metrics(self.job.metrics, outputs, targets, n)
-        return rows if counted else _without_weight(rows)
-
-    def _joined(self, deferred: list[tuple[Any, Any, int]]) -> list[tuple[Any, Any, int]]:
-        if len(deferred) < 2:
-            return deferred
-        outputs, targets, counts = zip(*deferred, strict=True)
-        try:
-            return [(self.torch.cat(outputs), self.torch.cat(targets), sum(counts))]
-        except (RuntimeError, TypeError):  # of different shapes, or no tensors
-            return deferred
+        total = self.reduce(self._averages.local_sums(results))
+        names = dict.fromkeys(name for name, _ in total)
+        return {name: (total[name, "sum"], total[name, "count"]) for name in names}
 
     def gradient_norm(self) -> float | None:
         if self._clipped_norm is not None:
@@ -475,21 +372,7 @@ class TorchBackend(Backend[OptionsT]):
 
     def eval_step(self, micro: MicroBatch) -> StepResult:
         with self._evaluating():
-            loss = self._eval_forward(micro.batch)
-            n = micro.num_samples
-            if n == 0:
-                loss.count, loss.value = None if loss.count is None else 0.0, self.torch.zeros_like(loss.value)
-            value = loss.value.detach()
-            averages = [("loss", value, float(n), n) if loss.count is None else ("loss", value, 1.0, loss.count)]
-            if loss.metrics:
-                averages += self._own_metrics(loss.metrics, n)
-            deferred = [(loss.outputs, loss.targets, n)] if loss.targets is not None else []
-            if deferred and not (
-                isinstance(loss.outputs, self.torch.Tensor) and loss.outputs.numel() <= _SMALL_OUTPUTS
-            ):
-                averages += self._settle_metrics(deferred)
-                deferred = []
-        return StepResult(averages, n, deferred)
+            return self._averages.of_evaluation(micro, self._eval_forward(micro.batch))
 
     def _eval_forward(self, batch: Any) -> Loss:
         batch = self._move(batch) if self._moves else batch
@@ -659,21 +542,6 @@ class TorchBackend(Backend[OptionsT]):
     def _notice(self, text: str) -> None:
         if self.context.is_main_process:
             self.report({"kind": "notice", "text": text})
-
-
-def _sort_in(
-    rows: list[tuple[str, Any, float, Any]], entries: dict[str, tuple[list[Any], list[float], list[Any]]]
-) -> None:
-    for name, value, scale, count in rows:
-        values, scales, counts = entries.setdefault(name, ([], [], []))
-        values.append(value)
-        scales.append(scale)
-        counts.append(count)
-
-
-def _without_weight(rows: list[tuple[str, Any, float, Any]]) -> list[tuple[str, Any, float, Any]]:
-    """The names of a rank without samples, which it must report as the others do, with nothing in them."""
-    return [(name, 0.0, 0.0, 0.0) for name, _, _, _ in rows]
 
 
 def _precision(merged: MergedConfig, device: str) -> str:

@@ -1,0 +1,134 @@
+"""What steps report: losses at once, metrics later, in one call over all that was kept since the last log line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distributed.backends._torch.objective import (
+    Loss,
+    as_loss,
+    evaluate_metrics,
+    is_class_index,
+    scores,
+    weighted,
+)
+from distributed.state import MicroBatch, StepResult
+
+# Outputs up to this many numbers are kept until the next log line, where metrics are computed on all of them at once.
+_SMALL_OUTPUTS = 1 << 16
+
+Row = tuple[str, Any, float, Any]  # (name, value, scale, count) as in StepResult.averages
+Kept = tuple[Any, Any, int]  # (outputs, targets, samples)
+
+
+class Averages:
+    """Makes and sums up step results; reads nothing from the device before `local_sums`."""
+
+    def __init__(self, metrics: Mapping[str, Callable[..., Any]], device: torch.device) -> None:
+        self._metrics, self._device = metrics, device
+        self._large: list[Kept] = []  # the newest step's large outputs
+
+    def of_training(self, micros: Sequence[MicroBatch], losses: Sequence[Loss], num_samples: int) -> StepResult:
+        """The result of one update. Large outputs are kept of the newest update only."""
+        rows: list[Row] = []
+        kept: list[Kept] = []
+        for micro, loss in zip(micros, losses, strict=True):
+            rows += self._rows(loss, micro.num_samples)
+            if loss.targets is not None:
+                self._keep(loss.outputs, loss.targets, micro.num_samples, kept)
+        return StepResult(rows, num_samples, kept)
+
+    def of_evaluation(self, micro: MicroBatch, loss: Loss) -> StepResult:
+        """The result of one evaluation batch; metrics of large outputs are computed now."""
+        n = micro.num_samples
+        if n == 0:
+            loss.count, loss.value = None if loss.count is None else 0.0, torch.zeros_like(loss.value)
+        rows = self._rows(loss, n)
+        kept: list[Kept] = [(loss.outputs, loss.targets, n)] if loss.targets is not None else []
+        if kept and not _is_small(loss.outputs):
+            rows += self._measure(kept)
+            kept = []
+        return StepResult(rows, n, kept)
+
+    def local_sums(self, results: Sequence[StepResult]) -> dict[tuple[str, str], float]:
+        """(name, "sum" or "count") of everything in `results`, on this rank. The host waits for the device here."""
+        entries: dict[str, tuple[list[Any], list[float], list[Any]]] = {}
+        kept: list[Kept] = []
+        for result in results:
+            _sort_in(result.averages, entries)
+            kept += result.deferred or ()
+        _sort_in(self._measure(kept), entries)
+        sums: dict[tuple[str, str], float] = {}
+        for name in sorted(entries):
+            values, scales, counts = entries[name]
+            sums[name, "sum"] = self._dot(values, scales)
+            sums[name, "count"] = float(sum(counts))
+        return sums
+
+    def _rows(self, loss: Loss, n: int) -> list[Row]:
+        value = loss.value.detach()
+        rows: list[Row] = [("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count)]
+        if loss.metrics:
+            own = [(name, *weighted(as_loss(metric), n, name)) for name, metric in loss.metrics.items()]
+            rows += own if n else without_weight(own)
+        return rows
+
+    def _keep(self, outputs: Any, targets: Any, n: int, kept: list[Kept]) -> None:
+        if not isinstance(outputs, torch.Tensor) and not self._metrics:
+            outputs = scores(outputs)  # all that the default accuracy needs
+            if not is_class_index(outputs, targets):
+                return
+        if _is_small(outputs):
+            kept.append((outputs.detach(), targets, n))
+        elif self._metrics or is_class_index(outputs, targets):
+            if self._large is not kept:
+                self._large.clear()
+                self._large = kept
+            kept.append((outputs, targets, n))
+
+    def _measure(self, kept: list[Kept]) -> list[Row]:
+        """Metrics of kept outputs. A rank without samples reports the same names as the others, with nothing in them."""
+        rows: list[Row] = []
+        counted = [entry for entry in kept if entry[2]]
+        with torch.no_grad():
+            for outputs, targets, n in _joined(counted or kept[:1]):
+                rows += evaluate_metrics(self._metrics, outputs, targets, n)
+        return rows if counted else without_weight(rows)
+
+    def _dot(self, values: list[Any], scales: list[float]) -> float:
+        """Sum of value x scale over floats and scalars of the device, in float64; one transfer."""
+        try:
+            stacked = torch.stack(values)
+        except (TypeError, RuntimeError):  # some are plain numbers, or of shape [1], or elsewhere
+            stacked = torch.stack([torch.as_tensor(value, device=self._device).reshape(()) for value in values])
+        return float(stacked.double() @ torch.tensor(scales, dtype=torch.float64, device=self._device))
+
+
+def without_weight(rows: list[Row]) -> list[Row]:
+    """The names of `rows` with nothing in them."""
+    return [(name, 0.0, 0.0, 0.0) for name, _, _, _ in rows]
+
+
+def _is_small(outputs: Any) -> bool:
+    return isinstance(outputs, torch.Tensor) and outputs.numel() <= _SMALL_OUTPUTS
+
+
+def _joined(kept: list[Kept]) -> list[Kept]:
+    if len(kept) < 2:
+        return kept
+    outputs, targets, counts = zip(*kept, strict=True)
+    try:
+        return [(torch.cat(outputs), torch.cat(targets), sum(counts))]
+    except (RuntimeError, TypeError):  # of different shapes, or no tensors
+        return kept
+
+
+def _sort_in(rows: Sequence[Row], entries: dict[str, tuple[list[Any], list[float], list[Any]]]) -> None:
+    for name, value, scale, count in rows:
+        values, scales, counts = entries.setdefault(name, ([], [], []))
+        values.append(value)
+        scales.append(scale)
+        counts.append(count)
