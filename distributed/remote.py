@@ -19,7 +19,9 @@ from distributed.callbacks import load_states
 from distributed.checkpoint import read_state
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
 from distributed.launcher import LaunchRequest, start_launcher
+from distributed.plan import plan_batch
 from distributed.run_dir import RunDirectory, choose_run_dir
+from distributed.session import check_monitor, script_name
 from distributed.settings import MergedConfig
 from distributed.state import History
 
@@ -108,28 +110,22 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
 
 
 def _new_run_dir() -> Path:
-    from distributed.session import _script_name
-
     _Parent.num_trainers += 1
     if _Parent.run_dir is None:
-        _Parent.run_dir = choose_run_dir(_script_name()).absolute()
+        _Parent.run_dir = choose_run_dir(script_name()).absolute()
         return _Parent.run_dir
     return _Parent.run_dir / f"fit-{_Parent.num_trainers}"
 
 
 def _check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data: Any) -> None:
     """What the workers would refuse a second later."""
-    from distributed.backends._torch.loading import loader_batch_size
-    from distributed.plan import plan_batch
-    from distributed.session import _check_monitor
-
     if merged.config.num_nodes > 1:
         raise ConfigError(
             "fit() starts the workers of one machine only: for several, run the script on each"
             " with 'python -m distributed.cli train --num-nodes N --node-rank R --master-addr HOST'"
         )
-    plan_batch(merged, trainer.plan.world_size, loader_batch_size(train_data))
-    _check_monitor(merged, val_data)
+    plan_batch(merged, trainer.plan.world_size, trainer.backend.batch_size_of(train_data))
+    check_monitor(merged, val_data)
 
 
 def _arguments(trainer: Trainer) -> dict[str, Any]:
@@ -211,23 +207,16 @@ _KINDS: dict[int, type[DistributedError]] = {2: ConfigError, 3: ResourceError}
 
 def _take_back(trainer: Trainer, run: RunDirectory, merged: MergedConfig) -> History | None:
     """Load the last checkpoint's weights into this process' model, and its history. None where none was written."""
-    import torch
-
-    from distributed.backends._torch import tensors
-
     if not (run.path / "result.json").exists():  # stopped before the first step
         return None
     result = json.loads((run.path / "result.json").read_text())
+    if result["checkpoint"] is None:
+        raise TrainingError(
+            f"training ended, but no checkpoint could be written to {run.checkpoints}: see {run.events}"
+        )
     checkpoint = (run.path / result["checkpoint"]).absolute()
     state, _ = read_state(checkpoint)
-    if not isinstance(trainer.job.model, torch.nn.Module):
-        with torch.random.fork_rng():
-            torch.manual_seed(merged.config.seed)
-            trainer.job.model = trainer.job.model()
-    model = trainer.job.model
-    if merged.config.dtype == "float64":
-        model.double()
-    tensors.load_model(model, checkpoint)
+    trainer.job.model = trainer.backend.take_weights(trainer.job.model, checkpoint)
     load_states(trainer.callbacks, state.callbacks)
     trainer._session = None  # evaluate and predict start from these weights
     trainer._remote = Remote(run.path.absolute(), checkpoint, state.epoch, state.step)

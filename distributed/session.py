@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import json
+import dataclasses
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,14 @@ from distributed.checkpoint import CheckpointStore
 from distributed.common_step import CommonStep
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, TrainingInterrupted
+from distributed.interrupts import save_by_the_clock, stop_on_signals
 from distributed.launcher import link
 from distributed.plan import BatchPlan, plan_batch
-from distributed.processes import STOP_SIGNALS
+from distributed.reporter import Reporter
 from distributed.run_dir import RunDirectory, choose_run_dir
-from distributed.settings import MergedConfig, config_yaml
+from distributed.settings import MergedConfig, config_yaml, for_evaluation
 from distributed.state import History, TrainState, WorkerContext
+from distributed.summary import finished_lines, started_lines, was_interrupted, write_result
 from distributed.tee import tee_output
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ class Session:
         self.trainer, self.backend = trainer, trainer.backend
         self.context: WorkerContext = self.backend.setup()
         atexit.register(self.backend.teardown)
-        self._reporter = _Reporter(self.context, trainer.merged.config.verbose)
+        self._reporter = Reporter(self.context, trainer.merged.config.verbose)
         self.backend.report = self._reporter
-        self._is_prepared = False
+        self._prepared_for: str | None = None  # "evaluation" or "fit"
+        self._checkpoint: Path | None = None  # the newest one that this trainer saved or took up
         self._state: TrainState | None = None
         self._run: RunDirectory | None = None
         self._store: CheckpointStore | None = None
@@ -60,8 +62,8 @@ class Session:
         backend.merged, backend.config = merged, config
         self.trainer.merged = merged
         self._reporter.verbose = config.verbose
-        batch = plan_batch(merged, self.context.world_size, _loader_batch_size(train_data))
-        _check_monitor(merged, val_data)
+        batch = plan_batch(merged, self.context.world_size, self.backend.batch_size_of(train_data))
+        check_monitor(merged, val_data)
         run = self._open_run(merged)
         train = backend.shard(train_data, batch, train=True)
         val = None if val_data is None else backend.shard(val_data, self._eval_batch(val_data, batch), train=False)
@@ -71,7 +73,7 @@ class Session:
             store = self._make_store(merged, run)
             state, resumed = self._resume(merged, store, callbacks)
             self._limit(merged, state, resumed)
-            self._say_start(merged, batch, run, notices, state, resumed)
+            self._say_start(merged, batch, notices, state, resumed)
             return self._train(train, val, state, callbacks, store, run)
         finally:
             for data in (train, val):
@@ -120,8 +122,8 @@ class Session:
         the_run.write_checkpoint = write_checkpoint
         try:
             with (
-                _signals(common, in_worker=self.trainer._worker is not None),
-                _clock(common, config.checkpoint_every_s, self.context, saved),
+                stop_on_signals(common, in_worker=self.trainer._worker is not None),
+                save_by_the_clock(common, config.checkpoint_every_s, self.context, saved),
             ):
                 loop.fit(the_run)
         except BaseException as error:
@@ -136,9 +138,9 @@ class Session:
         history = History(
             list(state.rows), dict(state.best), state.total_time, state.step, str(run.path), state.stop_reason
         )
-        self._write_result(history, run, store)
-        if state.stop_reason is not None and state.stop_reason.startswith("signal "):
-            self._leave_after_signal(int(state.stop_reason.split()[1]), run, state)
+        self._say_end(state, run)
+        if was_interrupted(state):
+            self._leave_after_signal(int(str(state.stop_reason).split()[1]), run, state)
         return history
 
     def _leave_after_signal(self, signum: int, run: RunDirectory, state: TrainState) -> None:
@@ -151,14 +153,17 @@ class Session:
     # ------------------------------------------------------------------ parts of fit
 
     def _prepare(self, batch: BatchPlan) -> list[str]:
-        if self._is_prepared:
+        if self._prepared_for == "fit":
             self.backend.rewrap()
             return []
-        self._is_prepared = True
-        return self.backend.prepare(self.trainer.job, batch)
+        job = self.trainer.job
+        if self._prepared_for == "evaluation":  # the same model, with all that training adds to it
+            job = dataclasses.replace(job, model=self.backend.model)
+        self._prepared_for = "fit"
+        return self.backend.prepare(job, batch)
 
     def _eval_batch(self, data: Any, batch: BatchPlan) -> BatchPlan:
-        size = _loader_batch_size(data) or batch.batch_size
+        size = self.backend.batch_size_of(data) or batch.batch_size
         return BatchPlan(size, 1, self.context.world_size, size * self.context.world_size)
 
     def _open_run(self, merged: MergedConfig) -> RunDirectory:
@@ -171,7 +176,7 @@ class Session:
             path = given.run_dir if given is not None and given.run_dir is not None else None
             if path is None:
                 path = self.backend.broadcast(
-                    str(choose_run_dir(_script_name())) if self.context.is_main_process else None
+                    str(choose_run_dir(script_name())) if self.context.is_main_process else None
                 )
             _Process.run = RunDirectory(path)
             if self.context.is_main_process and link() is None:
@@ -229,6 +234,7 @@ class Session:
             return TrainState(), None
         state = store.load(path)
         self._is_saved = path.parent == store.directory
+        self._checkpoint = path if self._is_saved else None
         if state.stop_reason != "early_stopping" or self.context.restart_count == 0:
             state.stop_reason = None
         load_states(callbacks, state.callbacks)
@@ -239,8 +245,6 @@ class Session:
 
     def _limit(self, merged: MergedConfig, state: TrainState, resumed: str | None) -> None:
         """Count `epochs` and `max_steps` of a further fit from where it started, also when a restart repeats it."""
-        import dataclasses
-
         index = self._num_fits - 1
         if index >= len(state.fit_starts):
             state.fit_starts.append([state.epoch, state.step] if index else [0, 0])
@@ -271,6 +275,7 @@ class Session:
         path = store.save(state, _without_paths(config), state.rows[-1].get(config.monitor) if is_measured else None)
         if path is None:
             return
+        self._checkpoint = path
         if self.context.is_main_process:
             assert self._run is not None
             self._run.event("checkpoint_saved", step=state.step, checkpoint=path.name)
@@ -278,62 +283,29 @@ class Session:
             callback.on_checkpoint(state, path)
 
     def _say_start(
-        self,
-        merged: MergedConfig,
-        batch: BatchPlan,
-        run: RunDirectory,
-        notices: list[str],
-        state: TrainState,
-        resumed: str | None,
+        self, merged: MergedConfig, batch: BatchPlan, notices: list[str], state: TrainState, resumed: str | None
     ) -> None:
         if not self.context.is_main_process:
             return
-        plan = self.trainer.plan
-        lines = [
-            f"backend {plan.backend}, {self.context.world_size} process{'es' * (self.context.world_size > 1)} on {plan.device}",
-            str(batch),
-            *dict.fromkeys([*merged.notices, *notices]),
-        ]
         if resumed is not None:
-            lines.append(f"resumed from {resumed}: step {state.step}, epoch {state.epoch}")
+            notices = [*notices, f"resumed from {resumed}: step {state.step}, epoch {state.epoch}"]
         elif self._wants_resume(merged):
-            lines.append("nothing to resume from: starting at step 0")
+            notices = [*notices, "nothing to resume from: starting at step 0"]
+        lines = started_lines(self.trainer.plan, self.context, batch, [*merged.notices, *notices])
         self._reporter({"kind": "started", "lines": lines})
-        run.event(
-            "started",
-            backend=plan.backend,
-            world_size=self.context.world_size,
-            step=state.step,
+        assert self._run is not None
+        self._run.event(
+            "started", backend=self.trainer.plan.backend, world_size=self.context.world_size, step=state.step,
             restart_count=self.context.restart_count,
-        )
+        )  # fmt: skip
 
-    def _write_result(self, history: History, run: RunDirectory, store: CheckpointStore) -> None:
+    def _say_end(self, state: TrainState, run: RunDirectory) -> None:
         if not self.context.is_main_process:
             return
-        state = self._state
-        assert state is not None
-        is_stopped = (state.stop_reason or "").startswith("signal ")
-        rate = state.samples_seen / state.train_time_s if state.train_time_s else 0.0
-        checkpoint = store.directory / f"step-{state.step:08d}"
-        result = {
-            "status": "interrupted" if is_stopped else "finished", "backend": self.trainer.plan.backend,
-            "world_size": self.context.world_size, "steps": state.step, "epochs": state.epoch, "total_time": history.total_time,
-            "final_metrics": state.metrics, "best_metrics": state.best, "samples_per_second": rate,
-            "checkpoint": _relative(checkpoint, run.path), "stop_reason": state.stop_reason,
-        }  # fmt: skip
-        _replace_text(run.path / "result.json", json.dumps(result, indent=1))
-        if not is_stopped:
+        write_result(run, state, self.trainer.plan, self.context, self._checkpoint)
+        if not was_interrupted(state):
             run.event("finished", step=state.step, epoch=state.epoch)
-        metrics = "  ".join(
-            f"{name} {value:.4g}" for name, value in state.best.items() if name.startswith("val_") or "accuracy" in name
-        )
-        done = "stopped" if is_stopped else "finished"
-        lines = [
-            f"{done} at step {state.step}, epoch {state.epoch}, in {history.total_time:.1f} s"
-            + (f"; best: {metrics}" if metrics else "")
-        ]
-        lines.append(f"run directory: {run.path}")
-        self._reporter({"kind": "finished", "lines": lines})
+        self._reporter({"kind": "finished", "lines": finished_lines(run, state)})
 
     # ------------------------------------------------------------------ evaluate, predict, save
 
@@ -377,94 +349,24 @@ class Session:
         return saved
 
     def _sharded(self, data: Any) -> Any:
-        batch = plan_batch(self.trainer.merged, self.context.world_size, _loader_batch_size(data))
+        batch = plan_batch(self.trainer.merged, self.context.world_size, self.backend.batch_size_of(data))
         self._ensure_prepared(batch)
         return self.backend.shard(data, self._eval_batch(data, batch), train=False)
 
     def _ensure_prepared(self, batch: BatchPlan) -> None:
-        if not self._is_prepared:
-            self._is_prepared = True
-            self.backend.prepare(self.trainer.job, batch)
-
-
-class _Reporter:
-    """Sends events to the launcher's display, or shows them here. Main process only, but for warnings of other ranks."""
-
-    def __init__(self, context: WorkerContext, verbose: bool) -> None:
-        self._context, self.verbose = context, verbose
-        self._display: Any = None
-
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        if not self._context.is_main_process:
+        """The model without what only training needs, where no fit has prepared it."""
+        if self._prepared_for is not None:
             return
-        content = dict(event)
-        if "text" not in content and "message" in content:
-            content["text"] = content["message"]
-        channel = link()
-        if channel is not None:
-            channel.send(content)
-            return
-        if self._display is None:
-            from distributed.loggers.console import Display
-
-            self._display = Display(verbose=self.verbose)
-        self._display.handle(content)
-        if content["kind"] == "finished":
-            self._display.close()
-            self._display = None
+        self._prepared_for = "evaluation"
+        backend, merged = self.backend, self.backend.merged
+        backend.merged = for_evaluation(merged)
+        backend.config = backend.merged.config
+        backend.prepare(self.trainer.job, batch)
+        backend.unwrap()
+        backend.merged, backend.config = merged, merged.config
 
 
-@contextlib.contextmanager
-def _signals(common: CommonStep, in_worker: bool) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGUSR1 ask all ranks to stop at the same step. Main thread only; elsewhere they keep their meaning."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    seen: list[int] = []
-
-    def stop(signum: int, frame: Any) -> None:
-        if seen and not in_worker and signum == signal.SIGINT:
-            raise KeyboardInterrupt  # the second Ctrl-C in one's own process is meant
-        if not seen:
-            common.request(f"signal {signum}")
-        seen.append(signum)
-
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _clock(common: CommonStep, every_s: float | None, context: WorkerContext, saved: threading.Event) -> Iterator[None]:
-    """Ask for a save `every_s` seconds after the start and after each `saved`; one rank's clock counts for all.
-
-    The time of a save itself does not count: saves that take longer than `every_s` would leave none for training.
-    """
-    if every_s is None or not context.is_main_process:
-        yield
-        return
-    ended = threading.Event()
-
-    def ask() -> None:
-        while not ended.wait(every_s):
-            saved.clear()
-            common.request("save")
-            saved.wait()
-
-    thread = threading.Thread(target=ask, name="distributed-checkpoint-clock", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        saved.set()
-        thread.join()
-
-
-def _check_monitor(merged: MergedConfig, val_data: Any) -> None:
+def check_monitor(merged: MergedConfig, val_data: Any) -> None:
     config = merged.config
     if loop.is_larger_better(config.monitor) and config.monitor_mode == "min" and not merged.is_typed("monitor_mode"):
         raise ConfigError(
@@ -486,26 +388,6 @@ def _without_paths(config: DistributedConfig) -> dict[str, Any]:
     }
 
 
-def _loader_batch_size(data: Any) -> int | None:
-    from distributed.backends._torch.loading import loader_batch_size
-
-    return loader_batch_size(data)
-
-
-def _script_name() -> str:
-    import sys
-
+def script_name() -> str:
     name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else ""
     return name if name.endswith(".py") and "ipykernel" not in name else "notebook"
-
-
-def _relative(path: Path, base: Path) -> str:
-    import os
-
-    return os.path.relpath(path, base)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

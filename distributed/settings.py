@@ -62,6 +62,12 @@ def merge(typed: Typed, code: Mapping[str, Any], hyperparameters: Mapping[str, A
     return MergedConfig(DistributedConfig(**values), sources, dict(hyperparameters or {}), tuple(notices))
 
 
+def for_evaluation(merged: MergedConfig) -> MergedConfig:
+    """The settings without those that change the user's model and optimizer for training: workers will do that."""
+    config = dataclasses.replace(merged.config, lr_scaling="none", activation_checkpointing=False, compile=False)
+    return dataclasses.replace(merged, config=config)
+
+
 def canonical(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Settings under their own names: aliases and dotted names resolved, with one notice for each alias."""
     out: dict[str, Any] = {}

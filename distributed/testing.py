@@ -57,6 +57,12 @@ class FakeBackend(Backend[FakeOptions]):
         self.calls.append("prepare")
         return []
 
+    def batch_size_of(self, data: Any) -> int | None:
+        return None
+
+    def take_weights(self, model: Any, directory: Path) -> Any:
+        return json.loads((directory / "model" / "weight.json").read_text())
+
     def shard(self, data: Any, batch: BatchPlan, train: bool) -> ShardedData:
         return FakeData(len(data), batch)
 

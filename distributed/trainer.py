@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from distributed.config import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launcher import WorkerEnvironment, handover, worker_environment
 from distributed.plan import ProcessPlan, plan_processes
-from distributed.settings import MergedConfig, Typed, canonical, merge, split_sweep
+from distributed.settings import MergedConfig, Typed, canonical, for_evaluation, merge, split_sweep
 from distributed.state import History
 
 
@@ -142,7 +141,7 @@ class Trainer:
     @property
     def model(self) -> Any:
         """The user's module; after `fit` with the trained weights."""
-        return getattr(self.backend, "plain", self.job.model)
+        return self.job.model if self.backend.model is None else self.backend.model
 
     @property
     def is_main_process(self) -> bool:
@@ -243,16 +242,10 @@ class Trainer:
         if self._session is None:
             if self._worker is None and self.plan.world_size > 1:  # evaluate, predict, save beside a fit in workers
                 self.backend = self._make_backend(
-                    _for_evaluation(self.merged), ProcessPlan(1, 1, self.plan.device, "single")
+                    for_evaluation(self.merged), ProcessPlan(1, 1, self.plan.device, "single")
                 )
             self._session = Session(self)
         return self._session
-
-
-def _for_evaluation(merged: MergedConfig) -> MergedConfig:
-    """The settings without those that change the user's model and optimizer for training: workers will do that."""
-    config = dataclasses.replace(merged.config, lr_scaling="none", activation_checkpointing=False, compile=False)
-    return dataclasses.replace(merged, config=config)
 
 
 def _local(config: DistributedConfig, found: WorkerEnvironment) -> DistributedConfig:

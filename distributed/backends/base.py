@@ -57,6 +57,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         """Cheap; refuses what it cannot honour. Called in the parent too, before any process starts."""
         self.merged, self.config, self.options, self.plan = merged, merged.config, options, plan
+        self.model: Any = None  # the user's module, once it is prepared
         self.report: Callable[[dict[str, Any]], None] = lambda event: None  # notices and warnings, to the display
 
     @abc.abstractmethod
@@ -66,6 +67,14 @@ class Backend(abc.ABC, Generic[OptionsT]):
     @abc.abstractmethod
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         """Build model, then optimizer, then schedule. Returns notices to show once (defaults chosen, rates scaled)."""
+
+    @abc.abstractmethod
+    def batch_size_of(self, data: Any) -> int | None:
+        """The batch size that a loader was given, where it counts as set; None for a data set. Also before `setup`."""
+
+    @abc.abstractmethod
+    def take_weights(self, model: Any, directory: Path) -> Any:
+        """The user's `model` (built, if it is a factory) with the weights of a checkpoint, in a process that trained nothing."""
 
     @abc.abstractmethod
     def shard(self, data: Any, batch: BatchPlan, train: bool) -> ShardedData:

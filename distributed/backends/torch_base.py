@@ -105,7 +105,7 @@ class TorchBackend(Backend[OptionsT]):
 
         notices: list[str] = []
         self.job, self.batch = job, batch
-        self.plain = self._build_model(job.model)
+        self.model = self.plain = self._build_model(job.model).to(self.device)
         if self.config.activation_checkpointing:
             count = modules.checkpoint_activations(self.plain)
             notices.append(f"activation checkpointing on {count} block{'s' * (count > 1)}")
@@ -159,7 +159,6 @@ class TorchBackend(Backend[OptionsT]):
             raise ConfigError(f"the model factory returned a {type(model).__name__}: return a torch.nn.Module")
         if self.config.dtype == "float64":
             model.double()
-        model.to(self.device)
         return model
 
     def _build_scaler(self) -> Any:
@@ -178,6 +177,11 @@ class TorchBackend(Backend[OptionsT]):
         self.torch.manual_seed(value)
         random.seed(value)
         numpy.random.seed(value >> 32)
+
+    def batch_size_of(self, data: Any) -> int | None:
+        from distributed.backends._torch.loading import loader_batch_size
+
+        return loader_batch_size(data)
 
     def shard(self, data: Any, batch: BatchPlan, train: bool) -> ShardedData:
         from distributed.backends._torch.loading import shard
@@ -497,6 +501,13 @@ class TorchBackend(Backend[OptionsT]):
 
         return interleave(parts)
 
+    def take_weights(self, model: Any, directory: Path) -> Any:
+        from distributed.backends._torch import tensors
+
+        built = self._build_model(model)
+        tensors.load_model(built, directory)
+        return built
+
     def unwrap(self) -> None:
         # torch 2.13 with gloo aborts at exit in 1 process of 8 while a DDP wrapper is alive (its reducer's threads).
         self._wrapped = self.plain
@@ -508,7 +519,7 @@ class TorchBackend(Backend[OptionsT]):
         self._is_training = None
 
     def teardown(self) -> None:
-        if hasattr(self, "plain"):
+        if self.model is not None:
             self.unwrap()
         self._leave()
 
