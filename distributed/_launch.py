@@ -13,7 +13,7 @@ def main() -> None:
     """Launch what the request says and leave with its exit code."""
     from distributed.errors import DistributedError
     from distributed.launcher import LaunchRequest, launch
-    from distributed.processes import die_with_parent
+    from distributed.launching.processes import die_with_parent
 
     die_with_parent(int(sys.argv[2]))
     try:

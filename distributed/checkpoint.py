@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.agreement import Agreement
 from distributed.backends.base import Backend
-from distributed.durable import sync, write_file
 from distributed.errors import CheckpointError, TrainingError
-from distributed.jsonable import decode, encode
-from distributed.manifest import (
+from distributed.state import TrainState, WorkerContext
+from distributed.storage.agreement import Agreement
+from distributed.storage.durable import sync, write_file
+from distributed.storage.jsonable import decode, encode
+from distributed.storage.manifest import (
     MANIFEST,
     STATE,
     CheckpointInfo,
@@ -36,7 +37,6 @@ from distributed.manifest import (
     step_name,
     verify,
 )
-from distributed.state import TrainState, WorkerContext
 
 __all__ = ["CheckpointInfo", "CheckpointStore", "Manifest", "list_checkpoints", "read_state", "resolve", "verify"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distributed.common_step import CommonStep
-from distributed.processes import STOP_SIGNALS
+from distributed.launching.processes import STOP_SIGNALS
 from distributed.state import WorkerContext
 
 

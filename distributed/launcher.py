@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.environment import NodeEnvironment, WorkerEnvironment, node_environment, worker_environment
 from distributed.errors import ConfigError, nearest
+from distributed.launching.environment import NodeEnvironment, WorkerEnvironment, node_environment, worker_environment
 from distributed.settings import Typed
 
 __all__ = [
@@ -199,7 +199,7 @@ def launch(request: LaunchRequest) -> int:
 
     Raises ConfigError or ResourceError, before a framework is imported, for what can be known by then.
     """
-    from distributed.forkserver import serve
+    from distributed.launching.forkserver import serve
 
     return serve(request)
 
@@ -209,6 +209,6 @@ def start_launcher(request: LaunchRequest) -> int:
 
     KeyboardInterrupt is passed on as SIGINT and raised again when the launcher has ended.
     """
-    from distributed.subprocess_launch import run_launcher
+    from distributed.launching.subprocess_launch import run_launcher
 
     return run_launcher(request, sys.stdout, sys.stderr)

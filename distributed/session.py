@@ -19,13 +19,13 @@ from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, TrainingInterrupted
 from distributed.interrupts import save_by_the_clock, stop_on_signals
 from distributed.launcher import link
+from distributed.launching.tee import tee_output
 from distributed.plan import BatchPlan, plan_batch
 from distributed.reporter import Reporter
 from distributed.run_dir import RunDirectory, choose_run_dir
 from distributed.settings import MergedConfig, config_yaml, for_evaluation
 from distributed.state import History, TrainState, WorkerContext
 from distributed.summary import finished_lines, started_lines, was_interrupted, write_result
-from distributed.tee import tee_output
 
 if TYPE_CHECKING:
     from distributed.trainer import Trainer

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from distributed.durable import replace_file
 from distributed.errors import CheckpointError, ConfigError
-from distributed.manifest import CheckpointInfo, list_checkpoints, resolve, verify
-from distributed.tensor_file import RawTensor, read_raw, write_tensors
+from distributed.storage.durable import replace_file
+from distributed.storage.manifest import CheckpointInfo, list_checkpoints, resolve, verify
+from distributed.storage.tensor_file import RawTensor, read_raw, write_tensors
 
 app = typer.Typer(help="List, verify and export checkpoints.", no_args_is_help=True)
 

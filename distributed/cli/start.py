@@ -67,7 +67,7 @@ def _run_as_worker(
     script = _script(typed)
     check_script(script)
     set_thread_variables(environment.local_world_size)
-    from distributed.worker import run_here
+    from distributed.launching.worker import run_here
 
     return run_here(Handover(typed, run_dir, resume, environment.restart_count), environment)
 

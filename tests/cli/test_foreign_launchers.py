@@ -57,6 +57,10 @@ def test_under_torchrun_every_rank_has_a_log_and_the_console_shows_rank_0(script
 
 
 def test_python_on_a_plain_script_trains_in_this_process(script, start, tmp_path):
-    command = [sys.executable, "-c", f"import os; os.environ['RANK'] = '0'; os.environ['WORLD_SIZE'] = '1'; exec({SCRIPT!r})"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import os; os.environ['RANK'] = '0'; os.environ['WORLD_SIZE'] = '1'; exec({SCRIPT!r})",
+    ]
     done = start(command, cwd=tmp_path).finish()
     assert done.returncode == 0 and "backend single, 1 process" in done.stdout

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.agent import ForkAgent
 from distributed.config import DistributedConfig, group_options
 from distributed.launcher import LaunchRequest
+from distributed.launching.agent import ForkAgent
 from tests.conformance.jobs import options as job
 from tests.conformance.jobs.recording import distance, read
 

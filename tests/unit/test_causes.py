@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from distributed.causes import Failure, full_traceback, root_cause, short_traceback
+from distributed.launching.causes import Failure, full_traceback, root_cause, short_traceback
 
 LOST = "[../gloo/transport/tcp/pair.cc:554] Connection closed by peer [127.0.0.1]:4711"
 

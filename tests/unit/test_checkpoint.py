@@ -20,13 +20,14 @@ from typing import Any
 
 import pytest
 
-from distributed import checkpoint, durable, manifest
+from distributed import checkpoint
 from distributed.checkpoint import CheckpointStore, list_checkpoints, read_state, resolve, verify
 from distributed.errors import CheckpointError, TrainingError
-from distributed.manifest import NewerFormatError
 from distributed.plan import ProcessPlan
 from distributed.state import TrainState, WorkerContext
-from distributed.tensor_file import RawTensor, read_raw, write_tensors
+from distributed.storage import durable, manifest
+from distributed.storage.manifest import NewerFormatError
+from distributed.storage.tensor_file import RawTensor, read_raw, write_tensors
 
 
 class BytesBackend:
@@ -656,7 +657,7 @@ def test_a_state_file_that_is_none_is_refused(tmp_path: Path, content: bytes) ->
 def test_listing_and_verifying_load_no_framework(tmp_path: Path) -> None:
     rig(tmp_path).save(1)
     code = (
-        "import sys; from pathlib import Path; from distributed.manifest import list_checkpoints, verify;"
+        "import sys; from pathlib import Path; from distributed.storage.manifest import list_checkpoints, verify;"
         "[verify(i.path) for i in list_checkpoints(Path(sys.argv[1]))];"
         "import distributed.checkpoint, distributed.cli.checkpoint;"
         "sys.exit(bool({'torch', 'numpy', 'tensorflow'} & set(sys.modules)))"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distributed.environment import NodeEnvironment, expand_hostlist, node_environment, worker_environment
 from distributed.errors import ResourceError
+from distributed.launching.environment import NodeEnvironment, expand_hostlist, node_environment, worker_environment
 
 STEP = {
     "SLURM_JOB_ID": "812", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1",

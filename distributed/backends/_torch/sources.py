@@ -25,7 +25,7 @@ from distributed.backends._torch.fetching import LOADER, SAMPLER, announce_epoch
 from distributed.config import DistributedConfig
 from distributed.data import sample_seed
 from distributed.errors import ConfigError
-from distributed.processes import die_with_parent
+from distributed.launching.processes import die_with_parent
 
 Reduce = Callable[[Mapping[str, float]], dict[str, float]]
 _EXAMPLE = "give a DataLoader, or a data set such as TensorDataset(inputs, targets)"

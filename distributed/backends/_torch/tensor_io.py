@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from distributed.errors import CheckpointError, TrainingError
-from distributed.jsonable import decode, encode
-from distributed.tensor_file import RawTensor, check_header, write_tensors
+from distributed.storage.jsonable import decode, encode
+from distributed.storage.tensor_file import RawTensor, check_header, write_tensors
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",

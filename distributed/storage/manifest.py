@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from distributed.errors import CheckpointError
-from distributed.tensor_file import check_header
+from distributed.storage.tensor_file import check_header
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.durable import write_file
 from distributed.errors import CheckpointError
+from distributed.storage.durable import write_file
 
 # The format allows 100 MB, which costs a gigabyte as Python objects. This is about 200,000 tensors.
 MAX_HEADER_BYTES = 25_000_000

@@ -26,10 +26,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from distributed.causes import Failure, root_cause, signal_name
 from distributed.launcher import LaunchRequest
+from distributed.launching.causes import Failure, root_cause, signal_name
+from distributed.launching.output import Message, WorkerOutput
 from distributed.loggers.console import Display
-from distributed.output import Message, WorkerOutput
 from distributed.run_dir import RunDirectory
 
 # After the first sign of a failure: how long a better explanation is waited for. A lost connection is a consequence

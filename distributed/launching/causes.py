@@ -20,7 +20,7 @@ _PEER_GONE = (
 )  # fmt: skip
 _PEER_GONE_TYPES = {"DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError"}
 _DISTRIBUTED_TYPES = {"RuntimeError", "DistBackendError", "DistError"}  # whose message decides
-_OUR_DIRECTORY = str(Path(__file__).resolve().parent)
+_OUR_DIRECTORY = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 

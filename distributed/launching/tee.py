@@ -26,7 +26,7 @@ def tee_output(run: RunDirectory, rank: int) -> None:
         stdin=subprocess.DEVNULL,
         pass_fds=[int(read) for read in reads],
         start_new_session=True,  # a Ctrl-C is for the worker, whose last lines are still to come
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     for target, (read, write) in zip((1, 2), ends.values(), strict=True):
         os.dup2(write, target)
@@ -36,7 +36,7 @@ def tee_output(run: RunDirectory, rank: int) -> None:
 
 def main(run_dir: str, rank: int, stdout: int, stderr: int) -> None:
     """Copy until both ends are closed."""
-    from distributed.output import Pipe, RankLog
+    from distributed.launching.output import Pipe, RankLog
 
     log = RankLog(RunDirectory(run_dir), rank)
     with selectors.DefaultSelector() as selector:
@@ -56,5 +56,5 @@ def main(run_dir: str, rank: int, stdout: int, stderr: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parent.parent)
+    sys.path[0] = str(Path(__file__).parents[2])
     main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributed.causes import full_traceback, short_traceback
 from distributed.errors import DistributedError, TrainingInterrupted
 from distributed.launcher import Handover, LaunchRequest, WorkerEnvironment, link, tell
-from distributed.processes import flush_c_streams
+from distributed.launching.causes import full_traceback, short_traceback
+from distributed.launching.processes import flush_c_streams
 from distributed.settings import Typed
 
 Report = Callable[[dict[str, Any]], None]

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from distributed.launcher import LaunchRequest, check_script, set_thread_variables
-from distributed.processes import STOP_SIGNALS, die_with_parent
+from distributed.launching.processes import STOP_SIGNALS, die_with_parent
 from distributed.run_dir import RunDirectory
 
 _AGENT_GRACE_S = 10.0  # for the agent to print and leave once every worker is gone
@@ -64,7 +64,7 @@ def _agent(
     server.close()
     signals.ignore()  # the launcher gets them and says so
     gc.enable()
-    from distributed.agent import run_agent
+    from distributed.launching.agent import run_agent
 
     return run_agent(request, run, side)
 
@@ -253,7 +253,7 @@ class ForkServer:
         self._signals.restore()
         self._channel.close()
         gc.enable()
-        from distributed.worker import run_worker
+        from distributed.launching.worker import run_worker
 
         return run_worker(self._request, order, fds)
 

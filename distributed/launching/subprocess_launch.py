@@ -16,7 +16,7 @@ from types import FrameType
 from typing import IO, TextIO, cast
 
 from distributed.launcher import HANDOVER_VARIABLE, LaunchRequest
-from distributed.processes import STOP_SIGNALS
+from distributed.launching.processes import STOP_SIGNALS
 
 
 def run_launcher(request: LaunchRequest, out: TextIO, err: TextIO) -> int:
@@ -75,7 +75,7 @@ def _start(request: str, inherits_out: bool, inherits_err: bool) -> subprocess.P
         stream.flush()
     environ = {name: value for name, value in os.environ.items() if name != HANDOVER_VARIABLE}
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("_launch.py")), "-", str(os.getpid())],
+        [sys.executable, str(Path(__file__).parents[1] / "_launch.py"), "-", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=None if inherits_out else subprocess.PIPE,
         stderr=None if inherits_err else subprocess.PIPE,

@@ -1,0 +1,1 @@
+"""Starts worker processes, watches them, and makes a process a worker. `distributed.launcher` is the way in."""
