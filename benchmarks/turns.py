@@ -15,14 +15,19 @@ Turn = Callable[[int], Marks]
 
 
 def compete(contestants: dict[str, Turn], steps: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Everybody's turns in `rounds` rounds of `steps` updates each, all ranks together. The first round is warm-up."""
+    """Everybody's turns in `rounds` rounds of `steps` updates each, all ranks together. The first round is warm-up.
+
+    The order rotates from round to round: whoever comes after whom would otherwise count for something.
+    """
     import torch.distributed as dist
 
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
     for round_number in range(rounds):
-        for name, turn in contestants.items():
+        names = list(contestants)
+        first = round_number % len(names)
+        for name in names[first:] + names[:first]:
             dist.barrier()
-            marks = turn(steps)
+            marks = contestants[name](steps)
             if round_number > 0:
                 turns[name].append(seconds_per_step(marks))
     return turns
@@ -42,12 +47,16 @@ class TrainerTurns:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self._done.acquire()  # until the first batch is asked for
+        if not self._thread.is_alive():
+            raise RuntimeError("fit failed before its first batch")
 
     def turn(self, steps: int) -> Marks:
         """`steps` updates; the clocks around each."""
         self._steps = steps
         self._go.release()
         self._done.acquire()
+        if not self._thread.is_alive():
+            raise RuntimeError("fit ended before its turns did")
         return self._marks
 
     def end(self) -> None:
@@ -57,8 +66,11 @@ class TrainerTurns:
         self._thread.join()
 
     def _run(self) -> None:
-        with _batches_by_way_of(self._around):
-            self._fit()
+        try:
+            with _batches_by_way_of(self._around):
+                self._fit()
+        finally:
+            self._done.release()  # nobody waits for a fit that failed
 
     def _around(self, groups: Iterator[Any]) -> Iterator[Any]:
         while True:

@@ -122,6 +122,7 @@ class TorchBackend(Backend[OptionsT]):
         self.scheduler = optim.build_scheduler(job.scheduler, self.optimizer, job.optimizer)
         optim.scale_rates(self.optimizer, self.scheduler, self.merged, batch, notices.append)
         optim.use_fused_sgd(self.optimizer, self.plain)
+        self._update = optim.lean_step(self.optimizer)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._steps_schedule = (
             self.scheduler is not None and self.config.scheduler_interval == "step" and not _is_plateau(self.scheduler)
@@ -320,7 +321,7 @@ class TorchBackend(Backend[OptionsT]):
             self._scaler.step(self.optimizer)
             self._scaler.update()
         else:
-            self.optimizer.step()
+            self._update()
         if rates is not None:
             self._set_rates(rates)
         if self._steps_schedule:

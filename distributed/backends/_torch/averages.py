@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,15 +56,17 @@ class Averages:
 
     def local_sums(self, results: Sequence[StepResult]) -> dict[tuple[str, str], float]:
         """(name, "sum" or "count") of everything in `results`, on this rank. The host waits for the device here."""
-        entries: dict[str, tuple[list[Any], list[float], list[Any]]] = {}
+        entries: defaultdict[str, list[Row]] = defaultdict(list)
         kept: list[Kept] = []
         for result in results:
-            _sort_in(result.averages, entries)
+            for row in result.averages:
+                entries[row[0]].append(row)
             kept += result.deferred or ()
-        _sort_in(self._measure(kept), entries)
+        for row in self._measure(kept):
+            entries[row[0]].append(row)
         sums: dict[tuple[str, str], float] = {}
         for name in sorted(entries):
-            values, scales, counts = entries[name]
+            _, values, scales, counts = zip(*entries[name], strict=True)
             sums[name, "sum"] = self._dot(values, scales)
             sums[name, "count"] = float(sum(counts))
         return sums
@@ -98,7 +101,7 @@ class Averages:
                 rows += evaluate_metrics(self._metrics, outputs, targets, n)
         return rows if counted else without_weight(rows)
 
-    def _dot(self, values: list[Any], scales: list[float]) -> float:
+    def _dot(self, values: tuple[Any, ...], scales: tuple[float, ...]) -> float:
         """Sum of value x scale over floats and scalars of the device, in float64; one transfer."""
         try:
             stacked = torch.stack(values)
@@ -124,11 +127,3 @@ def _joined(kept: list[Kept]) -> list[Kept]:
         return [(torch.cat(outputs), torch.cat(targets), sum(counts))]
     except (RuntimeError, TypeError):  # of different shapes, or no tensors
         return kept
-
-
-def _sort_in(rows: Sequence[Row], entries: dict[str, tuple[list[Any], list[float], list[Any]]]) -> None:
-    for name, value, scale, count in rows:
-        values, scales, counts = entries.setdefault(name, ([], [], []))
-        values.append(value)
-        scales.append(scale)
-        counts.append(count)
