@@ -53,7 +53,8 @@ def save_by_the_clock(
         while not ended.wait(every_s):
             saved.clear()
             common.request("save")
-            saved.wait()
+            while not saved.wait(0.2) and not ended.is_set():
+                continue
 
     thread = threading.Thread(target=ask, name="distributed-checkpoint-clock", daemon=True)
     thread.start()

@@ -12,6 +12,7 @@ from distributed.backends.base import Backend, ShardedData
 from distributed.callbacks import Callback
 from distributed.common_step import CommonStep
 from distributed.config import DistributedConfig
+from distributed.errors import TrainingError
 from distributed.state import Group, MicroBatch, StepResult, TrainState
 
 _EVAL_WINDOW = 256  # evaluation batches whose results are kept before they are summed up
@@ -28,7 +29,7 @@ class Run:
     state: TrainState
     common_step: CommonStep
     callbacks: Sequence[Callback]
-    write_checkpoint: Callable[[], None]  # of this moment, on all ranks
+    write_checkpoint: Callable[[], bool]  # of this moment, on all ranks; False where the disk refused it
     last_saved: tuple[int, int] = (-1, -1)  # (step, epoch)
     window: list[StepResult] = dataclasses.field(default_factory=list)  # steps not summed up yet
     window_start: float = 0.0
@@ -42,9 +43,13 @@ def fit(run: Run) -> None:
     while state.epoch < run.config.epochs and state.stop_reason is None:
         if not _train_epoch(run) or not _finish_epoch(run):
             break
+    _log(run)
     if run.last_saved != (state.step, state.epoch):
-        _log(run)
         save(run)
+    if run.last_saved != (state.step, state.epoch):
+        raise TrainingError(
+            f"the last checkpoint, of step {state.step}, could not be written: make room and run again with --resume"
+        )
     for callback in run.callbacks:
         callback.on_train_end(state)
 
@@ -57,8 +62,6 @@ def _train_epoch(run: Run) -> bool:
     log_every = run.config.log_every_n_steps
     save_every = run.config.checkpoint_every_n_steps or math.inf
     limit = run.config.max_steps or math.inf
-    if state.samples_in_epoch == run.train.num_samples:  # a resume between the last step and its validation
-        return True
     run.window_start = time.perf_counter()
     for group in run.train.epoch(state.epoch, state.samples_in_epoch):
         if state.step >= limit:
@@ -183,8 +186,8 @@ def is_larger_better(name: str) -> bool:
 def save(run: Run) -> None:
     """A checkpoint now. All ranks."""
     _collect(run)
-    run.write_checkpoint()
-    run.last_saved = (run.state.step, run.state.epoch)
+    if run.write_checkpoint():
+        run.last_saved = (run.state.step, run.state.epoch)
 
 
 def evaluate(

@@ -85,11 +85,12 @@ class RunDirectory:
     def event(self, name: str, **detail: Any) -> None:
         """Append one line to events.jsonl; one write, so that lines of several processes never mix."""
         line = json.dumps({"time": time.time(), "event": name, **detail}) + "\n"
-        fd = os.open(self.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(fd, line.encode())
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError):  # a full disk costs lines, not the run
+            fd = os.open(self.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(fd, line.encode())
+            finally:
+                os.close(fd)
 
     def _create(self) -> None:
         try:

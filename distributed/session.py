@@ -8,10 +8,12 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed import loop
+from distributed.backends.base import Backend
 from distributed.callbacks import Callback, EarlyStopping, load_states, states
 from distributed.checkpoint import CheckpointStore
 from distributed.common_step import CommonStep
@@ -25,6 +27,8 @@ from distributed.reporter import Reporter
 from distributed.run_dir import RunDirectory, choose_run_dir
 from distributed.settings import MergedConfig, config_yaml, for_evaluation
 from distributed.state import History, TrainState, WorkerContext
+from distributed.storage.agreement import Agreement
+from distributed.storage.manifest import list_checkpoints
 from distributed.summary import finished_lines, started_lines, was_interrupted, write_result
 
 if TYPE_CHECKING:
@@ -45,7 +49,7 @@ class Session:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.backend = trainer, trainer.backend
         self.context: WorkerContext = self.backend.setup()
-        atexit.register(self.backend.teardown)
+        atexit.register(_teardown, weakref.ref(self.backend))
         self._reporter = Reporter(self.context, trainer.merged.config.verbose)
         self.backend.report = self._reporter
         self._prepared_for: str | None = None  # "evaluation" or "fit"
@@ -108,16 +112,17 @@ class Session:
             state,
             common,
             callbacks,
-            lambda: None,
+            lambda: False,
             last_saved=(state.step, state.epoch) if self._is_saved else (-1, -1),
         )
 
         saved = threading.Event()
 
-        def write_checkpoint() -> None:
+        def write_checkpoint() -> bool:
             state.total_time = before + time.monotonic() - started
-            self._write_checkpoint(state, callbacks, store)
+            is_written = self._write_checkpoint(state, callbacks, store)
             saved.set()
+            return is_written
 
         the_run.write_checkpoint = write_checkpoint
         try:
@@ -213,7 +218,20 @@ class Session:
             directory, self.backend, keep_latest_k=config.keep_latest_k, keep_best=config.keep_best, monitor=config.monitor,
             monitor_mode=config.monitor_mode, context=self.context, report=self._reporter,
         )  # fmt: skip
+        if config.checkpoint_dir is not None and self._state is None:
+            Agreement(self.backend, self.context).on_main(lambda: self._claim(directory, merged))
         return self._store
+
+    def _claim(self, directory: Path, merged: MergedConfig) -> None:
+        """Hold a checkpoint directory of the user's for this run alone. Main process."""
+        shared = RunDirectory(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        shared.lock()
+        if not self._wants_resume(merged) and list_checkpoints(directory):
+            raise ConfigError(
+                f"checkpoint_dir={str(directory)!r} holds checkpoints of an earlier run: set resume_from_checkpoint=true"
+                " (or --resume) to go on from them, or name another directory"
+            )
 
     def _resume(
         self, merged: MergedConfig, store: CheckpointStore, callbacks: list[Callback]
@@ -246,8 +264,8 @@ class Session:
     def _limit(self, merged: MergedConfig, state: TrainState, resumed: str | None) -> None:
         """Count `epochs` and `max_steps` of a further fit from where it started, also when a restart repeats it."""
         index = self._num_fits - 1
-        if index >= len(state.fit_starts):
-            state.fit_starts.append([state.epoch, state.step] if index else [0, 0])
+        while index >= len(state.fit_starts):  # a fit that failed at once left none
+            state.fit_starts.append([state.epoch, state.step] if state.fit_starts else [0, 0])
         epoch, step = state.fit_starts[index]
         if index:
             config = merged.config
@@ -268,19 +286,20 @@ class Session:
             callbacks.append(ProgressLogger(self._reporter, config, train.updates_per_epoch))
         return callbacks
 
-    def _write_checkpoint(self, state: TrainState, callbacks: list[Callback], store: CheckpointStore) -> None:
+    def _write_checkpoint(self, state: TrainState, callbacks: list[Callback], store: CheckpointStore) -> bool:
         state.callbacks = states(callbacks)
         config = self.trainer.merged.config
         is_measured = bool(state.rows) and state.samples_in_epoch == 0 and state.rows[-1]["step"] == state.step
         path = store.save(state, _without_paths(config), state.rows[-1].get(config.monitor) if is_measured else None)
         if path is None:
-            return
+            return False
         self._checkpoint = path
         if self.context.is_main_process:
             assert self._run is not None
             self._run.event("checkpoint_saved", step=state.step, checkpoint=path.name)
         for callback in callbacks:
             callback.on_checkpoint(state, path)
+        return True
 
     def _say_start(
         self, merged: MergedConfig, batch: BatchPlan, notices: list[str], state: TrainState, resumed: str | None
@@ -364,6 +383,12 @@ class Session:
         backend.prepare(self.trainer.job, batch)
         backend.unwrap()
         backend.merged, backend.config = merged, merged.config
+
+
+def _teardown(backend: weakref.ref[Backend[Any]]) -> None:
+    """At exit; nothing for a backend that nobody holds any more."""
+    if (alive := backend()) is not None:
+        alive.teardown()
 
 
 def check_monitor(merged: MergedConfig, val_data: Any) -> None:

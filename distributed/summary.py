@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distributed.plan import BatchPlan, ProcessPlan
@@ -32,6 +33,11 @@ def finished_lines(run: RunDirectory, state: TrainState) -> list[str]:
     return [f"{line}; best: {best}" if best else line, f"run directory: {run.path}"]
 
 
+def _without_nan(values: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN and no infinity: null stands for both."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
 def write_result(
     run: RunDirectory, state: TrainState, plan: ProcessPlan, context: WorkerContext, checkpoint: Path | None
 ) -> None:
@@ -43,8 +49,8 @@ def write_result(
         "steps": state.step,
         "epochs": state.epoch,
         "total_time": state.total_time,
-        "final_metrics": state.metrics,
-        "best_metrics": state.best,
+        "final_metrics": _without_nan(state.metrics),
+        "best_metrics": _without_nan(state.best),
         "samples_per_second": state.samples_seen / state.train_time_s if state.train_time_s else 0.0,
         "checkpoint": None if checkpoint is None else os.path.relpath(checkpoint, run.path),
         "stop_reason": state.stop_reason,

@@ -250,7 +250,13 @@ class Trainer:
 
 def _local(config: DistributedConfig, found: WorkerEnvironment) -> DistributedConfig:
     """The resource settings of one node of the running world, to find its device."""
-    return DistributedConfig(device=config.device, nproc_per_node=found.local_world_size)
+    if config.num_gpus and config.num_gpus != found.world_size:
+        raise ConfigError(
+            f"num_gpus={config.num_gpus} in the script is not the running world's {found.world_size} processes:"
+            f" start with --num-gpus {config.num_gpus}, or drop it from the script"
+        )
+    gpus = found.local_world_size if config.num_gpus or config.gpus_per_node else None
+    return DistributedConfig(device=config.device, nproc_per_node=found.local_world_size, gpus_per_node=gpus)
 
 
 class PyTorchDDPTrainer(Trainer):

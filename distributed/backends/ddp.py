@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import gc
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -61,9 +63,11 @@ class DDPBackend(TorchBackend[DDPOptions]):
     def _join(self) -> WorkerContext:
         import torch.distributed as dist
 
-        from distributed.launcher import worker_environment
+        from distributed.launcher import WorkerEnvironment, worker_environment
 
         found = worker_environment()
+        if found is None and self.plan.world_size == 1:
+            found = WorkerEnvironment(0, 0, 1, 1, 0, "127.0.0.1", 0, 0, "alone")
         if found is None:
             raise ResourceError(
                 "backend 'pytorch-ddp' needs a launched worker: use 'python -m distributed.cli train', or fit()"
@@ -80,6 +84,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
                 self.config.communication_backend or ("nccl" if self.plan.device == "cuda" else "gloo"),
                 self.config,
             )
+            atexit.register(leave_group)
         return WorkerContext(
             found.rank,
             found.world_size,
@@ -145,6 +150,16 @@ class DDPBackend(TorchBackend[DDPOptions]):
 
         return dist.all_reduce(values, async_op=True)
 
+    def _before_first_update(self, group: Group) -> None:
+        """After its first backward DDP orders its buckets anew, and three or more terms sum up differently in another
+        order. A wrapper that goes on with a run learns the order in a pass without weight, before its first update."""
+        is_further = self._step > 0 and self.context.world_size > 2
+        if is_further and self._powersgd is None and not self.options.find_unused_parameters:
+            self._weightless(group.micro_batches[0], group, None, [], False)
+            self._is_first_group = False
+            for parameter in self._parameters:
+                parameter.grad = None
+
     def _sync_buffers(self) -> None:
         import torch.distributed as dist
 
@@ -196,10 +211,8 @@ class DDPBackend(TorchBackend[DDPOptions]):
         return dist.PrefixStore("common-step", dist.distributed_c10d._get_default_store())
 
     def _leave(self) -> None:
-        import torch.distributed as dist
-
-        if getattr(self, "_owns_group", False) and dist.is_initialized():
-            dist.destroy_process_group()
+        if getattr(self, "_owns_group", False):
+            leave_group()
 
 
 def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, Any]:
@@ -215,15 +228,27 @@ def join_group(found: Any, transport: str, config: Any) -> None:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
+    timeout = timedelta(seconds=config.timeout_s)
+    if found.source == "alone":
+        dist.init_process_group(transport, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
     # srun and mpirun set their own variables; torch's rendezvous reads these.
     for name, value in (("MASTER_ADDR", found.master_addr), ("MASTER_PORT", found.master_port)):
         os.environ.setdefault(name, str(value))
     start = timedelta(seconds=config.start_timeout)
     store, rank, world_size = next(iter(rendezvous("env://", found.rank, found.world_size, timeout=start)))
-    timeout = timedelta(seconds=config.timeout_s)
     dist.init_process_group(
         transport, store=dist.PrefixStore("trainer", store), rank=rank, world_size=world_size, timeout=timeout
     )
+
+
+def leave_group() -> None:
+    """Leave torch's process group, if it is still there; what holds DDP wrappers alive in a cycle is collected first."""
+    import torch.distributed as dist
+
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _powersgd_of(model: torch.nn.Module) -> PowerSGD:

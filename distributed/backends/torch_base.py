@@ -74,6 +74,9 @@ class TorchBackend(Backend[OptionsT]):
         """Sum `values` in place over all ranks; returns a handle with `.wait()`, or None when it is done."""
         return None
 
+    def _before_first_update(self, group: Group) -> None:
+        """Once after each `_wrap`, when the first batch is known."""
+
     def _sync_buffers(self) -> None:
         """Give every rank the main process' buffers. All ranks."""
 
@@ -133,6 +136,7 @@ class TorchBackend(Backend[OptionsT]):
         self._averages = Averages(job.metrics, self.device)
         self.objective = Objective(job.loss_fn, job.training_step, self.plain, notice=self._notice)
         self._settled = False
+        self._is_new_wrapper = True
         self._total: torch.Tensor | None = None  # the count of a (sum, count) loss, while it is being summed
         self._clipped_norm: torch.Tensor | None = None  # of the newest update, before clipping
         self._to_dtype = torch.float64 if self.config.dtype == "float64" else None
@@ -206,6 +210,9 @@ class TorchBackend(Backend[OptionsT]):
             self._is_training = True
         if not self._settled:
             self._settle(group.micro_batches[0].batch)
+        if self._is_new_wrapper:
+            self._is_new_wrapper = False
+            self._before_first_update(group)
         for parameter in self._parameters:  # Optimizer.zero_grad does the same in 20 us more
             parameter.grad = None
         micros = group.micro_batches
@@ -308,8 +315,7 @@ class TorchBackend(Backend[OptionsT]):
         if not result.skipped:
             self._apply_gradients()
         elif self._scaler is not None:
-            self._scaler.step(self.optimizer)  # leaves the update out by itself, and remembers why
-            self._scaler.update()
+            self._scaler.update()  # lowers the scale after an overflow
         self._step += 1
 
     def _apply_gradients(self) -> None:
@@ -392,7 +398,8 @@ class TorchBackend(Backend[OptionsT]):
             model = self._eval_model()
             with self._autocast() if self.precision != "no" else contextlib.nullcontext():
                 if isinstance(batch, Mapping):
-                    outputs = model(**batch)
+                    target = self.objective.target_name(batch)
+                    outputs = model(**{name: value for name, value in batch.items() if name != target})
                 elif isinstance(batch, (tuple, list)):
                     outputs = model(*(batch[:-1] if len(batch) > 1 else batch))
                 else:
@@ -466,7 +473,9 @@ class TorchBackend(Backend[OptionsT]):
         from distributed.backends._torch import tensors
 
         self._sync_buffers()  # a resume gives every rank the stored ones, so a run that goes on has them too
-        extra: dict[str, Any] = {"world_size": self.context.world_size, "step": self._step}
+        extra: dict[str, Any] = {
+            "world_size": self.context.world_size, "step": self._step, "learning_rate": self.config.learning_rate,
+        }  # fmt: skip
         if self.context.is_main_process:
             extra["model"] = tensors.save_model(self.plain, directory)
             extra["optimizer"] = tensors.save_optimizer(self.optimizer, tensors.named_parameters(self.plain), directory)
@@ -477,6 +486,7 @@ class TorchBackend(Backend[OptionsT]):
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
         from distributed.backends._torch import tensors
+        from distributed.backends._torch.optim import change_rates
 
         tensors.load_model(self.plain, directory)
         tensors.load_optimizer(self.optimizer, tensors.named_parameters(self.plain), directory, state["optimizer"])
@@ -485,6 +495,10 @@ class TorchBackend(Backend[OptionsT]):
         if self._scaler is not None and state.get("scaler"):
             self._scaler.load_state_dict(dict(state["scaler"]))
         self._step = int(state["step"])
+        before, now = float(state.get("learning_rate", self.config.learning_rate)), self.config.learning_rate
+        if before != now:  # another rate was typed for the rest of the run
+            change_rates(self.optimizer, self.scheduler, lambda rate: rate * (now / before))
+            self._notice(f"learning_rate={now:g} replaces the checkpoint's {before:g}")
         if int(state["world_size"]) == self.context.world_size:
             tensors.load_rng(directory, self.context.rank)
         else:
@@ -516,6 +530,7 @@ class TorchBackend(Backend[OptionsT]):
         gc.collect()
 
     def rewrap(self) -> None:
+        self._is_new_wrapper = True
         self._wrapped = self._wrap(self.plain)
         self._is_training = None
 

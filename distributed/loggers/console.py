@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import textwrap
@@ -36,7 +37,11 @@ class Display:
         self._lock = threading.RLock()
 
     def handle(self, event: Mapping[str, Any]) -> None:
-        """Show one event; an unknown kind is ignored."""
+        """Show one event; an unknown kind is ignored, and so is a terminal that has gone."""
+        with contextlib.suppress(OSError):
+            self._handle(event)
+
+    def _handle(self, event: Mapping[str, Any]) -> None:
         kind = str(event.get("kind"))
         with self._lock:
             if kind == "error":
@@ -48,7 +53,7 @@ class Display:
 
     def print_output(self, text: str, is_stderr: bool) -> None:
         """Show what rank 0's script wrote, as it came. The bar stays below it."""
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             if self._bar is None:
                 self._write(text, is_stderr)
                 return

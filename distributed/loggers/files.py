@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -12,6 +14,8 @@ from typing import TextIO
 from distributed.callbacks import Callback
 from distributed.state import TrainState
 
+logger = logging.getLogger(__name__)
+
 
 class MetricsFile(Callback):
     """Appends to `path`. What a killed attempt wrote past the checkpoint that training goes on from is taken out first."""
@@ -19,6 +23,7 @@ class MetricsFile(Callback):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
+        self._is_losing = False
 
     def on_train_start(self, state: TrainState) -> None:
         if self._path.exists():
@@ -27,7 +32,8 @@ class MetricsFile(Callback):
 
     def on_train_end(self, state: TrainState) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None
 
     def on_error(self, state: TrainState, error: BaseException) -> None:
@@ -45,7 +51,12 @@ class MetricsFile(Callback):
         row = {"step": state.step, "epoch": state.epoch, "time": time.time(), "split": split}
         row |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         assert self._file is not None
-        self._file.write(json.dumps(row) + "\n")
+        try:
+            self._file.write(json.dumps(row) + "\n")
+        except OSError as error:  # a full disk costs rows, not the run
+            if not self._is_losing:
+                logger.warning("%s cannot be written (%s): rows are lost until it can", self._path, error.strerror)
+            self._is_losing = True
 
 
 def _is_before(line: str, state: TrainState) -> bool:

@@ -55,7 +55,7 @@ def reads_per_step(metrics, callbacks, log_every, **settings):
         per_step = PerStep(counter)
         run = Run(
             backend, merged.config, backend.shard(data, batch, train=True), None, TrainState(), CommonStep(0, 1, None, "test"),
-            [per_step, *callbacks], lambda: None,
+            [per_step, *callbacks], lambda: True,
         )  # fmt: skip
         fit(run)
     counts = [0, *per_step.reads]

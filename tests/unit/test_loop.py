@@ -10,7 +10,7 @@ import pytest
 from distributed.callbacks import Callback, EarlyStopping
 from distributed.checkpoint import CheckpointStore
 from distributed.common_step import CommonStep
-from distributed.errors import ConfigError
+from distributed.errors import ConfigError, TrainingError
 from distributed.loggers.files import MetricsFile
 from distributed.loop import Run, evaluate, fit
 from distributed.plan import BatchPlan, ProcessPlan
@@ -58,7 +58,7 @@ def make(samples=10, state=None, callbacks=(), val=None, saved=None, shuffle=Tru
         list(callbacks),
         lambda: None,
     )
-    run.write_checkpoint = lambda: saved.append(copy.deepcopy(state)) if saved is not None else None
+    run.write_checkpoint = lambda: saved is None or saved.append(copy.deepcopy(state)) is None
     return run
 
 
@@ -243,3 +243,12 @@ def test_a_store_gives_back_what_the_loop_saved(tmp_path):
     )
     state = again.load(again.find())
     assert state.to_json() == run.state.to_json() and other.backend.weight == run.backend.weight
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_tried_again_and_then_an_error():
+    tries = []
+    run = make(epochs=2)
+    run.write_checkpoint = lambda: tries.append(run.state.step) is not None  # the disk refuses each
+    with pytest.raises(TrainingError, match="step 6"):
+        fit(run)
+    assert tries == [3, 6, 6]

@@ -49,7 +49,7 @@ class Averages:
             loss.count, loss.value = None if loss.count is None else 0.0, torch.zeros_like(loss.value)
         rows = self._rows(loss, n)
         kept: list[Kept] = [(loss.outputs, loss.targets, n)] if loss.targets is not None else []
-        if kept and not _is_small(loss.outputs):
+        if kept and not (_is_small(loss.outputs) and _is_small(loss.targets)):
             rows += self._measure(kept)
             kept = []
         return StepResult(rows, n, kept)
@@ -80,17 +80,17 @@ class Averages:
         return rows
 
     def _keep(self, outputs: Any, targets: Any, n: int, kept: list[Kept]) -> None:
-        if not isinstance(outputs, torch.Tensor) and not self._metrics:
+        if not self._metrics:
             outputs = scores(outputs)  # all that the default accuracy needs
             if not is_class_index(outputs, targets):
                 return
-        if _is_small(outputs):
+        if _is_small(outputs) and _is_small(targets):
             kept.append((outputs.detach(), targets, n))
-        elif self._metrics or is_class_index(outputs, targets):
-            if self._large is not kept:
-                self._large.clear()
-                self._large = kept
-            kept.append((outputs, targets, n))
+            return
+        if self._large is not kept:
+            self._large.clear()
+            self._large = kept
+        kept.append((outputs, targets, n))
 
     def _measure(self, kept: list[Kept]) -> list[Row]:
         """Metrics of kept outputs. A rank without samples reports the same names as the others, with nothing in them."""

@@ -103,6 +103,10 @@ class Objective:
             return Loss(value, None, outputs, targets)
         return dataclasses.replace(as_loss(value), outputs=outputs, targets=targets)
 
+    def target_name(self, batch: Mapping[str, Any]) -> str | None:
+        """The key of a named batch that `loss_fn` compares with and the model does not get; None without a loss_fn."""
+        return next((name for name in _TARGET_NAMES if name in batch), None) if self._loss_fn is not None else None
+
     def label_count(self, batch: Any) -> torch.Tensor | None:
         """Labels of `batch` that count (not -100), where the model takes the global count; else None."""
         if not self.takes_count or not isinstance(batch, Mapping):
@@ -154,7 +158,7 @@ class Objective:
         self, model: Callable[..., Any], batch: Mapping[str, Any], num_items: torch.Tensor | None
     ) -> Loss:
         if self._loss_fn is not None:
-            name = next((name for name in _TARGET_NAMES if name in batch), None)
+            name = self.target_name(batch)
             if name is None:
                 keys = ", ".join(map(str, batch))
                 raise ConfigError(

@@ -59,7 +59,7 @@ def replace_rate(
         before = rates.pop()
         notice(f"learning_rate={rate:g} replaces the optimizer's {before:g}")
         given = scheduler if isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) else None
-        _change_rates(optimizer, given, lambda old: rate if old == before else old * (rate / before))
+        change_rates(optimizer, given, lambda old: rate if old == before else old * (rate / before))
 
 
 def _full_rate(group: Mapping[str, Any]) -> Any:
@@ -76,7 +76,7 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:
             group["lr"] = rate
 
 
-def _change_rates(optimizer: torch.optim.Optimizer, scheduler: Any, change: Callable[[float], float]) -> None:
+def change_rates(optimizer: torch.optim.Optimizer, scheduler: Any, change: Callable[[float], float]) -> None:
     """Change the rates of all groups, and every rate that a schedule put into them or remembers itself."""
     set_rates(optimizer, [change(float(group["lr"])) for group in optimizer.param_groups])
     for group in optimizer.param_groups:
@@ -103,7 +103,7 @@ def scale_rates(
     if mode == "none" or factor == 1.0:
         return
     before = float(_full_rate(optimizer.param_groups[0]))
-    _change_rates(optimizer, scheduler, lambda rate: rate * factor)
+    change_rates(optimizer, scheduler, lambda rate: rate * factor)
     notice(f"lr_scaling={mode}: learning rate {before:g} x {factor:g} = {before * factor:g}")
 
 
