@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from distributed.backends._torch.fetching import LOADER, SAMPLER, announce_epoch
 from distributed.config import DistributedConfig
 from distributed.data import sample_seed
 from distributed.errors import ConfigError
-from distributed.launching.processes import die_with_parent
+from distributed.launching.processes import die_with_parent, is_running
 
 Reduce = Callable[[Mapping[str, float]], dict[str, float]]
 _EXAMPLE = "give a DataLoader, or a data set such as TensorDataset(inputs, targets)"
@@ -239,9 +240,14 @@ class _WorkerInit:
 
     def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
         self._dataset, self._function = dataset, function
+        self._trainer = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
-        die_with_parent(os.getppid())
+        # The trainer may be dead already, and this process somebody else's child; a fork server's child is that always.
+        is_child = os.getppid() == self._trainer
+        if not is_child and not is_running(self._trainer):
+            os.kill(os.getpid(), signal.SIGKILL)
+        die_with_parent(self._trainer if is_child else os.getppid())
         object.__setattr__(get_worker_info(), "dataset", self._dataset)
         if self._function is not None:
             self._function(worker_id)
