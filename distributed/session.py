@@ -368,7 +368,8 @@ class Session:
         return saved
 
     def _sharded(self, data: Any) -> Any:
-        batch = plan_batch(self.trainer.merged, self.context.world_size, self.backend.batch_size_of(data))
+        size, world = self.trainer.merged.config.batch_size, self.context.world_size
+        batch = BatchPlan(size, 1, world, size * world)  # a loader's own size counts instead, see _eval_batch
         self._ensure_prepared(batch)
         return self.backend.shard(data, self._eval_batch(data, batch), train=False)
 

@@ -210,9 +210,9 @@ class Trainer:
                 f"{name}={asked} in the script is not the running world's {found.local_world_size} processes per node:"
                 f" start with --nproc-per-node {asked}, or drop it from the script"
             )
-        device = (
-            "cpu" if config.device == "cpu" or config.num_gpus == 0 else plan_processes(_local(config, found)).device
-        )
+        wants_gpus = bool(config.num_gpus or config.gpus_per_node)
+        is_cpu = config.num_gpus == 0 or (config.device == "cpu" and not wants_gpus)
+        device = "cpu" if is_cpu else plan_processes(_local(config, found)).device
         backend = config.backend or ("pytorch-ddp" if found.world_size > 1 else "single")
         if backend_row(backend).single_process and found.world_size > 1:
             raise ConfigError(

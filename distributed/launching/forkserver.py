@@ -51,7 +51,7 @@ def serve(request: LaunchRequest) -> int:
 
 
 def _check(request: LaunchRequest, run: RunDirectory) -> None:
-    if request.script is not None:
+    if request.script is not None and request.payload is None:  # a job by value has its script's name for argv only
         check_script(request.script)
     if request.node_rank == 0:  # the others write into it once they have joined node 0
         run.check(resume=request.resume)
