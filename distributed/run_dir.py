@@ -29,8 +29,9 @@ def choose_run_dir(script_name: str) -> Path:
 class RunDirectory:
     """The files of one run under `path`. Cheap to make; nothing is created before `check` or `event`."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], name: str = "run directory", flag: str = "--run-dir") -> None:
         self.path = Path(path)
+        self._name, self._flag = name, flag  # for messages
         self._lock_fd: int | None = None
 
     @property
@@ -61,11 +62,11 @@ class RunDirectory:
         """
         self._create()
         if holder := self._live_holder():
-            raise _in_use(self.path, holder)
+            raise self._in_use(holder)
         if not resume and any(entry.name != _LOCK for entry in self.path.iterdir()):
             raise ConfigError(
-                f"run directory {str(self.path)!r} is not empty:"
-                " add --resume to go on with its run, or name another with --run-dir"
+                f"{self._name} {str(self.path)!r} is not empty:"
+                f" add --resume to go on with its run, or name another with {self._flag}"
             )
         self._prove_writable()
 
@@ -77,7 +78,7 @@ class RunDirectory:
         except BlockingIOError:
             holder = os.pread(fd, 256, 0).decode(errors="replace").strip()
             os.close(fd)
-            raise _in_use(self.path, holder) from None
+            raise self._in_use(holder) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock_fd = fd
@@ -97,7 +98,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ConfigError(
-                f"run directory {str(self.path)!r} is no directory: name another with --run-dir"
+                f"{self._name} {str(self.path)!r} is no directory: name another with {self._flag}"
             ) from None
         except OSError as error:
             raise self._unusable(error) from None
@@ -133,13 +134,14 @@ class RunDirectory:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(self.path if self.path.exists() else self.path.parent).free
             return ConfigError(
-                f"run directory {str(self.path)!r} is full: {_PROBE_BYTES} bytes needed, {free} free:"
-                " free some space or name another with --run-dir"
+                f"{self._name} {str(self.path)!r} is full: {_PROBE_BYTES} bytes needed, {free} free:"
+                f" free some space or name another with {self._flag}"
             )
         return ConfigError(
-            f"run directory {str(self.path)!r} cannot be written ({error.strerror}): name another with --run-dir"
+            f"{self._name} {str(self.path)!r} cannot be written ({error.strerror}): name another with {self._flag}"
         )
 
-
-def _in_use(path: Path, holder: str) -> ConfigError:
-    return ConfigError(f"run directory {str(path)!r} is in use by {holder}: stop that, or name another with --run-dir")
+    def _in_use(self, holder: str) -> ConfigError:
+        return ConfigError(
+            f"{self._name} {str(self.path)!r} is in use by {holder}: stop that, or name another with {self._flag}"
+        )

@@ -214,18 +214,19 @@ class Session:
             directory = Path(config.checkpoint_dir)
             if _Process.run is not None and run is not _Process.run:
                 directory = directory / run.path.name
+        is_first = self._store is None
         self._store = CheckpointStore(
             directory, self.backend, keep_latest_k=config.keep_latest_k, keep_best=config.keep_best, monitor=config.monitor,
             monitor_mode=config.monitor_mode, context=self.context, report=self._reporter,
         )  # fmt: skip
-        if config.checkpoint_dir is not None and self._state is None:
+        if config.checkpoint_dir is not None and is_first:  # held from then on, also after a fit that failed
             Agreement(self.backend, self.context).on_main(lambda: self._claim(directory, merged))
         return self._store
 
     def _claim(self, directory: Path, merged: MergedConfig) -> None:
         """Hold a checkpoint directory of the user's for this run alone. Main process."""
-        shared = RunDirectory(directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        shared = RunDirectory(directory, "checkpoint_dir", "--checkpoint-dir")
+        shared.check(resume=True)
         shared.lock()
         if not self._wants_resume(merged) and list_checkpoints(directory):
             raise ConfigError(

@@ -124,6 +124,7 @@ class TorchBackend(Backend[OptionsT]):
             )
         self.scheduler = optim.build_scheduler(job.scheduler, self.optimizer, job.optimizer)
         optim.scale_rates(self.optimizer, self.scheduler, self.merged, batch, notices.append)
+        self._full_rate = optim.full_rate(self.optimizer.param_groups[0])
         optim.use_fused_sgd(self.optimizer, self.plain)
         self._update = optim.lean_step(self.optimizer)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -474,7 +475,7 @@ class TorchBackend(Backend[OptionsT]):
 
         self._sync_buffers()  # a resume gives every rank the stored ones, so a run that goes on has them too
         extra: dict[str, Any] = {
-            "world_size": self.context.world_size, "step": self._step, "learning_rate": self.config.learning_rate,
+            "world_size": self.context.world_size, "step": self._step, "learning_rate": self._full_rate,
         }  # fmt: skip
         if self.context.is_main_process:
             extra["model"] = tensors.save_model(self.plain, directory)
@@ -495,8 +496,8 @@ class TorchBackend(Backend[OptionsT]):
         if self._scaler is not None and state.get("scaler"):
             self._scaler.load_state_dict(dict(state["scaler"]))
         self._step = int(state["step"])
-        before, now = float(state.get("learning_rate", self.config.learning_rate)), self.config.learning_rate
-        if before != now:  # another rate was typed for the rest of the run
+        before, now = float(state.get("learning_rate", self._full_rate)), self._full_rate
+        if before != now:  # the settings of this command hold, for the rest of the run
             change_rates(self.optimizer, self.scheduler, lambda rate: rate * (now / before))
             self._notice(f"learning_rate={now:g} replaces the checkpoint's {before:g}")
         if int(state["world_size"]) == self.context.world_size:

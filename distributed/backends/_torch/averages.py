@@ -81,7 +81,9 @@ class Averages:
 
     def _keep(self, outputs: Any, targets: Any, n: int, kept: list[Kept]) -> None:
         if not self._metrics:
-            outputs = scores(outputs)  # all that the default accuracy needs
+            outputs = (
+                outputs if isinstance(outputs, torch.Tensor) else scores(outputs)
+            )  # all that the default accuracy needs
             if not is_class_index(outputs, targets):
                 return
         if _is_small(outputs) and _is_small(targets):

@@ -49,7 +49,7 @@ def replace_rate(
     rate = merged.config.learning_rate
     if not merged.is_typed("learning_rate"):
         return
-    rates = {float(_full_rate(group)) for group in optimizer.param_groups}
+    rates = {full_rate(group) for group in optimizer.param_groups}
     if len(rates) > 1:
         raise ConfigError(
             f"learning_rate={rate:g} cannot replace the different rates {', '.join(f'{r:g}' for r in sorted(rates))}"
@@ -62,9 +62,9 @@ def replace_rate(
         change_rates(optimizer, given, lambda old: rate if old == before else old * (rate / before))
 
 
-def _full_rate(group: Mapping[str, Any]) -> Any:
+def full_rate(group: Mapping[str, Any]) -> float:
     """A group's rate before a schedule lowered it for the first update (OneCycleLR, a warm-up)."""
-    return group.get("max_lr", group.get("initial_lr", group["lr"]))
+    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:
@@ -102,7 +102,7 @@ def scale_rates(
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[mode]
     if mode == "none" or factor == 1.0:
         return
-    before = float(_full_rate(optimizer.param_groups[0]))
+    before = full_rate(optimizer.param_groups[0])
     change_rates(optimizer, scheduler, lambda rate: rate * factor)
     notice(f"lr_scaling={mode}: learning rate {before:g} x {factor:g} = {before * factor:g}")
 
