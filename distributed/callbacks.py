@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributed.errors import ConfigError
+from distributed.monitor import unknown_metric
 
 if TYPE_CHECKING:
     from distributed.state import StepResult, TrainState
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class Callback:
     """Override what you need; every hook runs on every rank. `state` is to be read.
 
-    `state_dict` and `load_state_dict` make a callback part of the checkpoint (JSON-able values only).
+    `state_dict` and `load_state_dict` make a callback part of the checkpoint (JSON-able values only). The main process'
+    state is the one that is kept and given to every rank: the metrics that hooks see are the same everywhere.
     """
 
     def on_train_start(self, state: TrainState) -> None:
@@ -75,22 +76,24 @@ class EarlyStopping(Callback):
 
 
 def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """What the callbacks want to find again, by their place and class; for a checkpoint."""
-    return {_key(i, callback): kept for i, callback in enumerate(callbacks) if (kept := callback.state_dict())}
+    """What the callbacks want to find again, by the name of their class; for a checkpoint."""
+    return {key: kept for key, callback in _keyed(callbacks).items() if (kept := callback.state_dict())}
 
 
-def load_states(callbacks: Sequence[Callback], kept: Mapping[str, Any]) -> None:
-    """Give each callback what it had in `states`; one that was not there then gets nothing."""
-    for index, callback in enumerate(callbacks):
-        if (state := kept.get(_key(index, callback))) is not None:
+def load_states(callbacks: Sequence[Callback], kept: Mapping[str, Any]) -> list[str]:
+    """Give each callback what it had in `states`; one that was not there then gets nothing. Returns what nobody took."""
+    keyed = _keyed(callbacks)
+    for key, callback in keyed.items():
+        if (state := kept.get(key)) is not None:
             callback.load_state_dict(state)
+    return [key for key in kept if key not in keyed]
 
 
-def _key(index: int, callback: Callback) -> str:
-    return f"{index}:{type(callback).__name__}"
-
-
-def unknown_metric(field: str, name: str, metrics: Mapping[str, float]) -> ConfigError:
-    """The error for a metric that nobody reports, with those that are reported."""
-    reported = ", ".join(key for key in metrics if key not in ("epoch", "step"))
-    return ConfigError(f"{field}={name!r} is not reported: choose one of {reported}")
+def _keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Each under the name of its class, from the second of a class on with a number: others may come and go."""
+    keyed: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        number = 1 + sum(type(other).__name__ == name for other in keyed.values())
+        keyed[name if number == 1 else f"{name}:{number}"] = callback
+    return keyed

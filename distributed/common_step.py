@@ -53,14 +53,11 @@ class CommonStep:
         """End the watcher. Every rank, when no more ticks come."""
         self._ended.set()
         if self._watcher is not None:
-            self._watcher.join()
+            self._watcher.join(5 * self._poll_s)  # not for ever: a store whose host hangs never answers
 
     def _settle(self) -> str | None:
         if self._watcher is None:
-            self._entered -= 1
-            action = self._requests.pop(0)
-            self._is_armed = bool(self._requests)
-            return action
+            return self._settle_alone()
         if not self._known.wait(self._timeout_s) or self._target is None:
             raise TimeoutError(
                 f"the other ranks did not agree on {self._action or 'a request'} within {self._timeout_s:g} s"
@@ -73,6 +70,16 @@ class CommonStep:
         self._known.clear()
         self._target = None
         self._is_armed = False  # last: the watcher looks again from here on
+        return action
+
+    def _settle_alone(self) -> str | None:
+        self._is_armed = False  # first: a signal handler or the clock that asks from here on arms it again
+        if not self._requests:
+            return None
+        self._entered -= 1
+        action = self._requests.pop(0)
+        if self._requests:
+            self._is_armed = True
         return action
 
     def _watch(self) -> None:

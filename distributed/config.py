@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from distributed.errors import ConfigError
-from distributed.fields import check, check_options, rules, setting, unknown_name
+from distributed.backends import REGISTRY, backend_row, default_backend, option_class
+from distributed.errors import ConfigError, nearest
+from distributed.fields import check, check_options, rules, setting
 
 RESOURCES, TRAINING, OPTIMIZATION = "Resources", "Training", "Optimization"
 COMMUNICATION, CHECKPOINTS, MONITORING, FAULTS = "Communication", "Checkpoints", "Monitoring", "Faults"
 
 
+_LONGEST_S = 100_000_000  # three years; the clocks of Python and torch end somewhere above
+
+# The groups of options: name -> what they are for. `ddp={"bucket_cap_mb": 50}` in code, `ddp:` in YAML.
+GROUPS: Mapping[str, str] = {
+    **{row.group: f"options of backend {row.name}" for row in REGISTRY.values()},
+    "data": "options of the data pipeline",
+}
+
+
+def _with_groups(cls: type[Any]) -> type[Any]:
+    """A field for each group of options: backends bring their own."""
+    for group, text in GROUPS.items():
+        cls.__annotations__[group] = "dict[str, Any]"
+        setattr(cls, group, setting(None, text, dict))
+    return cls
+
+
 @dataclasses.dataclass(frozen=True)
+@_with_groups
 class DistributedConfig:
     """All settings of a run. Frozen; wrong values and unknown names raise ConfigError with the fix.
 
@@ -21,7 +40,7 @@ class DistributedConfig:
     """
 
     # fmt: off
-    backend: str | None = setting(None, "the engine: single, pytorch-ddp (default: pytorch-ddp for several processes, else single)", str, group=RESOURCES)
+    backend: str | None = setting(None, f"the engine: {', '.join(REGISTRY)} (default: {default_backend(2)} for several processes, else {default_backend(1)})", str, group=RESOURCES)
     num_gpus: int | None = setting(None, "GPUs in all, over all nodes (default: the visible ones)", int, minimum=0, group=RESOURCES)
     num_nodes: int = setting(1, "machines", minimum=1, group=RESOURCES)
     gpus_per_node: int | None = setting(None, "GPUs of each node, one process each", int, minimum=0, group=RESOURCES)
@@ -29,19 +48,19 @@ class DistributedConfig:
     device: str | None = setting(None, "cuda or cpu (default: cuda where there is one)", str, choices=("cpu", "cuda"), group=RESOURCES)
     node_rank: int = setting(0, "this machine's number, 0 to num_nodes - 1", minimum=0, group=RESOURCES)
     master_addr: str = setting("localhost", "host of node 0", group=RESOURCES)
-    master_port: int | None = setting(None, "port of node 0 (default: a free one)", int, minimum=1, group=RESOURCES)
-    address: str | None = setting(None, "an existing cluster to join", str, group=RESOURCES)
+    master_port: int | None = setting(None, "port of node 0 (default, and 0: a free one)", int, minimum=0, maximum=65535, group=RESOURCES)
+    address: str | None = setting(None, "an existing cluster to join (not in this version)", str, group=RESOURCES)
 
     communication_backend: str | None = setting(None, "transport: nccl or gloo (default: nccl on GPUs, else gloo)", str, choices=("nccl", "gloo", "mpi"), group=COMMUNICATION)
-    timeout_s: float = setting(300.0, "seconds a collective may wait", above=0, group=COMMUNICATION)
-    start_timeout: float = setting(600.0, "seconds all workers may take to join", above=0, group=COMMUNICATION)
+    timeout_s: float = setting(300.0, "seconds a collective may wait", above=0, maximum=_LONGEST_S, group=COMMUNICATION)
+    start_timeout: float = setting(600.0, "seconds all workers may take to join", above=0, maximum=_LONGEST_S, group=COMMUNICATION)
 
-    monitor_interval: float = setting(0.1, "seconds between two looks at the workers", above=0, group=FAULTS)
+    monitor_interval: float = setting(0.1, "seconds between two looks at the workers", above=0, maximum=_LONGEST_S, group=FAULTS)
     max_restarts: int = setting(3, "restarts after a worker was killed", minimum=0, group=FAULTS)
     restart_on_exception: bool = setting(False, "restart after a Python exception of the script too", group=FAULTS)
     nan_policy: str = setting("stop", "what a NaN or infinite loss or gradient does: stop, skip the update, or warn", choices=("stop", "skip", "warn"), group=FAULTS)
 
-    seed: int = setting(0, "seed of order, augmentation, dropout and initial weights", minimum=0, group=TRAINING)
+    seed: int = setting(0, "seed of order, augmentation, dropout and initial weights", minimum=0, maximum=2**64 - 1, group=TRAINING)
     deterministic: bool = setting(False, "refuse operations whose result can differ between two runs", group=TRAINING)
     shuffle: bool | None = setting(None, "new order of the samples each epoch (default: as the loader says)", bool, group=TRAINING)
     epochs: int = setting(1, "passes over the training data", minimum=1, group=TRAINING)
@@ -60,7 +79,7 @@ class DistributedConfig:
     scheduler_interval: str = setting("step", "step the schedule per update (step) or per epoch", choices=("step", "epoch"), group=OPTIMIZATION)
     gradient_clipping: float | None = setting(None, "largest global norm of the gradient", float, above=0, group=OPTIMIZATION)
     mixed_precision: str | bool = setting("no", "no, fp16 or bf16 (true: fp16 on GPUs, bf16 on CPU)", bool, str, choices=("no", "fp16", "bf16", True, False), group=OPTIMIZATION)
-    scaler_init_scale: float = setting(2.0**16, "first loss scale of fp16", above=0, group=OPTIMIZATION)
+    scaler_init_scale: float = setting(2.0**16, "first loss scale of fp16", above=0, maximum=1e38, group=OPTIMIZATION)
     scaler_growth_interval: int = setting(2000, "updates without overflow before the loss scale doubles", minimum=1, group=OPTIMIZATION)
     activation_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory", group=OPTIMIZATION)
     compile: bool = setting(False, "torch.compile the model (slow first step)", group=OPTIMIZATION)
@@ -69,21 +88,21 @@ class DistributedConfig:
     resume_from_checkpoint: str | bool = setting(False, "true: the newest verified one of the run directory; or a path", bool, str, group=CHECKPOINTS)
     checkpoint_frequency: int | None = setting(1, "epochs between checkpoints (null: none by epoch)", int, minimum=1, optional=True, group=CHECKPOINTS)
     checkpoint_every_n_steps: int | None = setting(None, "updates between checkpoints", int, minimum=1, group=CHECKPOINTS)
-    checkpoint_every_s: float | None = setting(None, "seconds between checkpoints", float, above=0, group=CHECKPOINTS)
+    checkpoint_every_s: float | None = setting(None, "seconds between checkpoints", float, above=0, maximum=_LONGEST_S, group=CHECKPOINTS)
     keep_latest_k: int = setting(3, "checkpoints kept, the newest ones", minimum=1, group=CHECKPOINTS)
     keep_best: bool = setting(True, "keep the checkpoint with the best monitor too", group=CHECKPOINTS)
 
     log_every_n_steps: int = setting(50, "updates between two log lines", minimum=1, group=MONITORING)
     verbose: bool = setting(True, "show progress", group=MONITORING)
-    mlflow_tracking: bool = setting(False, "log to MLflow", group=MONITORING)
-    mlflow_experiment: str | None = setting(None, "MLflow experiment name", str, group=MONITORING)
-    tensorboard: bool = setting(False, "write TensorBoard event files", group=MONITORING)
-    tensorboard_dir: str | None = setting(None, "where TensorBoard files go (default: the run directory)", str, group=MONITORING)
-
-    single: dict[str, Any] = setting(None, "options of backend single", dict)
-    ddp: dict[str, Any] = setting(None, "options of backend pytorch-ddp", dict)
-    data: dict[str, Any] = setting(None, "options of the data pipeline", dict)
+    mlflow_tracking: bool = setting(False, "log to MLflow (not in this version)", group=MONITORING)
+    mlflow_experiment: str | None = setting(None, "MLflow experiment name (not in this version)", str, group=MONITORING)
+    tensorboard: bool = setting(False, "write TensorBoard event files (not in this version)", group=MONITORING)
+    tensorboard_dir: str | None = setting(None, "where TensorBoard files go (not in this version)", str, group=MONITORING)
     # fmt: on
+
+    if TYPE_CHECKING:  # a type checker cannot know the groups
+
+        def __init__(self, **settings: Any) -> None: ...
 
     def __new__(cls, *args: Any, **given: Any) -> DistributedConfig:
         """Remember which names were given, and answer a misspelt one before dataclasses do."""
@@ -99,13 +118,12 @@ class DistributedConfig:
     def __post_init__(self) -> None:
         for name, rule in rules(type(self)).items():
             object.__setattr__(self, name, check(name, getattr(self, name), rule))
-        for group, options in group_options().items():
+        for group in GROUPS:
             values = getattr(self, group) or {}
-            check_options(options, values, group)
+            if values:
+                check_options(group_options(group), values, group)
             object.__setattr__(self, group, dict(values))
         if self.backend is not None:
-            from distributed.backends import backend_row
-
             backend_row(self.backend)
         if self.node_rank >= self.num_nodes:
             raise ConfigError(
@@ -121,19 +139,35 @@ class DistributedConfig:
 
     def options(self, group: str) -> Any:
         """The checked options object of `group` ("ddp", "data", ...)."""
-        return check_options(group_options()[group], getattr(self, group), group)
+        return check_options(group_options(group), getattr(self, group), group)
 
     def to_dict(self) -> dict[str, Any]:
         """All values by name, plain Python."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def group_options() -> dict[str, type[Any]]:
-    """The options class of every group: one per backend, and the data pipeline's."""
-    from distributed.backends import option_groups
+def group_options(group: str) -> type[Any]:
+    """The class of the options of `group`, loaded when it is needed."""
+    if group != "data":
+        return option_class(group)
     from distributed.data import DataOptions
 
-    return {**option_groups(), "data": DataOptions}
+    return DataOptions
+
+
+# Words that are no settings, and what does what they ask for.
+_INSTEAD = {
+    "run_dir": "the flag --run-dir of 'distributed train' names the run directory; checkpoint_dir says where checkpoints go",
+    "resume": "set resume_from_checkpoint=True, or use the flag --resume",
+    "lr": "set learning_rate",
+}
+
+
+def unknown_name(name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a misspelt setting, with the nearest known name."""
+    if name in _INSTEAD:
+        return ConfigError(f"{name} is not a setting: {_INSTEAD[name]}")
+    return ConfigError(f"{name} is not a setting{nearest(name, known)}: see 'python -m distributed.cli train --help'")
 
 
 def _refuse_what_has_no_effect(config: DistributedConfig) -> None:
@@ -150,10 +184,7 @@ def _refuse_what_has_no_effect(config: DistributedConfig) -> None:
 
 # Spellings of other tools: name -> ours. A dotted name is an option of a group.
 ALIASES: Mapping[str, str] = {
-    "find_unused_parameters": "ddp.find_unused_parameters",
-    "bucket_cap_mb": "ddp.bucket_cap_mb",
-    "bucket_size_mb": "ddp.bucket_cap_mb",
-    "static_graph": "ddp.static_graph",
+    **{name: f"{row.group}.{option}" for row in REGISTRY.values() for name, option in row.aliases.items()},
     "gradient_clip_norm": "gradient_clipping",
     "save_interval": "checkpoint_every_n_steps",
     "use_gradient_checkpointing": "activation_checkpointing",

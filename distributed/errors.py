@@ -10,6 +10,7 @@ class DistributedError(Exception):
     """Base of every error that is the caller's to fix; the command line prints it without a traceback."""
 
     exit_code = 1
+    is_echo = False  # of another rank's error, which says it
 
 
 class ConfigError(DistributedError):
@@ -42,7 +43,7 @@ class TrainingInterrupted(SystemExit):
         self.signum = signum
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: object, known: Iterable[str]) -> str:
     """The known name closest to `word` as a phrase for a message, or "" where none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from distributed.errors import ConfigError, nearest
@@ -21,8 +21,10 @@ class Rule:
     choices: tuple[Any, ...] | None = None
     minimum: float | None = None
     above: float | None = None
+    maximum: float | None = None
     optional: bool = False
     group: str = ""
+    default: Any = None
 
 
 def setting(
@@ -32,13 +34,14 @@ def setting(
     choices: tuple[Any, ...] | None = None,
     minimum: float | None = None,
     above: float | None = None,
+    maximum: float | None = None,
     optional: bool = False,
     group: str = "",
 ) -> Any:
-    """A dataclass field with its rule. `optional` admits None; `minimum` is inclusive, `above` exclusive."""
+    """A dataclass field with its rule. `optional` admits None; `minimum` and `maximum` are inclusive, `above` exclusive."""
     kinds = kinds or (type(default),)
     optional = optional or default is None
-    rule = Rule(kinds, help, choices, minimum, above, optional, group)
+    rule = Rule(kinds, help, choices, minimum, above, maximum, optional, group, default)
     return dataclasses.field(default=default, metadata={"rule": rule})
 
 
@@ -61,13 +64,17 @@ def check(name: str, value: Any, rule: Rule) -> Any:
         raise ConfigError(
             f"{name}={value!r} is not a choice{nearest(str(value), map(str, rule.choices))}: choose one of {words}"
         )
+    if converted == "":
+        raise ConfigError(f"{name}='' is empty: give {_wanted(rule)} or drop the setting")
     if isinstance(converted, float) and not math.isfinite(converted):
         raise ConfigError(f"{name}={value!r} is not a finite number: set {name}={_example(rule)}")
     is_number = isinstance(converted, (int, float)) and not isinstance(converted, bool)
     if is_number and rule.minimum is not None and converted < rule.minimum:
-        raise ConfigError(f"{name}={value!r} must be at least {rule.minimum:g}: set {name}={_example(rule)} or more")
+        raise ConfigError(f"{name}={value!r} must be at least {rule.minimum}: set {name}={rule.minimum} or more")
+    if is_number and rule.maximum is not None and converted > rule.maximum:
+        raise ConfigError(f"{name}={value!r} must be at most {rule.maximum}: set {name}={rule.maximum} or less")
     if is_number and rule.above is not None and converted <= rule.above:
-        raise ConfigError(f"{name}={value!r} must be greater than {rule.above:g}: set {name}={_example(rule)}")
+        raise ConfigError(f"{name}={value!r} must be greater than {rule.above}: set {name}={_example(rule)}")
     return converted
 
 
@@ -81,11 +88,6 @@ def check_options(cls: type, values: Mapping[str, Any], group: str) -> Any:
     return cls(**{name: check(f"{group}.{name}", value, known[name]) for name, value in values.items()})
 
 
-def unknown_name(name: str, known: Iterable[str], what: str = "a setting") -> ConfigError:
-    """The error for a misspelt setting, with the nearest known name."""
-    return ConfigError(f"{name} is not {what}{nearest(name, known)}: see 'python -m distributed.cli train --help'")
-
-
 def _convert(value: Any, rule: Rule) -> Any:
     """`value` as one of the rule's kinds, or None where it is none of them."""
     if isinstance(value, os.PathLike):
@@ -97,13 +99,13 @@ def _convert(value: Any, rule: Rule) -> Any:
             return int(value)
         if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
-        if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
-            return float(value)
-        if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as a word
+        if kind is float and isinstance(value, (numbers.Real, str)) and not isinstance(value, bool):
             try:
-                return float(value)
+                return float(value)  # also of a word: YAML 1.1 reads 1e-3 as one
             except ValueError:
                 continue
+            except OverflowError:
+                return math.inf
         if kind in (str, dict) and isinstance(value, kind):
             return value
     return None
@@ -119,8 +121,8 @@ def _wanted(rule: Rule) -> str:
 def _example(rule: Rule) -> str:
     if rule.choices is not None:
         return str(rule.choices[0])
-    if rule.minimum is not None:
-        return f"{rule.minimum:g}"
-    if rule.above is not None:
-        return f"{rule.above + 1:g}"
+    if rule.default not in (None, "") and not isinstance(rule.default, bool):
+        return f"{rule.default:g}" if isinstance(rule.default, float) else str(rule.default)
+    if rule.minimum is not None or rule.above is not None:
+        return str(max(1, rule.minimum or 0))
     return {int: "1", float: "1.0", bool: "true", str: "NAME", dict: "{...}"}[rule.kinds[0]]

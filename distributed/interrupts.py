@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from distributed.common_step import CommonStep
-from distributed.launching.processes import STOP_SIGNALS
+from distributed.launching.processes import heeded_signals
 from distributed.state import WorkerContext
 
 
 @contextlib.contextmanager
 def stop_on_signals(common: CommonStep, in_worker: bool) -> Iterator[None]:
-    """SIGTERM, SIGINT and SIGUSR1 ask all ranks to stop at the same step. Main thread only; elsewhere they keep their meaning."""
+    """SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask all ranks to stop at the same step.
+
+    Main thread only; elsewhere they keep their meaning.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -28,7 +31,7 @@ def stop_on_signals(common: CommonStep, in_worker: bool) -> Iterator[None]:
             common.request(f"signal {signum}")
         seen.append(signum)
 
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, stop) for number in heeded_signals()}
     try:
         yield
     finally:

@@ -21,6 +21,12 @@ __all__ = [
 ]  # fmt: skip
 
 HANDOVER_VARIABLE = "DISTRIBUTED_CONFIG"
+# What the launcher itself uses, or every worker: these settings hold for a script without a Trainer too.
+_FOR_ANY_SCRIPT = frozenset({
+    "backend", "num_gpus", "num_nodes", "gpus_per_node", "nproc_per_node", "device", "node_rank", "master_addr",
+    "master_port", "timeout_s", "start_timeout", "monitor_interval", "max_restarts", "restart_on_exception", "seed",
+    "verbose",
+})  # fmt: skip
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -85,6 +91,7 @@ class _ThisProcess:
     handover: Handover | None = None
     link: Link | None = None
     is_told: bool = False
+    is_taken: bool = False  # a Trainer has asked
 
 
 _this = _ThisProcess()
@@ -96,7 +103,21 @@ def handover() -> Handover | None:
         text = os.environ.pop(HANDOVER_VARIABLE, None)
         _this.handover = Handover.from_json(text) if text is not None else None
         _this.is_told = True
+    _this.is_taken = True
     return _this.handover
+
+
+def unused_settings() -> list[str]:
+    """The typed settings that nobody in this worker has asked for."""
+    if _this.handover is None or _this.is_taken:
+        return []
+    names: dict[str, None] = {}  # a set in order
+    for typed in (_this.handover.typed.file, _this.handover.typed.flag):
+        for name, value in typed.items():
+            names.update(
+                dict.fromkeys([f"{name}.{option}" for option in value] if isinstance(value, Mapping) else [name])
+            )
+    return [name for name in names if name not in _FOR_ANY_SCRIPT]
 
 
 def link() -> Link | None:

@@ -13,6 +13,7 @@ from distributed.callbacks import Callback
 from distributed.common_step import CommonStep
 from distributed.config import DistributedConfig
 from distributed.errors import TrainingError
+from distributed.monitor import best_metrics, check_reported
 from distributed.state import Group, MicroBatch, StepResult, TrainState
 
 _EVAL_WINDOW = 256  # evaluation batches whose results are kept before they are summed up
@@ -31,6 +32,7 @@ class Run:
     callbacks: Sequence[Callback]
     write_checkpoint: Callable[[], bool]  # of this moment, on all ranks; False where the disk refused it
     last_saved: tuple[int, int] = (-1, -1)  # (step, epoch)
+    is_save_due: bool = False  # by the count of steps, once what ends here has been measured
     window: list[StepResult] = dataclasses.field(default_factory=list)  # steps not summed up yet
     window_start: float = 0.0
 
@@ -44,6 +46,8 @@ def fit(run: Run) -> None:
         if not _train_epoch(run) or not _finish_epoch(run):
             break
     _log(run)
+    if state.stop_reason == "max_steps" and state.samples_in_epoch:
+        _measure_part(run)
     if run.last_saved != (state.step, state.epoch):
         save(run)
     if run.last_saved != (state.step, state.epoch):
@@ -80,9 +84,9 @@ def _train_epoch(run: Run) -> bool:
         for hook in hooks:
             hook(state, result)
         if state.step % save_every == 0:
-            if state.samples_in_epoch == run.train.num_samples:
-                _log(run)  # the epoch's last line is due: a resume after this save no longer knows the gradient's norm
-            save(run)
+            run.is_save_due = state.samples_in_epoch == run.train.num_samples or state.step >= limit
+            if not run.is_save_due:
+                save(run)
     return True
 
 
@@ -132,28 +136,52 @@ def _finish_epoch(run: Run) -> bool:
     """Log, validate, schedule, remember the best, save if due. False when a signal ended the validation."""
     _log(run)
     state = run.state
-    row: dict[str, float] = {"epoch": state.epoch + 1, "step": state.step, **means_of(state.epoch_sums)}
-    if run.val is not None:
-        measured = evaluate(run.backend, run.val, lambda: _tick_in_evaluation(run))
-        if measured is None:
-            return False
-        for callback in run.callbacks:
-            callback.on_log(state, "val", measured)
-        row |= {f"val_{name}": value for name, value in measured.items()}
-    row["learning_rate"] = run.backend.learning_rates()[0]
-    state.metrics.update({name: value for name, value in row.items() if name.startswith("val_")})
+    row = _measure(run)
+    if row is None:
+        return False
     state.epoch += 1
     state.samples_in_epoch = 0
     state.epoch_sums = {}
     run.backend.end_epoch(row)
-    state.rows.append(row)
-    _remember_best(state, row)
+    _keep_row(run, row)
     for callback in run.callbacks:
         callback.on_epoch_end(state, row)
-    due = run.config.checkpoint_frequency
-    if due is not None and state.epoch % due == 0:
+    frequency = run.config.checkpoint_frequency
+    if run.is_save_due or (frequency is not None and state.epoch % frequency == 0):
         save(run)
     return True
+
+
+def _measure_part(run: Run) -> None:
+    """What `max_steps` cut off is validated too. Its row stands until the epoch is finished by a run that goes on."""
+    row = _measure(run)
+    if row is not None:
+        _keep_row(run, row)
+        run.last_saved = (-1, -1)  # the last checkpoint is to hold it
+
+
+def _measure(run: Run) -> dict[str, float] | None:
+    """The row of the running epoch: training means, and validation under `val_`. None when a signal ended the validation."""
+    state = run.state
+    row: dict[str, float] = {"epoch": state.epoch + 1, "step": state.step, **means_of(state.epoch_sums)}
+    if run.val is not None:
+        measured = evaluate(run.backend, run.val, lambda: _tick_in_evaluation(run))
+        if measured is None:
+            return None
+        for callback in run.callbacks:
+            callback.on_log(state, "val", measured)
+        row |= {f"val_{name}": value for name, value in measured.items()}
+    row["learning_rate"] = run.backend.learning_rates()[0]
+    check_reported(run.config, row, is_validated=run.val is not None)
+    return row
+
+
+def _keep_row(run: Run, row: dict[str, float]) -> None:
+    """Add the row of an epoch, in the place of an earlier one of a part of it."""
+    state = run.state
+    state.rows = [kept for kept in state.rows if kept["epoch"] < row["epoch"]] + [row]
+    state.best = best_metrics(state.rows, run.config)
+    state.metrics.update({name: value for name, value in row.items() if name.startswith("val_")})
 
 
 def _tick_in_evaluation(run: Run) -> bool:
@@ -169,22 +197,9 @@ def means_of(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
 
 
-def _remember_best(state: TrainState, row: Mapping[str, float]) -> None:
-    for name, value in row.items():
-        if name in ("epoch", "step", "learning_rate", "samples_per_second") or math.isnan(value):
-            continue
-        better = max if is_larger_better(name) else min
-        state.best[name] = better(state.best.get(name, value), value)
-
-
-def is_larger_better(name: str) -> bool:
-    """Whether `best_metrics` keeps the largest value of `name`: of everything but losses, errors and perplexities."""
-    words = name.lower()
-    return not any(word in words for word in ("loss", "error", "perplexity", "mse", "mae", "nll"))
-
-
 def save(run: Run) -> None:
     """A checkpoint now. All ranks."""
+    run.is_save_due = False
     _collect(run)
     if run.write_checkpoint():
         run.last_saved = (run.state.step, run.state.epoch)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
-from pathlib import Path
 
+from distributed.backends import backend_row, default_backend
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
+from distributed.gpus import visible_gpus
 from distributed.settings import MergedConfig
 
 
@@ -100,38 +100,26 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
         raise ConfigError(
             "communication_backend='nccl' needs GPUs, and this run is on CPUs: set communication_backend='gloo'"
         )
-    world_size = nodes * processes
-    backend = config.backend or ("pytorch-ddp" if world_size > 1 else "single")
-    from distributed.backends import backend_row
+    return ProcessPlan(nodes, processes, device, choose_backend(config, nodes * processes))
 
+
+def choose_backend(config: DistributedConfig, world_size: int) -> str:
+    """The backend of `world_size` processes. ConfigError where the chosen one cannot run that many."""
+    backend = config.backend or default_backend(world_size)
     if backend_row(backend).single_process and world_size > 1:
         raise ConfigError(
-            f"backend={backend!r} runs one process, not {world_size}: set backend='pytorch-ddp' or nproc_per_node=1"
+            f"backend={backend!r} runs one process, not {world_size}:"
+            f" set backend={default_backend(world_size)!r} or nproc_per_node=1"
         )
-    return ProcessPlan(nodes, processes, device, backend)
-
-
-def visible_gpus() -> int:
-    """How many NVIDIA GPUs a process started now would see, without importing a framework."""
-    masked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if masked is not None:
-        entries = masked.split(",")
-        return (
-            next((i for i, entry in enumerate(entries) if entry.strip() in ("", "-1")), len(entries)) if _gpus() else 0
-        )
-    return _gpus()
-
-
-def _gpus() -> int:
-    devices = Path("/proc/driver/nvidia/gpus")
-    return len(list(devices.iterdir())) if devices.is_dir() else 0
+    return backend
 
 
 def plan_batch(merged: MergedConfig, data_parallel_size: int, loader_batch_size: int | None = None) -> BatchPlan:
     """Solve the batch equation. ConfigError with the numbers where the given values do not agree.
 
     `loader_batch_size` is the training loader's own, or None where it has none worth counting (DataLoader's default of 1).
-    A flag or file value, or a `global_batch_size`, overrides it; a value in code that disagrees is an error.
+    It counts as set in code: stronger than a file; a flag, a sweep's value or a `global_batch_size` overrides it, and
+    another `batch_size` in code is an error.
     """
     config, n = merged.config, data_parallel_size
     batch = config.batch_size if merged.is_typed("batch_size") else None
@@ -142,7 +130,7 @@ def plan_batch(merged: MergedConfig, data_parallel_size: int, loader_batch_size:
             raise ConfigError(
                 f"batch_size={batch} in Trainer is not the loader's batch_size={loader_batch_size}: drop one of them"
             )
-        if batch is None and total is None:
+        if total is None and merged.source("batch_size") not in ("sweep", "flag"):
             batch = loader_batch_size
     if total is None:
         batch, steps = batch or config.batch_size, steps or 1
@@ -161,3 +149,15 @@ def plan_batch(merged: MergedConfig, data_parallel_size: int, loader_batch_size:
         steps = total // (batch * n)
     steps = steps or 1
     return BatchPlan(-(-total // (steps * n)), steps, n, total)
+
+
+def in_effect(merged: MergedConfig, batch: BatchPlan, loader_batch_size: int | None = None) -> MergedConfig:
+    """`merged` with the numbers of the batch equation that the run uses, for its config.yaml."""
+    sources = dict(merged.sources)
+    for name in ("batch_size", "gradient_accumulation_steps", "global_batch_size"):
+        if getattr(batch, name) != getattr(merged.config, name):
+            sources[name] = "derived"
+    if batch.batch_size == loader_batch_size and merged.source("batch_size") in ("default", "file"):
+        sources["batch_size"] = "loader"
+    numbers = {name: value for name, value in dataclasses.asdict(batch).items() if name in sources}
+    return dataclasses.replace(merged, config=dataclasses.replace(merged.config, **numbers), sources=sources)

@@ -19,23 +19,18 @@ from distributed.callbacks import load_states
 from distributed.checkpoint import read_state
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
 from distributed.launcher import LaunchRequest, start_launcher
+from distributed.monitor import check_monitor
 from distributed.plan import plan_batch
 from distributed.run_dir import RunDirectory, choose_run_dir
-from distributed.session import check_monitor, script_name
 from distributed.settings import MergedConfig
 from distributed.state import History
+from distributed.summary import read_result
+from distributed.trainer_files import own_checkpoint_dir, script_name, take_run_dir
 
 if TYPE_CHECKING:
     from distributed.trainer import Trainer
 
 _INTERRUPTED, _PREEMPTED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-
-
-class _Parent:
-    """What all trainers of this process share."""
-
-    run_dir: Path | None = None
-    num_trainers = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +78,11 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
     """
     _check_here(trainer, merged, train_data, val_data)
     before: Remote | None = trainer._remote
-    directory = before.run_dir if before is not None else _new_run_dir()
+    directory = (
+        before.run_dir
+        if before is not None
+        else take_run_dir(lambda: choose_run_dir(script_name()).absolute()).absolute()
+    )
     run = RunDirectory(os.path.relpath(directory))
     resume = before is not None or merged.config.resume_from_checkpoint is not False
     run.check(resume=resume)
@@ -109,14 +108,6 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
     return history
 
 
-def _new_run_dir() -> Path:
-    _Parent.num_trainers += 1
-    if _Parent.run_dir is None:
-        _Parent.run_dir = choose_run_dir(script_name()).absolute()
-        return _Parent.run_dir
-    return _Parent.run_dir / f"fit-{_Parent.num_trainers}"
-
-
 def _check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data: Any) -> None:
     """What the workers would refuse a second later."""
     if merged.config.num_nodes > 1:
@@ -131,7 +122,7 @@ def _check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_dat
 def _arguments(trainer: Trainer) -> dict[str, Any]:
     job = trainer.job
     return {
-        "model": job.model, "config": trainer._hyperparameters, "optimizer": job.optimizer, "scheduler": job.scheduler,
+        "model": job.model, "config": {**trainer._sweep, **trainer._hyperparameters}, "optimizer": job.optimizer, "scheduler": job.scheduler,
         "loss_fn": job.loss_fn, "training_step": job.training_step, "metrics": job.metrics, "callbacks": trainer.callbacks,
     }  # fmt: skip
 
@@ -139,9 +130,11 @@ def _arguments(trainer: Trainer) -> dict[str, Any]:
 def _settings(trainer: Trainer, merged: MergedConfig, directory: Path) -> dict[str, Any]:
     """What the trainer of the workers is given: all that was typed, and where a further fit goes on."""
     config = merged.config
-    settings = {name: value for name, value in config.to_dict().items() if merged.is_typed(name)}
-    if config.checkpoint_dir is not None and directory != _Parent.run_dir:  # never another trainer's checkpoints
-        settings["checkpoint_dir"] = str(Path(config.checkpoint_dir) / directory.name)
+    settings = {
+        name: value for name, value in config.to_dict().items() if merged.source(name) not in ("default", "sweep")
+    }
+    if (own := own_checkpoint_dir(config, directory)) is not None:
+        settings["checkpoint_dir"] = str(own)
     before: Remote | None = trainer._remote
     if before is not None:  # that many epochs or steps more
         settings["resume_from_checkpoint"] = True
@@ -207,9 +200,9 @@ _KINDS: dict[int, type[DistributedError]] = {2: ConfigError, 3: ResourceError}
 
 def _take_back(trainer: Trainer, run: RunDirectory, merged: MergedConfig) -> History | None:
     """Load the last checkpoint's weights into this process' model, and its history. None where none was written."""
-    if not (run.path / "result.json").exists():  # stopped before the first step
+    result = read_result(run.path / "result.json") or {}
+    if result.get("checkpoint") is None and result.get("status") != "finished":  # stopped before the first step
         return None
-    result = json.loads((run.path / "result.json").read_text())
     if result["checkpoint"] is None:
         raise TrainingError(
             f"training ended, but no checkpoint could be written to {run.checkpoints}: see {run.events}"

@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributed.launcher import link
-from distributed.state import WorkerContext
 
 
 class Reporter:
     """Sends events to the launcher's display, or shows them here. Of the main process only."""
 
-    def __init__(self, context: WorkerContext, verbose: bool) -> None:
-        self._context, self.verbose = context, verbose
+    def __init__(self, is_main_process: bool, verbose: bool) -> None:
+        self._is_main_process, self._verbose = is_main_process, verbose
         self._display: Any = None
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        if not self._context.is_main_process:
+        if not self._is_main_process:
             return
         content = dict(event)
         if "text" not in content and "message" in content:
@@ -29,8 +28,17 @@ class Reporter:
         if self._display is None:
             from distributed.loggers.console import Display
 
-            self._display = Display(verbose=self.verbose)
+            self._display = Display(verbose=self._verbose)
         self._display.handle(content)
-        if content["kind"] == "finished":
+
+    def set_verbose(self, verbose: bool) -> None:
+        """Show all from now on, or only warnings and errors: the script may say otherwise than the command line."""
+        self._verbose = verbose
+        if link() is not None or self._display is not None:
+            self({"kind": "verbose", "value": verbose})
+
+    def close(self) -> None:
+        """Give the terminal back, at the end of a fit and after an error."""
+        if self._display is not None:
             self._display.close()
             self._display = None

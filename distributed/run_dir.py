@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import os
 import secrets
@@ -20,10 +21,19 @@ _PROBE_BYTES = 64 * 1024  # more than the text files of a run need before its fi
 _LOCK = ".lock"
 
 
-def choose_run_dir(script_name: str) -> Path:
-    """A fresh name `runs/<script>-<time>-<4 hex digits>`, relative to the working directory. Creates nothing."""
-    stem = Path(script_name).stem or "run"
-    return Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+def choose_run_dir(script_name: str, run_id: str | None = None) -> Path:
+    """A fresh name `runs/<script>-<time>-<id>`, relative to the working directory. Creates nothing."""
+    return Path("runs") / f"{_stem(script_name)}-{time.strftime('%Y%m%d-%H%M%S')}-{run_id or secrets.token_hex(2)}"
+
+
+def find_run_dir(script_name: str, run_id: str) -> Path | None:
+    """The newest directory that `choose_run_dir` named for this script and `run_id`, or None."""
+    pattern = f"{glob.escape(_stem(script_name))}-{'[0-9]' * 8}-{'[0-9]' * 6}-{run_id}"
+    return max(Path("runs").glob(pattern), default=None)
+
+
+def _stem(script_name: str) -> str:
+    return Path(script_name).stem or "run"
 
 
 class RunDirectory:
@@ -92,6 +102,26 @@ class RunDirectory:
                 os.write(fd, line.encode())
             finally:
                 os.close(fd)
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """What `event` wrote, oldest first; half a line of a killed writer is left out."""
+        events = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in self.events.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    events.append(json.loads(line))
+        return events
+
+    def check_resumable(self) -> None:
+        """ConfigError where the directory holds files, and none of a run. A new one is fine: a first attempt may say
+        `--resume` already, so that a scheduler can repeat the command as it is."""
+        names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+        if names and not names & {_LOCK, self.events.name, self.checkpoints.name}:
+            inside = max((events.parent for events in self.path.glob(f"*/{self.events.name}")), default=None)
+            hint = f"did you mean {str(inside)!r}? Name" if inside is not None else "name"
+            raise ConfigError(
+                f"{self._name} {str(self.path)!r} holds no run to resume: {hint} the run itself with {self._flag}"
+            )
 
     def _create(self) -> None:
         try:

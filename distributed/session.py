@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
+import itertools
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -20,27 +21,36 @@ from distributed.common_step import CommonStep
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, TrainingInterrupted
 from distributed.interrupts import save_by_the_clock, stop_on_signals
-from distributed.launcher import link
-from distributed.launching.tee import tee_output
-from distributed.plan import BatchPlan, plan_batch
+from distributed.monitor import check_monitor
+from distributed.plan import BatchPlan, in_effect, plan_batch
 from distributed.reporter import Reporter
-from distributed.run_dir import RunDirectory, choose_run_dir
-from distributed.settings import MergedConfig, config_yaml, for_evaluation
+from distributed.run_dir import RunDirectory
+from distributed.settings import MergedConfig, for_evaluation
 from distributed.state import History, TrainState, WorkerContext
-from distributed.storage.agreement import Agreement
-from distributed.storage.manifest import list_checkpoints
-from distributed.summary import finished_lines, started_lines, was_interrupted, write_result
+from distributed.summary import Result, finished_lines, started_lines, was_interrupted
+from distributed.trainer_files import TrainerFiles
 
 if TYPE_CHECKING:
     from distributed.trainer import Trainer
 
+_fit_numbers = itertools.count()  # of this process: keys in the ranks' store are used once
 
-class _Process:
-    """What all trainers of this process share: the run directory, and how many of them have used it."""
 
-    run: RunDirectory | None = None
-    num_trainers = 0
-    num_fits = 0
+@dataclasses.dataclass
+class _Fit:
+    """One call of `fit`."""
+
+    state: TrainState
+    callbacks: list[Callback]
+    store: CheckpointStore
+    run: RunDirectory
+    result: Result
+    began: float  # monotonic seconds at which `total_time` would have been 0
+    saved: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def stop_clock(self) -> None:
+        """Bring `total_time` up to date."""
+        self.state.total_time = time.monotonic() - self.began
 
 
 class Session:
@@ -48,109 +58,91 @@ class Session:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.backend = trainer, trainer.backend
+        self._reporter = Reporter(trainer.is_main_process, trainer.merged.config.verbose)
+        self.backend.report = self._reporter
         self.context: WorkerContext = self.backend.setup()
         atexit.register(_teardown, weakref.ref(self.backend))
-        self._reporter = Reporter(self.context, trainer.merged.config.verbose)
-        self.backend.report = self._reporter
+        self._files = TrainerFiles(trainer, self.backend, self.context, self._reporter)
         self._prepared_for: str | None = None  # "evaluation" or "fit"
         self._checkpoint: Path | None = None  # the newest one that this trainer saved or took up
+        self._is_saved = False  # whether the state that training starts from lies in the store
         self._state: TrainState | None = None
-        self._run: RunDirectory | None = None
-        self._store: CheckpointStore | None = None
         self._num_fits = 0
 
     # ------------------------------------------------------------------ fit
 
     def fit(self, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
-        backend, config = self.backend, merged.config
-        backend.merged, backend.config = merged, config
-        self.trainer.merged = merged
-        self._reporter.verbose = config.verbose
-        batch = plan_batch(merged, self.context.world_size, self.backend.batch_size_of(train_data))
+        backend = self.backend
+        self._configure(merged)
+        loader_batch_size = backend.batch_size_of(train_data)
+        batch = plan_batch(merged, self.context.world_size, loader_batch_size)
         check_monitor(merged, val_data)
-        run = self._open_run(merged)
-        train = backend.shard(train_data, batch, train=True)
-        val = None if val_data is None else backend.shard(val_data, self._eval_batch(val_data, batch), train=False)
-        try:
+        with backend.own_generators(), contextlib.ExitStack() as leaving:
+            leaving.callback(self._reporter.close)
+            train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, train=True)))
+            batch = train.batch  # a batch sampler's items set its size
+            run = self._files.open_run(in_effect(merged, batch, loader_batch_size))
+            val = None
+            if val_data is not None:
+                val = backend.shard(val_data, self._eval_batch(val_data, batch), train=False)
+                leaving.callback(val.close)
             notices = self._prepare(batch)
-            callbacks = self._callbacks(merged, run, train)
-            store = self._make_store(merged, run)
-            state, resumed = self._resume(merged, store, callbacks)
-            self._limit(merged, state, resumed)
-            self._say_start(merged, batch, notices, state, resumed)
-            return self._train(train, val, state, callbacks, store, run)
-        finally:
-            for data in (train, val):
-                if data is not None:
-                    data.close()
+            callbacks = self._callbacks(merged)
+            store = self._files.open_store(merged, run)
+            state, resumed = self._resume(merged, store, callbacks, run)
+            merged = self._limit(merged, state)
+            callbacks += self._loggers(merged, run, train)
+            result = Result(run, self.trainer.plan, self.context)
+            fit = _Fit(state, callbacks, store, run, result, time.monotonic() - state.total_time)
+            self._say_start(merged, batch, notices, fit, resumed)
+            return self._train(fit, train, val)
 
-    def _train(
-        self,
-        train: Any,
-        val: Any,
-        state: TrainState,
-        callbacks: list[Callback],
-        store: CheckpointStore,
-        run: RunDirectory,
-    ) -> History:
-        config = self.trainer.merged.config
+    def _configure(self, merged: MergedConfig) -> None:
+        self.trainer.merged = self.backend.merged = merged
+        self.backend.config = merged.config
+        self._reporter.set_verbose(merged.config.verbose)
+
+    def _train(self, fit: _Fit, train: Any, val: Any) -> History:
+        config, state = self.trainer.merged.config, fit.state
         common = CommonStep(
-            self.context.rank,
-            self.context.world_size,
-            self.backend.key_value_store(),
-            f"fit-{_Process.num_fits}",
+            self.context.rank, self.context.world_size, self.backend.key_value_store(), f"fit-{next(_fit_numbers)}",
             timeout_s=config.timeout_s,
-        )
-        _Process.num_fits += 1
-        started = time.monotonic()
-        before = state.total_time
-        the_run = loop.Run(
-            self.backend,
-            config,
-            train,
-            val,
-            state,
-            common,
-            callbacks,
-            lambda: False,
-            last_saved=(state.step, state.epoch) if self._is_saved else (-1, -1),
-        )
-
-        saved = threading.Event()
-
-        def write_checkpoint() -> bool:
-            state.total_time = before + time.monotonic() - started
-            is_written = self._write_checkpoint(state, callbacks, store)
-            saved.set()
-            return is_written
-
-        the_run.write_checkpoint = write_checkpoint
+        )  # fmt: skip
+        last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
+        run = loop.Run(
+            self.backend, config, train, val, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved
+        )  # fmt: skip
         try:
             with (
                 stop_on_signals(common, in_worker=self.trainer._worker is not None),
-                save_by_the_clock(common, config.checkpoint_every_s, self.context, saved),
+                save_by_the_clock(common, config.checkpoint_every_s, self.context, fit.saved),
             ):
-                loop.fit(the_run)
+                loop.fit(run)
         except BaseException as error:
-            for callback in callbacks:
-                callback.on_error(state, error)
+            self._note_failure(fit, error)
             raise
         finally:
             common.close()
             self.backend.unwrap()
-        state.total_time = before + time.monotonic() - started
+        fit.stop_clock()
         self._state = state
         history = History(
-            list(state.rows), dict(state.best), state.total_time, state.step, str(run.path), state.stop_reason
+            list(state.rows), dict(state.best), state.total_time, state.step, str(fit.run.path), state.stop_reason
         )
-        self._say_end(state, run)
+        self._say_end(fit)
         if was_interrupted(state):
-            self._leave_after_signal(int(str(state.stop_reason).split()[1]), run, state)
+            self._leave_after_signal(int(str(state.stop_reason).split()[1]), fit)
         return history
 
-    def _leave_after_signal(self, signum: int, run: RunDirectory, state: TrainState) -> None:
+    def _note_failure(self, fit: _Fit, error: BaseException) -> None:
+        for callback in fit.callbacks:
+            callback.on_error(fit.state, error)
+        fit.stop_clock()
+        fit.result.write_failed(fit.state, self._checkpoint, error)
+
+    def _leave_after_signal(self, signum: int, fit: _Fit) -> None:
         if self.context.is_main_process:
-            run.event("preempted", signal=signum, step=state.step)
+            fit.run.event("preempted", signal=signum, step=fit.state.step)
         if signum == signal.SIGINT and self.trainer._worker is None:
             raise KeyboardInterrupt
         raise TrainingInterrupted(signum if signum == signal.SIGINT else signal.SIGTERM)
@@ -171,71 +163,8 @@ class Session:
         size = self.backend.batch_size_of(data) or batch.batch_size
         return BatchPlan(size, 1, self.context.world_size, size * self.context.world_size)
 
-    def _open_run(self, merged: MergedConfig) -> RunDirectory:
-        """This trainer's run directory: the launcher's, or a new one; later trainers of the process use fit-2, fit-3, ..."""
-        if self._run is not None:
-            return self._run
-        given = self.trainer._given
-        first = _Process.run is None
-        if _Process.run is None:
-            path = given.run_dir if given is not None and given.run_dir is not None else None
-            if path is None:
-                path = self.backend.broadcast(
-                    str(choose_run_dir(script_name())) if self.context.is_main_process else None
-                )
-            _Process.run = RunDirectory(path)
-            if self.context.is_main_process and link() is None:
-                _Process.run.check(resume=self._wants_resume(merged))
-                _Process.run.lock()
-        _Process.num_trainers += 1
-        self._run = _Process.run if first else RunDirectory(_Process.run.path / f"fit-{_Process.num_trainers}")
-        if self.context.is_main_process:
-            self._run.path.mkdir(parents=True, exist_ok=True)
-            typed = given.typed if given is not None else None
-            text = config_yaml(merged, typed.script if typed else None, typed.script_args if typed else ())
-            (self._run.path / "config.yaml").write_text(text, encoding="utf-8")
-        self.backend.barrier()
-        if first and link() is None and self.trainer._worker is not None:
-            tee_output(self._run, self.context.rank)
-        return self._run
-
-    def _wants_resume(self, merged: MergedConfig) -> bool:
-        given = self.trainer._given
-        return (
-            (given is not None and given.resume)
-            or merged.config.resume_from_checkpoint is not False
-            or self.context.restart_count > 0
-        )
-
-    def _make_store(self, merged: MergedConfig, run: RunDirectory) -> CheckpointStore:
-        config = merged.config
-        directory = run.checkpoints
-        if config.checkpoint_dir is not None:
-            directory = Path(config.checkpoint_dir)
-            if _Process.run is not None and run is not _Process.run:
-                directory = directory / run.path.name
-        is_first = self._store is None
-        self._store = CheckpointStore(
-            directory, self.backend, keep_latest_k=config.keep_latest_k, keep_best=config.keep_best, monitor=config.monitor,
-            monitor_mode=config.monitor_mode, context=self.context, report=self._reporter,
-        )  # fmt: skip
-        if config.checkpoint_dir is not None and is_first:  # held from then on, also after a fit that failed
-            Agreement(self.backend, self.context).on_main(lambda: self._claim(directory, merged))
-        return self._store
-
-    def _claim(self, directory: Path, merged: MergedConfig) -> None:
-        """Hold a checkpoint directory of the user's for this run alone. Main process."""
-        shared = RunDirectory(directory, "checkpoint_dir", "--checkpoint-dir")
-        shared.check(resume=True)
-        shared.lock()
-        if not self._wants_resume(merged) and list_checkpoints(directory):
-            raise ConfigError(
-                f"checkpoint_dir={str(directory)!r} holds checkpoints of an earlier run: set resume_from_checkpoint=true"
-                " (or --resume) to go on from them, or name another directory"
-            )
-
     def _resume(
-        self, merged: MergedConfig, store: CheckpointStore, callbacks: list[Callback]
+        self, merged: MergedConfig, store: CheckpointStore, callbacks: list[Callback], run: RunDirectory
     ) -> tuple[TrainState, str | None]:
         """The state to go on from, and where it came from."""
         self._is_saved = False
@@ -245,8 +174,10 @@ class Session:
             return self._state, None
         path: Path | None = None
         source = merged.config.resume_from_checkpoint
-        if self._wants_resume(merged):
+        if self._files.wants_resume(merged):
             path = store.find()
+            if path is None:
+                self._files.refuse_to_start_over(run, store)
         if path is None and isinstance(source, str):
             path = store.open(source)
         if path is None:
@@ -256,13 +187,14 @@ class Session:
         self._checkpoint = path if self._is_saved else None
         if state.stop_reason != "early_stopping" or self.context.restart_count == 0:
             state.stop_reason = None
-        load_states(callbacks, state.callbacks)
+        for name in load_states(callbacks, state.callbacks):
+            text = f"{path.name} holds the state of a callback {name}, and this run has none"
+            self._reporter({"kind": "warning", "text": text})
         if self.context.is_main_process:
-            assert self._run is not None
-            self._run.event("resumed", step=state.step, checkpoint=path.name)
+            run.event("resumed", step=state.step, checkpoint=path.name)
         return state, path.name
 
-    def _limit(self, merged: MergedConfig, state: TrainState, resumed: str | None) -> None:
+    def _limit(self, merged: MergedConfig, state: TrainState) -> MergedConfig:
         """Count `epochs` and `max_steps` of a further fit from where it started, also when a restart repeats it."""
         index = self._num_fits - 1
         while index >= len(state.fit_starts):  # a fit that failed at once left none
@@ -272,80 +204,87 @@ class Session:
             config = merged.config
             limit = None if config.max_steps is None else config.max_steps + step
             changed = dataclasses.replace(config, epochs=config.epochs + int(epoch), max_steps=limit)
-            self.trainer.merged = dataclasses.replace(merged, config=changed)
+            self.trainer.merged = merged = dataclasses.replace(merged, config=changed)
+        return merged
 
-    def _callbacks(self, merged: MergedConfig, run: RunDirectory, train: Any) -> list[Callback]:
+    def _callbacks(self, merged: MergedConfig) -> list[Callback]:
+        """The user's, and early stopping: those whose state is in a checkpoint."""
         config = merged.config
-        callbacks = list(self.trainer.callbacks)
-        if config.early_stopping_patience is not None:
-            callbacks.append(EarlyStopping(config.monitor, config.early_stopping_patience, config.monitor_mode))
-        if self.context.is_main_process:
-            from distributed.loggers.files import MetricsFile
-            from distributed.loggers.progress import ProgressLogger
+        patience = config.early_stopping_patience
+        stopping = [] if patience is None else [EarlyStopping(config.monitor, patience, config.monitor_mode)]
+        return [*self.trainer.callbacks, *stopping]
 
-            callbacks.append(MetricsFile(run.metrics))
-            callbacks.append(ProgressLogger(self._reporter, config, train.updates_per_epoch))
-        return callbacks
+    def _loggers(self, merged: MergedConfig, run: RunDirectory, train: Any) -> list[Callback]:
+        if not self.context.is_main_process:
+            return []
+        from distributed.loggers.files import MetricsFile
+        from distributed.loggers.progress import ProgressLogger
 
-    def _write_checkpoint(self, state: TrainState, callbacks: list[Callback], store: CheckpointStore) -> bool:
-        state.callbacks = states(callbacks)
-        config = self.trainer.merged.config
-        is_measured = bool(state.rows) and state.samples_in_epoch == 0 and state.rows[-1]["step"] == state.step
-        path = store.save(state, _without_paths(config), state.rows[-1].get(config.monitor) if is_measured else None)
+        return [MetricsFile(run.metrics), ProgressLogger(self._reporter, merged.config, train.updates_per_epoch)]
+
+    def _write_checkpoint(self, fit: _Fit) -> bool:
+        state, config = fit.state, self.trainer.merged.config
+        fit.stop_clock()
+        state.callbacks = states(fit.callbacks)
+        is_measured = bool(state.rows) and state.rows[-1]["step"] == state.step
+        path = fit.store.save(
+            state, _without_paths(config), state.rows[-1].get(config.monitor) if is_measured else None
+        )
+        fit.saved.set()
         if path is None:
             return False
         self._checkpoint = path
         if self.context.is_main_process:
-            assert self._run is not None
-            self._run.event("checkpoint_saved", step=state.step, checkpoint=path.name)
-        for callback in callbacks:
+            fit.run.event("checkpoint_saved", step=state.step, checkpoint=path.name)
+            fit.result.write("running", state, path)
+        for callback in fit.callbacks:
             callback.on_checkpoint(state, path)
         return True
 
     def _say_start(
-        self, merged: MergedConfig, batch: BatchPlan, notices: list[str], state: TrainState, resumed: str | None
+        self, merged: MergedConfig, batch: BatchPlan, notices: list[str], fit: _Fit, resumed: str | None
     ) -> None:
         if not self.context.is_main_process:
             return
+        state = fit.state
         if resumed is not None:
             notices = [*notices, f"resumed from {resumed}: step {state.step}, epoch {state.epoch}"]
-        elif self._wants_resume(merged):
-            notices = [*notices, "nothing to resume from: starting at step 0"]
+        elif self._files.wants_resume(merged):
+            notices = [*notices, f"nothing to resume from in {fit.store.directory}: starting at step 0"]
+        else:
+            notices = [*notices, *self._files.notices()]
         lines = started_lines(self.trainer.plan, self.context, batch, [*merged.notices, *notices])
         self._reporter({"kind": "started", "lines": lines})
-        assert self._run is not None
-        self._run.event(
+        fit.result.write("running", state, self._checkpoint)
+        fit.run.event(
             "started", backend=self.trainer.plan.backend, world_size=self.context.world_size, step=state.step,
             restart_count=self.context.restart_count,
         )  # fmt: skip
 
-    def _say_end(self, state: TrainState, run: RunDirectory) -> None:
+    def _say_end(self, fit: _Fit) -> None:
+        state = fit.state
         if not self.context.is_main_process:
             return
-        write_result(run, state, self.trainer.plan, self.context, self._checkpoint)
+        fit.result.write("interrupted" if was_interrupted(state) else "finished", state, self._checkpoint)
         if not was_interrupted(state):
-            run.event("finished", step=state.step, epoch=state.epoch)
-        self._reporter({"kind": "finished", "lines": finished_lines(run, state)})
+            fit.run.event("finished", step=state.step, epoch=state.epoch)
+        self._reporter({"kind": "finished", "lines": finished_lines(fit.run, state)})
 
     # ------------------------------------------------------------------ evaluate, predict, save
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        sharded = self._sharded(data)
-        measured = loop.evaluate(self.backend, sharded)
-        sharded.close()
-        return measured or {}
+        with self.backend.own_generators(), contextlib.closing(self._sharded(data)) as sharded:
+            return loop.evaluate(self.backend, sharded) or {}
 
     def predict(self, data: Any) -> Any:
-        sharded = self._sharded(data)
         mine: list[tuple[int, int, Any]] = []
-        for number, group in enumerate(sharded.epoch(0)):
-            (micro,) = group.micro_batches
-            outputs = self.backend.predict_step(micro)
-            if micro.num_samples:
-                mine.append((number, self.context.rank, outputs))
-        sharded.close()
-        parts = self.backend.gather(mine)
-        return self.backend.join_outputs(parts)
+        with self.backend.own_generators(), contextlib.closing(self._sharded(data)) as sharded:
+            for number, group in enumerate(sharded.epoch(0)):
+                (micro,) = group.micro_batches
+                outputs = self.backend.predict_step(micro)
+                if micro.num_samples:
+                    mine.append((number, self.context.rank, outputs))
+        return self.backend.join_outputs(self.backend.gather(mine))
 
     def save(self, path: Path) -> Path:
         self._ensure_prepared(BatchPlan(1, 1, 1, 1))
@@ -353,17 +292,12 @@ class Session:
             self.backend.export(path)
             return path
         store = CheckpointStore(
-            path,
-            self.backend,
-            keep_latest_k=1 << 30,
-            keep_best=False,
-            monitor="",
-            monitor_mode="min",
-            context=self.context,
-            report=self._reporter,
-        )
+            path, self.backend, keep_latest_k=1 << 30, keep_best=False, monitor="", monitor_mode="min",
+            context=self.context, report=self._reporter,
+        )  # fmt: skip
         state = self._state or TrainState()
-        saved = store.save(state, _without_paths(self.trainer.merged.config), None)
+        with self.backend.own_generators():  # which are saved too
+            saved = store.save(state, _without_paths(self.trainer.merged.config), None)
         if saved is None:
             raise ConfigError(f"{path} could not be written: name another path")
         return saved
@@ -382,7 +316,8 @@ class Session:
         backend, merged = self.backend, self.backend.merged
         backend.merged = for_evaluation(merged)
         backend.config = backend.merged.config
-        backend.prepare(self.trainer.job, batch)
+        with backend.own_generators():
+            backend.prepare(self.trainer.job, batch)
         backend.unwrap()
         backend.merged, backend.config = merged, merged.config
 
@@ -393,19 +328,6 @@ def _teardown(backend: weakref.ref[Backend[Any]]) -> None:
         alive.teardown()
 
 
-def check_monitor(merged: MergedConfig, val_data: Any) -> None:
-    config = merged.config
-    if loop.is_larger_better(config.monitor) and config.monitor_mode == "min" and not merged.is_typed("monitor_mode"):
-        raise ConfigError(
-            f"monitor={config.monitor!r} is best when large, and monitor_mode is 'min': set monitor_mode='max' (or 'min' explicitly)"
-        )
-    if config.early_stopping_patience is not None and config.monitor.startswith("val_") and val_data is None:
-        raise ConfigError(
-            f"early_stopping_patience={config.early_stopping_patience} watches {config.monitor!r}, and fit() got no validation data:"
-            " pass val_data, or set monitor='loss'"
-        )
-
-
 def _without_paths(config: DistributedConfig) -> dict[str, Any]:
     """What a manifest keeps: a run directory can be copied, so no path."""
     return {
@@ -413,8 +335,3 @@ def _without_paths(config: DistributedConfig) -> dict[str, Any]:
         for name, value in config.to_dict().items()
         if name not in ("checkpoint_dir", "tensorboard_dir", "resume_from_checkpoint")
     }
-
-
-def script_name() -> str:
-    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else ""
-    return name if name.endswith(".py") and "ipykernel" not in name else "notebook"

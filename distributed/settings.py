@@ -8,12 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.config import ALIASES, SWEEP_ALIASES, DistributedConfig, group_options
+from distributed.config import ALIASES, GROUPS, SWEEP_ALIASES, DistributedConfig, group_options, unknown_name
 from distributed.errors import ConfigError, nearest
-from distributed.fields import unknown_name
-
-LAYERS = ("file", "code", "flag")  # weakest first
-_GROUPS = ("single", "ddp", "data")
+from distributed.fields import check, rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +26,10 @@ class Typed:
 
 @dataclasses.dataclass(frozen=True)
 class MergedConfig:
-    """The configuration of a run with the source ("default", "file", "code", "flag") of every value."""
+    """The configuration of a run with the source of every value: "default", "file", "sweep", "code" or "flag".
+
+    In a run's config.yaml also "loader" and "derived", for a batch size that the training data or the batch equation gave.
+    """
 
     config: DistributedConfig
     sources: Mapping[str, str]
@@ -45,14 +45,19 @@ class MergedConfig:
         return name in self.sources
 
 
-def merge(typed: Typed, code: Mapping[str, Any], hyperparameters: Mapping[str, Any] | None = None) -> MergedConfig:
-    """One checked configuration out of what the file, the code and the flags say."""
+def merge(
+    typed: Typed,
+    code: Mapping[str, Any],
+    hyperparameters: Mapping[str, Any] | None = None,
+    sweep: Mapping[str, Any] | None = None,
+) -> MergedConfig:
+    """One checked configuration out of what the file, a sweep's dict, the code and the flags say, weakest first."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     notices = list(typed.notices)
-    for layer, given in (("file", typed.file), ("code", code), ("flag", typed.flag)):
+    for layer, given in (("file", typed.file), ("sweep", sweep or {}), ("code", code), ("flag", typed.flag)):
         for name, value in given.items():
-            if name in _GROUPS and isinstance(value, Mapping):
+            if name in GROUPS and isinstance(value, Mapping):
                 values[name] = {**values.get(name, {}), **value}
                 sources.update({f"{name}.{option}": layer for option in value})
                 sources[name] = layer
@@ -88,13 +93,11 @@ def canonical(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             name = ALIASES[name]
         group, _, option = name.partition(".")
         if option:
-            if group not in _GROUPS:
-                raise unknown_name(
-                    raw, [f"{g}.{o}" for g, c in group_options().items() for o in c.__dataclass_fields__]
-                )
+            if group not in GROUPS:
+                raise unknown_name(raw, [f"{g}.{o}" for g in GROUPS for o in group_options(g).__dataclass_fields__])
             out.setdefault(group, {})[option] = value
-        elif group in _GROUPS and isinstance(value, Mapping):
-            out.setdefault(group, {}).update(value)
+        elif group in GROUPS:
+            out.setdefault(group, {}).update(check(group, value, rules(DistributedConfig)[group]) or {})
         elif name not in DistributedConfig.__dataclass_fields__:
             raise unknown_name(raw, [*DistributedConfig.__dataclass_fields__, *ALIASES])
         else:
@@ -109,7 +112,7 @@ def split_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     others: dict[str, Any] = {}
     warnings = []
     for name, value in values.items():
-        if name in SWEEP_ALIASES or name in known or name.partition(".")[0] in _GROUPS:
+        if name in SWEEP_ALIASES or name in known or name.partition(".")[0] in GROUPS:
             fields[SWEEP_ALIASES.get(name, name)] = value
         else:
             others[name] = value
@@ -124,45 +127,76 @@ def split_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 def read_config_file(path: str | os.PathLike[str]) -> Typed:
     """A YAML file of settings. One that a run wrote also says which values were flags, and its script."""
-    import yaml
-
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read ({error.strerror}): check --config") from None
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not YAML"
-        raise ConfigError(
-            f"config file {str(path)!r}{where} is not YAML ({problem}): write 'name: value' lines"
-        ) from None
-    if content is None:
-        content = {}
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise ConfigError(f"config file {str(path)!r} is not a mapping: write 'name: value' lines")
-    sources = content.pop("sources", None) or {}
-    script = content.pop("script", None)
-    arguments = content.pop("script_args", None) or []
+    content = _read_yaml(Path(path))
+    sources = _popped(content, "sources", dict, path) or {}
+    script = _popped(content, "script", str, path)
+    arguments = _popped(content, "script_args", list, path) or []
     content.pop("hyperparameters", None)
     if sources:  # written by a run: what was a default then stays a default, what was a flag stays as strong
         content = _only_typed(content, sources)
     settings, notices = canonical(content)
     flags: dict[str, Any] = {}
-    for name in [name for name in settings if sources.get(name) == "flag" and name not in _GROUPS]:
+    for name in [name for name in settings if sources.get(name) == "flag" and name not in GROUPS]:
         flags[name] = settings.pop(name)
-    for group in [name for name in settings if name in _GROUPS]:
+    for group in [name for name in settings if name in GROUPS]:
         strong = {o: v for o, v in settings[group].items() if sources.get(f"{group}.{o}") == "flag"}
         if strong:
             flags[group] = strong
     return Typed(settings, flags, tuple(notices), script, tuple(map(str, arguments)))
 
 
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(path.read_bytes())
+        node = loader.get_single_node()
+        _refuse_duplicates(node, path)
+        content = None if node is None else loader.construct_document(node)
+    except OSError as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read ({error.strerror}): check --config") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "no text"
+        raise ConfigError(
+            f"config file {str(path)!r}{where} is not YAML ({problem}): write 'name: value' lines"
+        ) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ConfigError(f"config file {str(path)!r} is not a mapping: write 'name: value' lines")
+    return content
+
+
+def _refuse_duplicates(node: Any, path: Path, levels: int = 2) -> None:
+    """YAML lets the last of two equal names win, without a word. Settings and groups only, not what lies deeper."""
+    if levels == 0 or getattr(node, "id", "") != "mapping":
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.id != "scalar":
+            continue
+        if key.value in lines:
+            raise ConfigError(
+                f"config file {str(path)!r} has {key.value!r} in line {lines[key.value]} and again in line {line}: drop one"
+            )
+        lines[key.value] = line
+        _refuse_duplicates(value, path, levels - 1)
+
+
+def _popped(content: dict[str, Any], name: str, kind: type, path: str | os.PathLike[str]) -> Any:
+    """What a run wrote beside the settings, taken out of `content`; None where it is not there."""
+    value = content.pop(name, None)
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"config file {str(path)!r}: {name}={value!r} is not as a run writes it: drop it")
+    return value
+
+
 def _only_typed(content: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    return {name: value for name, value in content.items() if name in sources}
+    """Not what was a default, and not what the script's loader and the batch equation will say again."""
+    return {name: value for name, value in content.items() if sources.get(name, "loader") not in ("loader", "derived")}
 
 
 def config_yaml(merged: MergedConfig, script: str | None = None, script_args: tuple[str, ...] = ()) -> str:

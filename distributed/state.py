@@ -68,7 +68,9 @@ class TrainState:
     stop_reason: str | None = None  # why training ended early: "max_steps", "early_stopping", "signal 15", ...
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # the latest of every name
     best: dict[str, float] = dataclasses.field(default_factory=dict)
-    rows: list[dict[str, float]] = dataclasses.field(default_factory=list)  # one per finished epoch
+    rows: list[dict[str, float]] = dataclasses.field(
+        default_factory=list
+    )  # one per finished epoch, and one of the epoch that `max_steps` cut off until that is finished
     epoch_sums: dict[str, list[float]] = dataclasses.field(
         default_factory=dict
     )  # name -> [sum, count] of the running epoch
@@ -91,7 +93,7 @@ class TrainState:
 
 @dataclasses.dataclass
 class History:
-    """What `fit` returns: one row per epoch and what was best."""
+    """What `fit` returns: one row per epoch (also of the one that `max_steps` cut off) and what was best."""
 
     rows: list[dict[str, float]]
     best_metrics: dict[str, float]

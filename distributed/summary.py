@@ -7,10 +7,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from distributed.errors import DistributedError
 from distributed.plan import BatchPlan, ProcessPlan
 from distributed.run_dir import RunDirectory
 from distributed.state import TrainState, WorkerContext
+from distributed.storage.durable import replace_text
 
 
 def was_interrupted(state: TrainState) -> bool:
@@ -33,29 +36,68 @@ def finished_lines(run: RunDirectory, state: TrainState) -> list[str]:
     return [f"{line}; best: {best}" if best else line, f"run directory: {run.path}"]
 
 
+class Result:
+    """RUN/result.json, written by the main process: `running` from the start on, so that an earlier end is not taken for
+    this one's, and with the figures of the newest checkpoint should nobody be left to say how it ended."""
+
+    def __init__(self, run: RunDirectory, plan: ProcessPlan, context: WorkerContext) -> None:
+        self._run, self._plan, self._context = run, plan, context
+
+    def write(self, status: str, state: TrainState, checkpoint: Path | None, error: str | None = None) -> None:
+        """Replace the file, whole or not at all."""
+        if not self._context.is_main_process:
+            return
+        content = {
+            "status": status,
+            "backend": self._plan.backend,
+            "world_size": self._context.world_size,
+            "steps": state.step,
+            "epochs": state.epoch,
+            "total_time": state.total_time,
+            "final_metrics": _without_nan(state.metrics),
+            "best_metrics": _without_nan(state.best),
+            "samples_per_second": state.samples_seen / state.train_time_s if state.train_time_s else 0.0,
+            "checkpoint": None if checkpoint is None else os.path.relpath(checkpoint, self._run.path),
+            "stop_reason": state.stop_reason,
+        }
+        write_result(self._run.path / "result.json", content | ({} if error is None else {"error": error}))
+
+    def write_failed(self, state: TrainState, checkpoint: Path | None, error: BaseException) -> None:
+        """The run ended with `error`."""
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        self.write(status, state, checkpoint, _one_line(error))
+
+
+def close_results(run: RunDirectory, code: int, error: str | None) -> None:
+    """Give results that no worker closed their end, once the launcher leaves with `code`: nobody is left to do it."""
+    end = {"status": "interrupted" if code in (130, 143) else "failed"} | ({} if error is None else {"error": error})
+    for path in (run.path / "result.json", *run.path.glob("fit-*/result.json")):
+        content = read_result(path) or {}
+        is_open = content.get("status") in (("running",) if code == 0 else (None, "running", "failed"))
+        if is_open:
+            write_result(path, content | end)
+
+
+def read_result(path: Path) -> dict[str, Any] | None:
+    """What a result.json says; None where there is none that can be read."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content
+
+
+def write_result(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace `path`. A full disk costs the file, not the run."""
+    replace_text(path, json.dumps(content, indent=1))
+
+
+def _one_line(error: BaseException) -> str:
+    """As the launcher says it on the screen."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, DistributedError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
 def _without_nan(values: Mapping[str, float]) -> dict[str, float | None]:
     """JSON has no NaN and no infinity: null stands for both."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
-
-
-def write_result(
-    run: RunDirectory, state: TrainState, plan: ProcessPlan, context: WorkerContext, checkpoint: Path | None
-) -> None:
-    """RUN/result.json, whole or not at all. Main process only."""
-    result = {
-        "status": "interrupted" if was_interrupted(state) else "finished",
-        "backend": plan.backend,
-        "world_size": context.world_size,
-        "steps": state.step,
-        "epochs": state.epoch,
-        "total_time": state.total_time,
-        "final_metrics": _without_nan(state.metrics),
-        "best_metrics": _without_nan(state.best),
-        "samples_per_second": state.samples_seen / state.train_time_s if state.train_time_s else 0.0,
-        "checkpoint": None if checkpoint is None else os.path.relpath(checkpoint, run.path),
-        "stop_reason": state.stop_reason,
-    }
-    path = run.path / "result.json"
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    temporary.replace(path)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from distributed.backends import backend_class, backend_row
+from distributed.backends import backend_class, backend_row, default_backend
 from distributed.backends.base import Backend, Job
 from distributed.callbacks import Callback
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launcher import WorkerEnvironment, handover, worker_environment
-from distributed.plan import ProcessPlan, plan_processes
+from distributed.plan import ProcessPlan, choose_backend, plan_processes
 from distributed.settings import MergedConfig, Typed, canonical, for_evaluation, merge, split_sweep
 from distributed.state import History
 
@@ -62,12 +62,13 @@ class Trainer:
                 raise ConfigError(f"callback {callback!r} is not a distributed.Callback: derive its class from it")
         self.job = Job(model, optimizer, scheduler, loss_fn, training_step, dict(metrics or {}))
         self.callbacks = list(callbacks)
-        self._code, self._hyperparameters, self._notices = self._settings(config, settings)
+        self._code, self._sweep, self._hyperparameters, self._notices = self._settings(config, settings)
         self._worker = worker_environment()
         self._given = handover()
         self.merged = self._merge({})
         self.plan = self._plan(self.merged)
         self._check_backend()
+        self._check_source()
         self.backend: Backend[Any] = self._make_backend(self.merged, self.plan)
         self.history: History | None = None
         self._session: Any = None  # distributed.session.Session of this process, made by the first fit or evaluate
@@ -121,8 +122,10 @@ class Trainer:
     def predict(self, data: Any) -> Any:
         """The model's outputs for every sample of `data` in order, on the host. All ranks call it and get all of them.
 
-        A batch is taken as in training; of a tuple the last entry (the targets) is left out. Tensors are joined along their
-        first dimension; other outputs come as a list, one entry per batch.
+        A batch is taken as in training; of a tuple the last entry (the targets) is left out. Tensors and arrays are joined
+        along their first dimension, lists with an entry per sample one after the other, also inside dicts, tuples and data
+        classes. Tensors of different shapes come as a list, one entry per sample; what belongs to no sample (a loss) as a
+        list, one entry per batch. Data that is `data.presharded` comes rank by rank.
         """
         return self._open_session().predict(data)
 
@@ -159,23 +162,23 @@ class Trainer:
 
     def _settings(
         self, config: DistributedConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-        """(settings in code, other hyperparameters of a sweep, notices)."""
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]:
+        """(settings in code, those of a sweep, its other hyperparameters, notices)."""
+        code: dict[str, Any] = {}
+        sweep: dict[str, Any] = {}
         others: dict[str, Any] = {}
         notices: list[str] = []
-        if config is None:
-            code: dict[str, Any] = {}
-        elif isinstance(config, DistributedConfig):
+        if isinstance(config, DistributedConfig):
             code = dict(config.given)
         elif isinstance(config, Mapping):
-            code, others, notices = split_sweep(config)
-        else:
+            sweep, others, notices = split_sweep(config)
+        elif config is not None:
             raise ConfigError(f"config is a {type(config).__name__}: pass a DistributedConfig or a dict of settings")
         direct, said = canonical(self._flat_options(settings))
         for name, value in direct.items():
             both = isinstance(value, Mapping) and isinstance(code.get(name), Mapping)
             code[name] = {**code[name], **value} if both else value
-        return code, others, notices + said
+        return code, sweep, others, notices + said
 
     def _flat_options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """On a subclass that pins the backend its options may be given flat."""
@@ -189,13 +192,14 @@ class Trainer:
         typed = self._given.typed if self._given is not None else Typed()
         code = {**self._code, **more}
         if self._backend is not None:
-            chosen = typed.flag.get("backend") or code.get("backend") or typed.file.get("backend")
+            layers = (typed.flag, code, self._sweep, typed.file)
+            chosen = next((layer["backend"] for layer in layers if layer.get("backend")), None)
             if chosen not in (None, self._backend):
                 raise ConfigError(
                     f"backend={chosen!r} does not fit {type(self).__name__}, which is always {self._backend!r}: use Trainer in the script"
                 )
             code["backend"] = self._backend
-        merged = merge(typed, code, self._hyperparameters)
+        merged = merge(typed, code, self._hyperparameters, self._sweep)
         return MergedConfig(merged.config, merged.sources, merged.hyperparameters, (*self._notices, *merged.notices))
 
     def _plan(self, merged: MergedConfig) -> ProcessPlan:
@@ -213,11 +217,7 @@ class Trainer:
         wants_gpus = bool(config.num_gpus or config.gpus_per_node)
         is_cpu = config.num_gpus == 0 or (config.device == "cpu" and not wants_gpus)
         device = "cpu" if is_cpu else plan_processes(_local(config, found)).device
-        backend = config.backend or ("pytorch-ddp" if found.world_size > 1 else "single")
-        if backend_row(backend).single_process and found.world_size > 1:
-            raise ConfigError(
-                f"backend={backend!r} runs one process, not {found.world_size}: set --backend pytorch-ddp"
-            )
+        backend = choose_backend(config, found.world_size)
         return ProcessPlan(found.world_size // found.local_world_size, found.local_world_size, device, backend)
 
     def _check_backend(self) -> None:
@@ -232,6 +232,17 @@ class Trainer:
                     )
                 self._notices.append(f"{name} is not used by backend {self.plan.backend!r}")
 
+    def _check_source(self) -> None:
+        """What is to be taken up first must be there; a run that has begun goes on from its own checkpoints."""
+        source = self.merged.config.resume_from_checkpoint
+        is_begun = (self._given is not None and self._given.resume) or (
+            self._worker is not None and self._worker.restart_count > 0
+        )
+        if isinstance(source, str) and not is_begun:
+            from distributed.storage.manifest import check_source
+
+            check_source(source)
+
     def _make_backend(self, merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
         row = backend_row(plan.backend)
         return backend_class(plan.backend)(merged, merged.config.options(row.group), plan)
@@ -242,7 +253,7 @@ class Trainer:
         if self._session is None:
             if self._worker is None and self.plan.world_size > 1:  # evaluate, predict, save beside a fit in workers
                 self.backend = self._make_backend(
-                    for_evaluation(self.merged), ProcessPlan(1, 1, self.plan.device, "single")
+                    for_evaluation(self.merged), ProcessPlan(1, 1, self.plan.device, default_backend(1))
                 )
             self._session = Session(self)
         return self._session

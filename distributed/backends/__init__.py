@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distributed.errors import ConfigError, nearest
@@ -23,8 +24,12 @@ class BackendRow:
     preload: tuple[str, ...]  # modules the fork server imports once for all workers
     requires: tuple[str, ...]  # importable names without which it cannot run
     install: str  # the exact command that makes it usable
+    summary: str  # what it does, for help and documentation
     single_process: bool = False  # refuses more than one process
-    summary: str = ""
+    is_default: bool = (
+        False  # chosen where nobody says which: for one process if it is single_process, else for several
+    )
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, flat: spelling -> option
 
 
 # AdamW and DDP import torch._dynamo on first use, which costs a worker a second: the fork server does it once.
@@ -36,11 +41,15 @@ REGISTRY: dict[str, BackendRow] = {
     for row in (
         BackendRow(
             "single", "distributed.backends.single", "SingleBackend", "single", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
-            single_process=True, summary="one process, no communication",
+            "one process, no communication", single_process=True, is_default=True,
         ),
         BackendRow(
             "pytorch-ddp", "distributed.backends.ddp", "DDPBackend", "ddp", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
-            summary="PyTorch DistributedDataParallel: a full copy of the model in every process",
+            "PyTorch DistributedDataParallel: a full copy of the model in every process", is_default=True,
+            aliases={
+                "find_unused_parameters": "find_unused_parameters", "bucket_cap_mb": "bucket_cap_mb",
+                "bucket_size_mb": "bucket_cap_mb", "static_graph": "static_graph",
+            },
         ),
     )
 }  # fmt: skip
@@ -66,6 +75,12 @@ def backend_class(name: str) -> type[Backend[Any]]:
     return cls
 
 
-def option_groups() -> dict[str, type[Any]]:
-    """Every backend's `Options` class by the name of its group."""
-    return {row.group: backend_class(row.name).Options for row in REGISTRY.values()}
+def default_backend(world_size: int) -> str:
+    """The backend of a run of `world_size` processes for which nobody chose one."""
+    return next(row.name for row in REGISTRY.values() if row.is_default and row.single_process == (world_size == 1))
+
+
+def option_class(group: str) -> type[Any]:
+    """The `Options` class of the backend whose group of options is `group`. Imports its file, never its engine."""
+    (name,) = (row.name for row in REGISTRY.values() if row.group == group)
+    return backend_class(name).Options

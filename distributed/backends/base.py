@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -90,11 +91,15 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def predict_step(self, micro: MicroBatch) -> Any:
-        """The model's outputs for one micro-batch, on the host; eval mode."""
+        """The model's outputs for one micro-batch, on the host, as `join_outputs` takes them; eval mode."""
 
     @abc.abstractmethod
     def collect(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
         """name -> (sum, count) over all ranks and all `results`, as floats. A collective; the only host sync of training."""
+
+    def own_generators(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the global random generators are the training's own; the caller's are put back after it."""
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def gradient_norm(self) -> float | None:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import inspect
-import os
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +38,10 @@ class DDPOptions:
     )
     static_graph: bool = setting(False, "promise that the graph is the same in every step")
     comm_hook: str | None = setting(None, "compress gradients on the wire", str, choices=("fp16", "bf16", "powersgd"))
+    powersgd_rank: int | None = setting(None, "rank of PowerSGD's approximation (default: torch's 1)", int, minimum=1)
+    powersgd_start_step: int | None = setting(
+        None, "updates with whole gradients before PowerSGD begins (default: torch's 1000)", int, minimum=2
+    )
 
 
 class DDPBackend(TorchBackend[DDPOptions]):
@@ -54,6 +58,11 @@ class DDPBackend(TorchBackend[DDPOptions]):
                 f"ddp.bucket_cap_mb={options.bucket_cap_mb} has no effect with ddp.comm_hook='powersgd', which takes all"
                 " gradients in one bucket: drop one of them"
             )
+        for name in ("powersgd_rank", "powersgd_start_step"):
+            if getattr(options, name) is not None and options.comm_hook != "powersgd":
+                raise ConfigError(
+                    f"ddp.{name}={getattr(options, name)} has no effect without ddp.comm_hook='powersgd': set it, or drop this"
+                )
         if options.static_graph and options.find_unused_parameters:
             raise ConfigError(
                 "ddp.static_graph=true finds unused parameters by itself: drop ddp.find_unused_parameters"
@@ -83,6 +92,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
                 found,
                 self.config.communication_backend or ("nccl" if self.plan.device == "cuda" else "gloo"),
                 self.config,
+                lambda text: self.report({"kind": "warning", "text": text}),
             )
             atexit.register(leave_group)
         return WorkerContext(
@@ -132,7 +142,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
         hook: Callable[..., Any] = default_hooks.fp16_compress_hook if name == "fp16" else _bf16_hook
         if name == "powersgd":
             if self._powersgd is None:
-                self._powersgd = _powersgd_of(wrapped.module)
+                self._powersgd = _powersgd_of(wrapped.module, self.options)
             hook = self._powersgd.hook
         # DDP compares annotations with its own types, and ours are words (`from __future__ import annotations`).
         wrapped.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
@@ -165,6 +175,13 @@ class DDPBackend(TorchBackend[DDPOptions]):
 
         for buffer in self.plain.buffers():
             dist.broadcast(buffer, src=0)
+
+    def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
+        try:
+            self._wrapped._check_reducer_finalized()  # type: ignore[operator] # 0.2 us
+        except RuntimeError as error:  # torch itself says it in the next forward, after an update with local gradients
+            raise ConfigError(_unused(self.plain, str(error))) from None
+        super()._finish_update(group, losses, result)
 
     def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         super()._on_non_finite(group, losses, result)
@@ -223,23 +240,15 @@ def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, Any]:
     return {"forward_sync_buffers" if has_new_word else "broadcast_buffers": False}
 
 
-def join_group(found: Any, transport: str, config: Any) -> None:
+def join_group(found: Any, transport: str, config: Any, warn: Callable[[str], None]) -> None:
     """Join torch's process group. All ranks. Waits `start_timeout` for the others; later collectives wait `timeout_s`."""
     import torch.distributed as dist
-    from torch.distributed.rendezvous import rendezvous
+
+    from distributed.backends._torch.meeting import meet
 
     timeout = timedelta(seconds=config.timeout_s)
-    if found.source == "alone":
-        dist.init_process_group(transport, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    # srun and mpirun set their own variables; torch's rendezvous reads these.
-    for name, value in (("MASTER_ADDR", found.master_addr), ("MASTER_PORT", found.master_port)):
-        os.environ.setdefault(name, str(value))
-    start = timedelta(seconds=config.start_timeout)
-    store, rank, world_size = next(iter(rendezvous("env://", found.rank, found.world_size, timeout=start)))
-    dist.init_process_group(
-        transport, store=dist.PrefixStore("trainer", store), rank=rank, world_size=world_size, timeout=timeout
-    )
+    store = dist.HashStore() if found.source == "alone" else meet(found, config.start_timeout, warn)
+    dist.init_process_group(transport, store=store, rank=found.rank, world_size=found.world_size, timeout=timeout)
 
 
 def leave_group() -> None:
@@ -251,7 +260,7 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _powersgd_of(model: torch.nn.Module) -> PowerSGD:
+def _powersgd_of(model: torch.nn.Module, options: DDPOptions) -> PowerSGD:
     from distributed.backends._torch.powersgd import PowerSGD
     from distributed.backends._torch.tensors import named_parameters
 
@@ -262,7 +271,19 @@ def _powersgd_of(model: torch.nn.Module) -> PowerSGD:
             f"ddp.comm_hook='powersgd' takes all gradients in one bucket, and the model's are {' and '.join(kinds)}:"
             " use ddp.comm_hook='bf16'"
         )
-    return PowerSGD(parameters)
+    return PowerSGD(parameters, options.powersgd_rank, options.powersgd_start_step)
+
+
+def _unused(model: torch.nn.Module, error: str) -> str:
+    """Our words for torch's "Expected to have finished reduction", which names parameters by their number."""
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = [trainable[int(index)] for index in found[1].split()] if found else []
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"no gradient for {', '.join(names[:3]) or 'some parameters'}{more}: a forward that does not use every parameter needs"
+        " ddp.find_unused_parameters=true (--set ddp.find_unused_parameters=true), or requires_grad=False on those"
+    )
 
 
 def _bf16_hook(state: Any, bucket: Any) -> Any:

@@ -10,13 +10,21 @@ from typing import Annotated
 import typer
 
 from distributed.errors import CheckpointError, ConfigError
-from distributed.storage.durable import replace_file
+from distributed.storage.durable import replace_file, size_text
 from distributed.storage.manifest import CheckpointInfo, list_checkpoints, resolve, verify
 from distributed.storage.tensor_file import RawTensor, read_raw, write_tensors
 
-app = typer.Typer(help="List, verify and export checkpoints.", no_args_is_help=True)
+app = typer.Typer(add_completion=False)
 
 _COLUMNS = ("step", "epoch", "size", "saved (UTC)", "backend x processes", "monitor", "best", "verified")
+
+
+@app.callback(invoke_without_command=True)
+def checkpoint_(context: typer.Context) -> None:
+    """List, verify and export checkpoints."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
 
 
 @app.command("list")
@@ -45,7 +53,7 @@ def _row(info: CheckpointInfo, *, is_sound: bool) -> tuple[str, ...]:
     value = "" if m.monitor_value is None else f"{m.monitor} {m.monitor_value:.6g}"
     saved, engine = m.created[:19].replace("T", " "), f"{m.backend} x {m.world_size}"
     best = "best" if info.is_best else ""
-    return (str(m.step), str(m.epoch), _size(m.total_bytes), saved, engine, value, best, verdict)
+    return (str(m.step), str(m.epoch), size_text(m.total_bytes), saved, engine, value, best, verdict)
 
 
 @app.command("verify")
@@ -59,7 +67,7 @@ def verify_(
     except CheckpointError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-    size = _size(manifest.total_bytes)
+    size = size_text(manifest.total_bytes)
     typer.echo(f"{path}: step {manifest.step}, {len(manifest.files)} files, {size}, all as saved")
 
 
@@ -81,7 +89,7 @@ def export(
         write_tensors(out, tensors, {"format": "pt"}, writer=replace_file)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
-    typer.echo(f"{out}: {len(tensors)} tensors, {_size(out.stat().st_size)}, from {path}")
+    typer.echo(f"{out}: {len(tensors)} tensors, {size_text(out.stat().st_size)}, from {path}")
 
 
 def _weights(path: Path) -> list[RawTensor]:
@@ -111,10 +119,3 @@ def _problem(path: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes} B"

@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distributed.backends import REGISTRY, BackendRow
-from distributed.config import DistributedConfig
-from distributed.plan import plan_processes, visible_gpus
+from distributed.gpus import visible_gpus
 
 OK, BAD, MISSING, INFO = "ok", "bad", "missing", "info"
 PROBE_LIMIT_S = 120.0
@@ -81,12 +80,10 @@ def examine() -> Iterator[Check]:
     yield _library("distributed-trainer", needed=False)
     yield _library("numpy", needed=True)
     yield Check("machine", OK, f"{len(os.sched_getaffinity(0))} cores, {_memory()}")
-    yield Check(
-        "GPUs", INFO, f"{visible_gpus()} visible" if visible_gpus() else "none: runs use CPU processes over gloo"
-    )
-    defaults = _default_backends()
+    gpus = visible_gpus()
+    yield Check("GPUs", INFO, f"{gpus} visible" if gpus else "none: runs use CPU processes over gloo")
     for row in REGISTRY.values():
-        yield check_backend(row, is_default=row.name in defaults)
+        yield check_backend(row, is_default=row.is_default)
     yield check_dask()
     yield check_port()
     yield check_run_directory(Path("runs"))
@@ -168,11 +165,6 @@ def _start_probe(rank: int, directory: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def _default_backends() -> set[str]:
-    """What is chosen when no backend is asked for, with one process and with several."""
-    return {plan_processes(DistributedConfig(device="cpu", nproc_per_node=n)).backend for n in (1, 2)}
 
 
 def _library(name: str, needed: bool) -> Check:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from distributed.backends import backend_class, backend_row, option_groups
-from distributed.errors import ConfigError
+from distributed.backends import backend_class, backend_row
+from distributed.config import GROUPS
+from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import (
     Handover,
     LaunchRequest,
@@ -21,8 +24,9 @@ from distributed.launcher import (
     worker_environment,
 )
 from distributed.plan import ProcessPlan, plan_batch, plan_processes
-from distributed.run_dir import choose_run_dir
+from distributed.run_dir import RunDirectory, choose_run_dir
 from distributed.settings import MergedConfig, Typed, merge
+from distributed.storage.manifest import check_source
 
 _NODE_SETTINGS = ("num_nodes", "node_rank", "master_addr", "master_port")
 
@@ -41,6 +45,8 @@ def start(typed: Typed, *, run_dir: str | None, resume: bool, dry_run: bool) -> 
     if dry_run:
         sys.stdout.write("\n".join(_dry_run_lines(merged, plan, request)) + "\n")
         return 0
+    if merged.source("checkpoint_dir") == "flag":  # else the script may name another
+        RunDirectory(str(merged.config.checkpoint_dir), "checkpoint_dir", "--checkpoint-dir").check(resume=True)
     return launch(request)
 
 
@@ -78,18 +84,39 @@ def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str 
     row = backend_row(plan.backend)
     backend_class(row.name)(merged, merged.config.options(row.group), plan)
     if merged.is_typed("backend"):
-        for group in option_groups():
-            if group != row.group and typed.flag.get(group):
+        for group in GROUPS:
+            if group not in (row.group, "data") and typed.flag.get(group):
                 option = f"{group}.{next(iter(typed.flag[group]))}"
                 raise ConfigError(f"--set {option} has no effect with backend={row.name!r}: drop it")
     if resume and run_dir is None:
         raise ConfigError("--resume needs the run to go on with: add --run-dir RUN")
-    if plan.num_nodes > 1 and (run_dir is None or merged.config.master_port is None):
+    _refuse_sources(merged, RunDirectory(run_dir) if resume and run_dir is not None else None)
+    if plan.num_nodes > 1 and (run_dir is None or not merged.config.master_port):
         what = "run_dir" if run_dir is None else "master_port"
         raise ConfigError(
             f"num_nodes={plan.num_nodes} needs the same {what} on every node: add --{what.replace('_', '-')}"
         )
     check_script(_script(typed))
+    if merged.config.master_port and merged.config.node_rank == 0:
+        _check_port(merged.config.master_port)
+
+
+def _check_port(port: int) -> None:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise ResourceError(
+            f"master_port={port} cannot be listened on ({os.strerror(error.errno or 0)}): name another, or drop it"
+        ) from None
+
+
+def _refuse_sources(merged: MergedConfig, resumed: RunDirectory | None) -> None:
+    """What there is to go on from. A run that has begun goes on from its own checkpoints, whatever it started from."""
+    if resumed is not None:
+        resumed.check_resumable()
+    source = merged.config.resume_from_checkpoint
+    if isinstance(source, str) and (resumed is None or not resumed.events.exists()):
+        check_source(source)
 
 
 def _script(typed: Typed) -> str:

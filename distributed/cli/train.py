@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--config", metavar="FILE", help="settings from a YAML file, weaker than code and flags")
     run.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[],
-        help="any other setting or backend option, such as ddp.bucket_cap_mb=50; may be repeated",
+        help="any other setting or backend option, such as data.presharded=true; may be repeated",
     )  # fmt: skip
     run.add_argument("--run-dir", metavar="DIR", help="where the run's files go (default: runs/SCRIPT-TIME-ID)")
     run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --run-dir")
@@ -110,7 +110,18 @@ def _add(group: Any, name: str, rule: Rule) -> None:
 
 
 class _Switch(argparse.BooleanOptionalAction):
-    """`--name` and `--no-name`, shown as `--[no-]name`."""
+    """`--name` and `--no-name`, shown as `--[no-]name`; `--name true` and `--name false` mean the same."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.nargs = "?"
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        assert option_string is not None
+        is_on = not option_string.startswith("--no-")
+        if values is not None and (values not in ("true", "false") or not is_on):
+            raise ConfigError(f"{option_string} takes no value {values!r}: write {self.format_usage()}")
+        setattr(namespace, self.dest, values == "true" if values else is_on)
 
     def format_usage(self) -> str:
         return f"--[no-]{self.option_strings[0][2:]}"
@@ -198,7 +209,7 @@ def _value(name: str, text: Any) -> Any:
     rule = _RULES.get(name)
     if not isinstance(text, str):
         return text
-    if rule is None or (bool in rule.kinds and text in ("true", "false")):
+    if rule is None or (bool in rule.kinds and text in ("true", "false")) or (rule.optional and text == "null"):
         return _yaml(name, text)
     for kind in (kind for kind in rule.kinds if kind in (int, float)):
         try:
@@ -211,7 +222,7 @@ def _value(name: str, text: Any) -> Any:
 def _assignment(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise ConfigError(f"--set {text!r} has no KEY=VALUE form: write --set ddp.bucket_cap_mb=50")
+        raise ConfigError(f"--set {text!r} has no KEY=VALUE form: write --set data.presharded=true")
     return name.strip(), _yaml(name, value)
 
 

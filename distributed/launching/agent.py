@@ -31,6 +31,7 @@ from distributed.launching.causes import Failure, root_cause, signal_name
 from distributed.launching.output import Message, WorkerOutput
 from distributed.loggers.console import Display
 from distributed.run_dir import RunDirectory
+from distributed.summary import close_results
 
 # After the first sign of a failure: how long a better explanation is waited for. A lost connection is a consequence
 # of something that another rank, or the kernel, is about to report.
@@ -50,13 +51,18 @@ class _Rank:
 
     def failure(self) -> Failure | None:
         """How it failed, or None."""
-        rank = self.worker.global_rank
         if self.interrupted:
             return None
         if self.report is not None:
             return self.report
         if self.status is None or self.status == 0:
             return None
+        return self.left()
+
+    def left(self) -> Failure:
+        """Its end as a failure, also one with code 0 while others still needed it."""
+        assert self.status is not None
+        rank = self.worker.global_rank
         if self.status < 0:
             return Failure(rank, "signal", self.ended, signum=-self.status)
         return Failure(rank, "exit", self.ended, exit_code=self.status)
@@ -120,9 +126,11 @@ class ForkAgent(SimpleElasticAgent):
         """Ranks follow `node_rank`, and the workers meet at node 0 on a port of this attempt alone."""
         node, local = self._request.node_rank, spec.local_world_size
         if node == 0:
-            store.set("distributed/meet", json.dumps([self._request.master_addr, _free_port()]))
+            # With several nodes `master_port` is where the nodes meet; the workers need another one.
+            asked = self._request.master_port if self._request.num_nodes == 1 else None
+            store.set("distributed/meet", json.dumps([self._request.master_addr, asked or _free_port()]))
         addr, port = json.loads(store.get("distributed/meet"))
-        self._master = ("127.0.0.1" if self._request.num_nodes == 1 else addr, port)
+        self._master = ("127.0.0.1" if addr == "localhost" else addr, port)
         world_size = group_world_size * local
         return [Worker(i, node * local + i, node * local + i, world_size, world_size) for i in range(local)]
 
@@ -192,6 +200,8 @@ class ForkAgent(SimpleElasticAgent):
                 return self._ended()
             self._settle()
             failures = [failure for rank in self._ranks.values() if (failure := rank.failure())]
+            if all(failure.is_consequence for failure in failures):  # nobody failed: did somebody leave?
+                failures += [rank.left() for rank in self._ranks.values() if rank.status == 0]
         return self._failed(root_cause(failures))
 
     def _is_news(self) -> bool:
@@ -288,6 +298,8 @@ def _run_to_the_end(request: LaunchRequest, run: RunDirectory, channel: socket.s
     finally:
         if request.num_nodes > 1:
             handler.shutdown()
+    if request.node_rank == 0:
+        close_results(run, code, _in_words(agent.cause) if agent.cause is not None else None)
     _show_end(agent, display, code)
     return code
 

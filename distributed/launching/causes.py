@@ -60,7 +60,8 @@ class Failure:
             return f"rank {self.rank} failed with {self.type}"
         if self.kind == "signal":
             return f"rank {self.rank} was killed by signal {self.signum} ({signal_name(self.signum)})"
-        return f"rank {self.rank} exited with code {self.exit_code}"
+        early = " while other ranks were still at work" if self.exit_code == 0 else ""
+        return f"rank {self.rank} exited with code {self.exit_code}{early}"
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:

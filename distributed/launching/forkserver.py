@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from distributed.launcher import LaunchRequest, check_script, set_thread_variables
-from distributed.launching.processes import STOP_SIGNALS, die_with_parent
+from distributed.launching.processes import STOP_SIGNALS, die_with_parent, heeded_signals
 from distributed.run_dir import RunDirectory
 
 _AGENT_GRACE_S = 10.0  # for the agent to print and leave once every worker is gone
@@ -102,7 +102,7 @@ class _Signals:
         self._read, self._write = os.pipe()
         for fd in (self._read, self._write):
             os.set_blocking(fd, False)
-        self._old = {number: signal.signal(number, _noted) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
+        self._old = {number: signal.signal(number, _noted) for number in (*heeded_signals(), signal.SIGCHLD)}
         self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         # Who started this process may have held them back until now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -131,7 +131,7 @@ class _Signals:
     def restore(self) -> None:
         """In a forked worker: what a fresh interpreter has."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._end_here(signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
+        self._end_here(*(number for number in self._old if number != signal.SIGINT))
 
     def ignore(self) -> None:
         """In the forked agent: the launcher decides."""
@@ -284,6 +284,8 @@ class ForkServer:
     def _note_signal(self, number: int) -> None:
         if number not in STOP_SIGNALS:
             return
+        if number == signal.SIGHUP:  # the terminal has gone, and with it who could say more
+            number = signal.SIGTERM
         if self._stop is None:
             self._stop = _Stop(number, time.monotonic() + self._request.timeout_s)
             for pid in self._workers:

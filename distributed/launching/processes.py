@@ -8,9 +8,15 @@ import signal
 import sys
 from pathlib import Path
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # save and leave
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # save and leave
 
 _PR_SET_PDEATHSIG = 1
+
+
+def heeded_signals() -> tuple[signal.Signals, ...]:
+    """The stop signals that mean something here: the end of the terminal does not to what `nohup` started."""
+    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if not (is_deaf and number == signal.SIGHUP))
 
 
 def die_with_parent(parent: int) -> None:

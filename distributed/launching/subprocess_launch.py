@@ -16,13 +16,13 @@ from types import FrameType
 from typing import IO, TextIO, cast
 
 from distributed.launcher import HANDOVER_VARIABLE, LaunchRequest
-from distributed.launching.processes import STOP_SIGNALS
+from distributed.launching.processes import STOP_SIGNALS, heeded_signals
 
 
 def run_launcher(request: LaunchRequest, out: TextIO, err: TextIO) -> int:
     """`python -m distributed._launch` for `request`; its output goes to `out` and `err`. Returns the exit code.
 
-    SIGINT, SIGTERM and SIGUSR1 are passed on to it. KeyboardInterrupt when it has ended and SIGINT was among them.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to it. KeyboardInterrupt when it has ended and SIGINT was among them.
     """
     seen: list[int] = []
     with _held_back() as let_go:
@@ -61,7 +61,7 @@ def _passed_on(process: subprocess.Popen[bytes], seen: list[int]) -> Iterator[No
         seen.append(number)
         process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
     try:
         yield
     finally:

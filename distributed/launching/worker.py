@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.errors import DistributedError, TrainingInterrupted
-from distributed.launcher import Handover, LaunchRequest, WorkerEnvironment, link, tell
+from distributed.launcher import Handover, LaunchRequest, WorkerEnvironment, link, tell, unused_settings
 from distributed.launching.causes import full_traceback, short_traceback
 from distributed.launching.processes import flush_c_streams
 from distributed.settings import Typed
@@ -42,6 +42,8 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
             channel.send({**event, "rank": rank})
 
     code = _run(request, report)
+    if code == 0 and rank == 0:
+        _say_unused(request, report)
     _finish()
     return code
 
@@ -56,13 +58,26 @@ def run_here(given: Handover, environment: WorkerEnvironment) -> int:
     _seed_generators(given.typed)
 
     def report(event: dict[str, Any]) -> None:
+        if event["kind"] == "warning":
+            sys.stderr.write(f"warning: {event['text']}\n")
         if event["kind"] != "error":
             return
         _write_error_file(event)
+        if event["is_echo"]:
+            return
         text = f"error: {event['message']}" if event["is_message_enough"] else event["traceback"]
         sys.stderr.write(text + "\n")
 
-    return _run(request, report)
+    code = _run(request, report)
+    if code == 0 and environment.rank == 0:
+        _say_unused(request, report)
+    return code
+
+
+def _say_unused(request: LaunchRequest, report: Report) -> None:
+    if names := unused_settings():
+        _flush()
+        report({"kind": "warning", "text": f"{request.script} made no Trainer, so nobody used {', '.join(names)}"})
 
 
 def _run(request: LaunchRequest, report: Report) -> int:
@@ -95,7 +110,8 @@ def _failed(error: BaseException, report: Report) -> int:
     code = error.exit_code if isinstance(error, DistributedError) else 1
     report({
         "kind": "error", "type": type(error).__name__, "message": _text(error), "exit_code": code, "time": began,
-        "is_message_enough": is_ours, "traceback": short_traceback(error), "full_traceback": full_traceback(error),
+        "is_message_enough": is_ours, "is_echo": isinstance(error, DistributedError) and error.is_echo,
+        "traceback": short_traceback(error), "full_traceback": full_traceback(error),
     })  # fmt: skip
     return code
 
@@ -119,6 +135,7 @@ def _run_script(script: str, arguments: tuple[str, ...]) -> None:
     sys.argv[:] = [script, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(script).resolve().parent)
+    script = str(Path.cwd() / script)  # __file__ of a main module is absolute; sys.argv[0] is as typed
     loader = importlib.machinery.SourceFileLoader("__main__", script)
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=script, __loader__=loader, __spec__=None, __cached__=None, __annotations__={})

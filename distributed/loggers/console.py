@@ -28,7 +28,7 @@ class Display:
 
     def __init__(self, stream: TextIO | None = None, live: bool | None = None, verbose: bool = True) -> None:
         self._stream = sys.stdout if stream is None else stream
-        self._live = bool(verbose and (_is_terminal(self._stream) if live is None else live))
+        self._live = _is_terminal(self._stream) if live is None else live
         self._is_terminal = _is_terminal(self._stream)
         self._verbose = verbose
         self._bar: _Bar | None = None
@@ -48,6 +48,10 @@ class Display:
                 self._say(str(event.get("text") or event.get("message")), to_stderr=True)
             elif kind == "warning":
                 self._say(f"warning: {event['text']}", to_stderr=True)
+            elif kind == "verbose":
+                self._verbose = bool(event["value"])
+                if not self._verbose:
+                    self._remove_bar()
             elif self._verbose and (show := self._shows().get(kind)):
                 show(event)
 
@@ -64,9 +68,7 @@ class Display:
     def close(self) -> None:
         """Take the bar away and end the last line. May be called again; events still show, as plain lines."""
         with self._lock:
-            if self._bar is not None:
-                self._bar.stop()
-                self._bar = None
+            self._remove_bar()
             self._live = False
             for is_stderr, rest in self._rest.items():
                 if rest:
@@ -90,10 +92,14 @@ class Display:
             self._say(str(line))
 
     def _finished(self, event: Mapping[str, Any]) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._remove_bar()
         self._lines(event)
+
+    def _remove_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with contextlib.suppress(OSError):  # the terminal has gone
+                bar.stop()
 
     def _log(self, event: Mapping[str, Any]) -> None:
         if self._live:

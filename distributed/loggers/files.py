@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,6 @@ class MetricsFile(Callback):
     def on_train_start(self, state: TrainState) -> None:
         if self._path.exists():
             self._forget_after(state)
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def on_train_end(self, state: TrainState) -> None:
         if self._file is not None:
@@ -40,18 +40,21 @@ class MetricsFile(Callback):
         self.on_train_end(state)
 
     def _forget_after(self, state: TrainState) -> None:
-        lines = self._path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _is_before(line, state)]
-        if kept != lines:
-            temporary = self._path.with_name(f".{self._path.name}.tmp")
-            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-            temporary.replace(self._path)
+        """Cut off all rows after the last one that stays, in place: that works on a full disk too."""
+        end = kept = 0
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            end += len(line)
+            if line.endswith(b"\n") and _is_before(line, state):
+                kept = end
+        if kept < end:
+            os.truncate(self._path, kept)
 
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
         row = {"step": state.step, "epoch": state.epoch, "time": time.time(), "split": split}
         row |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        assert self._file is not None
         try:
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8", buffering=1)
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:  # a full disk costs rows, not the run
             if not self._is_losing:
@@ -59,7 +62,7 @@ class MetricsFile(Callback):
             self._is_losing = True
 
 
-def _is_before(line: str, state: TrainState) -> bool:
+def _is_before(line: bytes, state: TrainState) -> bool:
     """Whether the row will not be written again: a row of this step's validation is, while its epoch is unfinished, and
     one of this step's training, while sums of it wait for their log line."""
     try:

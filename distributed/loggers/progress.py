@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from distributed.callbacks import Callback
@@ -15,7 +14,7 @@ _BETWEEN_S = 0.25  # seconds between two moves of the bar
 
 
 class ProgressLogger(Callback):
-    """Sends `progress`, `log`, `epoch` and `checkpoint` events to `report`."""
+    """Sends `progress`, `log` and `epoch` events to `report`."""
 
     def __init__(
         self, report: Callable[[Mapping[str, Any]], None], config: DistributedConfig, updates_per_epoch: int | None
@@ -49,8 +48,10 @@ class ProgressLogger(Callback):
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         self._report({"kind": "epoch", "row": {**metrics, "epochs": self._config.epochs}})
 
-    def on_checkpoint(self, state: TrainState, path: Path) -> None:
-        self._report({"kind": "checkpoint", "step": state.step, "path": str(path)})
+    def on_train_end(self, state: TrainState) -> None:
+        row = state.rows[-1] if state.rows else None
+        if row is not None and row["epoch"] > state.epoch and row["step"] == state.step:  # max_steps cut its epoch off
+            self.on_epoch_end(state, row)
 
     def _position(self, state: TrainState) -> dict[str, Any]:
         total = self._total_steps(state)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from distributed.backends.base import Backend
-from distributed.errors import CheckpointError, DistributedError, TrainingError
+from distributed.errors import CheckpointError, ConfigError, DistributedError, TrainingError
 from distributed.state import WorkerContext
+from distributed.storage.turns import Turns
 
 T = TypeVar("T")
 
@@ -15,25 +18,31 @@ T = TypeVar("T")
 _KINDS: dict[str, type[OSError | DistributedError]] = {
     "disk": OSError,
     "checkpoint": CheckpointError,
+    "config": ConfigError,
     "training": TrainingError,
 }
 
 
 class Agreement:
-    """Runs actions whose disk and user errors arise on every rank alike; other exceptions are not its business."""
+    """Runs actions whose disk and user errors arise on every rank alike; other exceptions are not its business.
+
+    An action may take longer than `timeout_s`, as long as its process lives.
+    """
 
     def __init__(self, backend: Backend[Any], context: WorkerContext) -> None:
         self.backend, self.context = backend, context
+        self._turns: Turns | None = None
 
     def on_main(self, action: Callable[[], T]) -> T:
         """The JSON-able result of `action` on the main process, on every rank. A collective, and a barrier."""
         error: OSError | DistributedError | None = None
         answer: dict[str, Any] = {}
-        if self.context.is_main_process:
-            try:
-                answer = {"value": action()}
-            except (OSError, DistributedError) as raised:
-                error, answer = raised, _describe(raised)
+        with self._turn(everybody=False):
+            if self.context.is_main_process:
+                try:
+                    answer = {"value": action()}
+                except (OSError, DistributedError) as raised:
+                    error, answer = raised, _describe(raised)
         answer = self.backend.broadcast(answer)
         if error is not None:
             raise error
@@ -48,15 +57,25 @@ class Agreement:
         A collective. One rank's refusal (a DistributedError) goes before another's failing disk.
         """
         error: OSError | DistributedError | None = None
-        try:
-            value = action()
-        except (OSError, DistributedError) as raised:
-            error = raised
+        with self._turn(everybody=True):
+            try:
+                value = action()
+            except (OSError, DistributedError) as raised:
+                error = raised
         refused = isinstance(error, DistributedError)
         votes = self.backend.reduce({"failed": float(error is not None), "refused": float(refused)})
         if votes["failed"]:
             self._raise_together(error, is_cause=refused if votes["refused"] else error is not None)
         return value
+
+    def _turn(self, *, everybody: bool) -> contextlib.AbstractContextManager[None]:
+        store = self.backend.key_value_store()
+        if store is None:
+            return contextlib.nullcontext()
+        if self._turns is None:  # its name is new, because other agreements of this process used the store before
+            name = self.backend.broadcast(secrets.token_hex(4) if self.context.is_main_process else None)
+            self._turns = Turns(store, self.context, name=name, timeout_s=self.backend.config.timeout_s)
+        return self._turns.turn(everybody=everybody)
 
     def _raise_together(self, error: OSError | DistributedError | None, is_cause: bool) -> None:
         """Name the lowest rank at fault to all; that costs a second collective, on failure only."""
@@ -70,10 +89,14 @@ class Agreement:
 def _describe(error: OSError | DistributedError) -> dict[str, Any]:
     if isinstance(error, OSError):
         return {"kind": "disk", "errno": error.errno, "message": error.strerror or str(error)}
-    return {"kind": "checkpoint" if isinstance(error, CheckpointError) else "training", "message": str(error)}
+    kinds = (kind for kind, cls in _KINDS.items() if isinstance(error, cls))
+    return {"kind": next(kinds, "training"), "message": str(error)}
 
 
 def _rebuild(answer: dict[str, Any], rank: int) -> OSError | DistributedError:
     message = f"rank {rank}: {answer['message']}"
     kind = _KINDS[answer["kind"]]
-    return OSError(answer["errno"] or 0, message) if kind is OSError else kind(message)
+    error = OSError(answer["errno"] or 0, message) if kind is OSError else kind(message)
+    if isinstance(error, DistributedError):
+        error.is_echo = True
+    return error

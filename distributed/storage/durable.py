@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 1 << 20
 _WRITE_BYTES = 16 << 20  # one system call at most, so that a signal handler need not wait for gigabytes
@@ -34,6 +38,26 @@ def replace_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: in
         stage.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small `path` whole or not at all, without waiting for the disk. A full one costs the file, not the run."""
+    stage = path.with_name(f".{path.name}.tmp")
+    try:
+        stage.write_text(text, encoding="utf-8")
+        stage.replace(path)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", path, error.strerror)
+        with contextlib.suppress(OSError):
+            stage.unlink()
+
+
+def size_text(num_bytes: int) -> str:
+    """As a person reads it: `1.5 GB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} B"
 
 
 def sync(path: Path) -> None:

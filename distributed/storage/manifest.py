@@ -224,6 +224,14 @@ def resolve(path: Path) -> Path:
     return infos[-1].path
 
 
+def check_source(source: str) -> None:
+    """CheckpointError unless `resume_from_checkpoint=source` names a checkpoint that is sound by names and sizes."""
+    try:
+        inspect(resolve(Path(source)))
+    except CheckpointError as error:
+        raise CheckpointError(f"resume_from_checkpoint={source!r}: {error}") from None
+
+
 def _info(path: Path) -> CheckpointInfo:
     match = _NAME.fullmatch(path.name)
     step = int(match.group(1)) if match else 0

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import socket
 import sys
 
 import pytest
 
+from distributed.launching.environment import WorkerEnvironment
+from distributed.launching.identity import launch_identity
+from distributed.run_dir import choose_run_dir, find_run_dir
+
 SCRIPT = """
-import sys, torch
+import os, sys, torch
 from torch.utils.data import TensorDataset
-from distributed import Trainer
+from distributed import Callback, Trainer
+
+class Kill(Callback):
+    def on_step_end(self, state, result):
+        who = [os.environ.get(name) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT")]
+        if os.environ.get("KILL") == f"rank {who[0]} attempt {who[1]}" and state.step == 5:
+            os.kill(os.getpid(), 9)
 
 generator = torch.Generator().manual_seed(0)
 data = TensorDataset(torch.randn(103, 8, generator=generator), torch.randint(0, 3, (103,), generator=generator))
-trainer = Trainer(lambda: torch.nn.Linear(8, 3), epochs=2, batch_size=8, learning_rate=0.05)
+trainer = Trainer(lambda: torch.nn.Linear(8, 3), epochs=2, batch_size=8, learning_rate=0.05, callbacks=[Kill()],
+                  checkpoint_every_n_steps=3)
 trainer.fit(data, data)
 weight = trainer.model.weight.double().sum().item()
 print(f"out of rank {trainer._worker.rank}: {weight!r}")
@@ -32,14 +46,19 @@ def weight_of(text):
     return text.split("out of rank 0: ")[1].split()[0]
 
 
-def test_under_torchrun_every_rank_has_a_log_and_the_console_shows_rank_0(script, run_python, run_cli, tmp_path):
+def test_under_torchrun_a_killed_run_goes_on_and_every_rank_has_a_log(script, run_python, run_cli, tmp_path):
     environment = {"OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "torchrun")]
-    done = run_python([*torchrun, str(script)], cwd=tmp_path, env=environment)
+    done = run_python(
+        [*torchrun, "--max-restarts", "1", str(script)],
+        cwd=tmp_path,
+        env={**environment, "KILL": "rank 1 attempt 0"},
+    )
     assert done.returncode == 0, done.output
+    assert "resumed from step-00000003: step 3, epoch 0" in done.stdout
     assert done.stdout.count("finished at step") == 1
     assert "out of rank 0" in done.stdout and "out of rank 1" not in done.stdout
-    (run_dir,) = (tmp_path / "runs").iterdir()
+    (run_dir,) = (tmp_path / "runs").iterdir()  # one for both attempts, though nobody named it
     for rank in (0, 1):
         log = (run_dir / "logs" / f"rank-{rank}.log").read_text()
         assert f"out of rank {rank}" in log and f"err of rank {rank}" in log
@@ -64,3 +83,47 @@ def test_python_on_a_plain_script_trains_in_this_process(script, start, tmp_path
     ]
     done = start(command, cwd=tmp_path).finish()
     assert done.returncode == 0 and "backend single, 1 process" in done.stdout
+    assert "this launcher's restarts begin at step 0: start it with --run-dir DIR --resume" in done.stdout
+
+
+def test_a_run_directory_that_only_rank_0_looks_at_ends_all_ranks_with_one_message(script, start, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").touch()
+    command = [sys.executable, "-m", "distributed.cli", "train", "--script", str(script), "--run-dir", "run"]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+    ranks = [start(command, cwd=tmp_path, env={**world, "RANK": str(rank)}) for rank in (0, 1)]
+    done = [rank.finish(30) for rank in ranks]
+
+    assert [each.returncode for each in done] == [2, 2], done[0].output + done[1].output
+    (message,) = [line for each in done for line in each.stderr.splitlines() if line.startswith("error: ")]
+    assert message.startswith("error: run directory 'run' is not empty: add --resume")
+
+
+def test_only_a_restart_of_the_same_start_finds_its_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torchrun = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "none"}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    by_torchrun = WorkerEnvironment(0, 0, 2, 2, 0, "127.0.0.1", 29500, 0, "environment")
+    by_slurm = dataclasses.replace(by_torchrun, source="slurm")
+
+    starts = [
+        launch_identity(by_torchrun, torchrun),
+        launch_identity(by_torchrun, {**torchrun, "TORCHELASTIC_RUN_ID": "a"}),
+        launch_identity(by_torchrun, {**torchrun, "TORCHELASTIC_RUN_ID": "b"}),
+        launch_identity(by_slurm, slurm),
+        launch_identity(by_slurm, {**slurm, "SLURM_STEP_ID": "1"}),
+    ]
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    starts.append(launch_identity(by_torchrun, torchrun))
+
+    assert len(set(starts)) == len(starts) and all(starts)
+    assert launch_identity(by_torchrun, {}) is None  # by hand, or an operator that does not say so
+    names = [choose_run_dir("train.py", identity) for identity in starts]
+    for name in names:
+        name.mkdir(parents=True)
+    assert [find_run_dir("code/train.py", identity) for identity in starts] == names
+    assert find_run_dir("other.py", starts[0]) is None

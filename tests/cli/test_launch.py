@@ -91,6 +91,12 @@ def train(script: Path, *more: str, processes: int = 2) -> list[str]:
     ]
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
 def light(script: Path, **more: object) -> list[str]:
     """Arguments of python for a launch that preloads nothing: quicker, for scripts without torch."""
     request = LaunchRequest(str(script.parent / "run"), script=str(script), nproc_per_node=2, preload=(), **more)  # type: ignore[arg-type]
@@ -114,7 +120,8 @@ def facts(tmp_path_factory):
     base = clean_environment()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         base.pop(name, None)
-    ours = "-m distributed.cli train --script script.py --nproc-per-node 2 --run-dir run -- ours"
+    settings = f"--nproc-per-node 2 --master-port {free_port()} --seed 0 --epochs 3 --set ddp.static_graph=true"
+    ours = f"-m distributed.cli train --script script.py --run-dir run {settings} -- ours"
     theirs = "-m torch.distributed.run --nproc-per-node 2 --standalone script.py torchrun"
     commands = {"ours": [*ours.split(), "--x", "a b"], "torchrun": [*theirs.split(), "--x", "a b"]}
     found = {}
@@ -134,6 +141,12 @@ def test_a_torchrun_script_finds_its_world(facts):
 
     assert [each["total"] for each in ours] == [3.0, 3.0]
     assert [each["environ"]["RANK"] for each in ours] == ["0", "1"]
+
+
+def test_the_workers_meet_at_the_port_that_was_typed(facts):
+    ours, done = facts[1]["ours"]
+    port = done.args[done.args.index("--master-port") + 1]
+    assert [each["environ"]["MASTER_PORT"] for each in ours] == [port, port]
 
 
 def test_the_environment_is_torchruns(facts):
@@ -166,7 +179,9 @@ def test_a_worker_is_as_python_script_arguments(facts):
         assert (each["argv"], each["name"]) == (["script.py", "ours", "--x", "a b"], "__main__")
         assert (each["path"], each["cwd"]) == (str(home.resolve()), str(home.resolve()))
         assert each["is_main_module"]
-        assert (each["qualified"], each["spec"], each["file"]) == ("__main__", None, "script.py")
+        assert (each["qualified"], each["spec"], each["file"]) == ("__main__", None, str(home.resolve() / "script.py"))
+    for name in ("file", "name", "path", "cwd"):
+        assert [each[name] for each in found["ours"][0]] == [each[name] for each in found["torchrun"][0]]
         assert each["group"]
         assert each["stdin"] == ""
 
@@ -194,7 +209,7 @@ def test_logs_hold_every_rank_and_the_console_rank_0(facts):
     done = found["ours"][1]
     assert "hello from 0\npartial line; at exit False\n" in done.stdout
     assert "hello from 1" not in done.stdout
-    assert done.stderr == "to stderr\n"
+    assert done.stderr == "to stderr\nwarning: script.py made no Trainer, so nobody used epochs, ddp.static_graph\n"
 
 
 def test_threads_of_a_worker_end_before_it(facts):
@@ -309,6 +324,15 @@ def test_an_orderly_refusal_is_one_line_and_final(run_python, tmp_path, ending, 
     assert "restarted" not in events(tmp_path / "run")
 
 
+def test_a_rank_that_leaves_early_is_the_cause_of_lost_connections(run_python, tmp_path):
+    script = write(tmp_path, "import os\nif os.environ['RANK'] == '0':\n    raise ConnectionResetError('by peer')\n")
+
+    done = run_python(light(script), cwd=tmp_path)
+
+    assert done.returncode == 1, done.output
+    assert done.stderr == "error: rank 1 exited with code 0 while other ranks were still at work\n"
+
+
 STOPPABLE = (
     JOIN
     + """
@@ -323,7 +347,10 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
 )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143), (signal.SIGHUP, 143)],
+)
 def test_a_signal_reaches_every_worker_and_nobody_is_left(start, tmp_path, number, code):
     script = write(tmp_path, STOPPABLE)
     command = start_light(start, script)
@@ -333,11 +360,25 @@ def test_a_signal_reaches_every_worker_and_nobody_is_left(start, tmp_path, numbe
     done = command.finish(20)
 
     assert done.returncode == code, done.output
+    heard = signal.SIGTERM if number == signal.SIGHUP else number
     assert sorted(path.name for path in tmp_path.glob("stopped-*")) == [
-        f"stopped-{rank}-{int(number)}" for rank in (0, 1)
+        f"stopped-{rank}-{int(heard)}" for rank in (0, 1)
     ]
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "events.jsonl").exists() or "restarted" not in events(tmp_path / "run")
+
+
+def test_under_nohup_the_end_of_the_terminal_means_nothing(start, tmp_path):
+    script = write(tmp_path, JOIN + READY + "while not os.path.exists('go'): time.sleep(0.05)\nprint('to the end')\n")
+    command = start(["nohup", sys.executable, *light(script)], cwd=tmp_path)
+    command.wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)))
+
+    command.signal(signal.SIGHUP)
+    (tmp_path / "go").touch()
+    done = command.finish(20)
+
+    assert done.returncode == 0, done.output
+    assert "to the end" in done.stdout
 
 
 def test_an_interrupt_before_any_worker_is_quiet(start, tmp_path):
@@ -392,9 +433,7 @@ dist.all_reduce(total)
 print("total", total.item(), "node", os.environ["GROUP_RANK"], "attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
 """,
     )
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     nodes = []
     for node in (1, 0):
         command = light(script, num_nodes=2, node_rank=node, master_port=port, start_timeout=30.0)

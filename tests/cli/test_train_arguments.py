@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+import socket
 
 import pytest
 
 from distributed.cli.__main__ import run
 from distributed.cli.train import make_parser, read_typed
-from distributed.errors import DistributedError
+from distributed.errors import DistributedError, ResourceError
 
 FLAGS = """
 --script --config --set --run-dir --resume --dry-run --help
@@ -69,6 +70,24 @@ def test_flags_are_stronger_than_the_file_and_aliases_are_said(tmp_path):
     assert typed.notices == ("save_interval is read as checkpoint_every_n_steps",)
 
 
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("--verbose", True),
+        ("--verbose true", True),
+        ("--verbose=false", False),
+        ("--verbose false", False),
+        ("--no-verbose", False),
+    ],
+)
+def test_a_switch_may_say_its_value(words, value):
+    assert make_parser().parse_args(words.split()).verbose is value
+
+
+def test_a_default_can_be_switched_off():
+    assert read_typed(None, {"checkpoint_frequency": "null"}, [], "a.py", ()).flag == {"checkpoint_frequency": None}
+
+
 HERE = ("train", "--script", "here.py")
 WRONG = [
     (["trian"], 2, "'trian' is not a command (did you mean 'train'?)"),
@@ -82,6 +101,9 @@ WRONG = [
     ([*HERE, "--epochs", "0"], 2, "epochs=0 must be at least 1"),
     ([*HERE, "--epochs", "many"], 2, "epochs='many' is not a whole number"),
     ([*HERE, "--learning-rate", "-1"], 2, "learning_rate=-1.0 must be greater than 0"),
+    ([*HERE, "--verbose", "no"], 2, "--verbose takes no value 'no': write --[no-]verbose"),
+    ([*HERE, "--set", "ddp=3"], 2, "ddp=3 is not a mapping"),
+    ([*HERE, "--master-port", "99999"], 2, "master_port=99999 must be at most 65535"),
     ([*HERE, "--backend", "pytorch-dpp"], 2, "(did you mean 'pytorch-ddp'?)"),
     ([*HERE, "--backend", "nccl"], 2, "--communication-backend nccl"),
     ([*HERE, "--backend", "single", "--nproc-per-node", "2"], 2, "backend='single' runs one process, not 2"),
@@ -116,6 +138,14 @@ def test_a_mistake_is_one_line_with_its_exit_code(arguments, code, message, tmp_
     assert caught.value.exit_code == code
     assert names(tmp_path) == ["bad.yaml", "here.py"]
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_port_in_use_is_known_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").touch()
+    with socket.create_server(("", 0)) as taken, pytest.raises(ResourceError, match="Address already in use"):
+        run([*HERE, "--master-port", str(taken.getsockname()[1])])
+    assert names(tmp_path) == ["here.py"]
 
 
 def test_on_the_command_line_it_is_quick_and_loads_no_framework(run_python, tmp_path):

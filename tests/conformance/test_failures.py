@@ -99,13 +99,20 @@ def test_a_rank_that_stays_away_is_waited_for_no_longer_than_timeout_s(fail):
     ("case", "message"),
     [
         ("bad-setting", "gradient_clipping=-1 must be greater than 0: set gradient_clipping=1"),
+        ("bad-directory", "checkpoint_dir '/dev/null' is no directory: name another with --checkpoint-dir"),
         ("loader-disagrees", "batch_size=4 in Trainer is not the loader's batch_size=8: drop one of them"),
         ("no-length", "training data: Endless has __getitem__ but no length: add __len__"),
         ("shuffled-stream", "shuffle=True cannot order a stream: shuffle inside the data set, or drop shuffle"),
         ("no-parameters", "the model has no parameter that requires a gradient"),
         ("no-data", "fit() got no training data: pass a DataLoader or a dataset"),
-        ("other-model", "it lacks 0.weight (and 3 more); this model lacks its bias (and 1 more)"),
-        ("other-shape", "checkpoint from another model: weight has shape [3, 6] there, [4, 6] here"),
+        (
+            "other-model",
+            "is of another model: it lacks 0.weight, 0.bias and 2 more; this model lacks its bias, weight: build",
+        ),
+        (
+            "other-shape",
+            "other shapes: weight is [3, 6] there, [4, 6] here, bias is [3] there, [4] here: build the model as it",
+        ),
     ],
 )
 def test_a_mistake_in_the_script_is_one_line_and_exit_2(fail, case, message):
@@ -124,11 +131,20 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(fail, tmp_path):
     assert names == ["step-00000002", "step-00000006", "step-00000008"]
 
 
-def test_a_run_directory_that_cannot_be_made_is_refused_before_any_worker(run_cli, tmp_path):
+def test_a_save_may_take_longer_than_timeout_s_but_a_rank_that_hangs_in_it_is_noticed(fail, tmp_path):
+    """12 s: two slow writes of 3 s, and 3 s until the hanging rank is given up."""
+    done = fail("slow-disk", 1)
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert names == ["step-00000002", "step-00000004"]
+    assert lines(done)[-1].startswith("error: rank 0 gave no sign of life for 2 s (timeout_s)"), done.output
+
+
+@pytest.mark.parametrize(("flag", "name"), [("--run-dir", "run directory"), ("--checkpoint-dir", "checkpoint_dir")])
+def test_a_directory_that_cannot_be_used_is_refused_before_any_worker(run_cli, tmp_path, monkeypatch, flag, name):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    where = str(tmp_path / "file" / "run")
-    done = run_cli(
-        ["train", "--script", str(JOB), "--nproc-per-node", "2", "--run-dir", where, "--", "no-data", str(tmp_path)]
-    )
-    assert done.returncode == 2 and done.seconds <= 3, done.output
-    assert len(lines(done)) == 1 and lines(done)[0].startswith("error: run directory") and where in lines(done)[0]
+    for where in ("/dev/null", "file", "file/below", "/proc/nowhere"):
+        done = run_cli(["train", "--script", JOB, "--nproc-per-node", "2", flag, where, "--", "no-data", str(tmp_path)])
+        assert done.returncode == 2 and done.seconds <= 3, done.output
+        assert len(lines(done)) == 1 and lines(done)[0].startswith(f"error: {name} '{where}' "), done.output
+        assert "no directory" in done.stderr or "cannot be written" in done.stderr

@@ -97,6 +97,12 @@ def test_hyperparameters_of_a_sweep_are_recorded(home, facts):
     assert "hyperparameters:\n  hidden: 16\n" in (home / facts["run_dir"] / "config.yaml").read_text()
 
 
+def test_a_sweeps_batch_size_is_stronger_than_the_loaders(home, facts):
+    written = (home / facts["run_dir"] / "config.yaml").read_text()
+    assert "\nbatch_size: 8  # sweep\n" in written and "\nglobal_batch_size: 32  # derived\n" in written
+    assert facts["steps"] == 9  # 3 epochs of 90 samples, 32 an update; 24 with the loader's
+
+
 def test_the_screen_shows_rank_0_once(home):
     text = (home / "out-three.txt").read_text()
     assert len(re.findall(r"^epoch \d", text, re.MULTILINE)) == 3
@@ -247,7 +253,7 @@ def test_a_killed_worker_is_replaced_and_the_result_is_the_same(run_python, tmp_
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_a_signal_saves_and_what_was_trained_comes_back(start, tmp_path, number, code):
     fit = """
         try:

@@ -13,7 +13,8 @@ from tests.conformance.jobs.recording import distance, read
 pytestmark = pytest.mark.timeout(120)
 # Batch norm sees the slices of a batch, and the rest are errors.
 DIFFER = {
-    "empty-slices", "no-default", "no-targets", "no-target-name", "loss-is-text", "loss-has-no-gradient", "step-none",
+    "empty-slices", "predicted", "no-default", "one-column", "one-column-classes", "column-of-classes", "whole-numbers",
+    "no-targets", "no-target-name", "loss-is-text", "loss-has-no-gradient", "step-none",
     "step-without-loss",
 }  # fmt: skip
 SAME = sorted(set(job.CASES) - DIFFER)
@@ -92,6 +93,10 @@ def test_a_steps_own_metrics_are_means_over_samples(worlds):
             "no-default",
             "targets float64[%d] do not say which loss is meant: give one, for example Trainer(model, loss_fn=",
         ),
+        ("one-column", "squeeze the outputs, outputs.squeeze(-1), in the model, or unsqueeze the targets"),
+        ("one-column-classes", "one output column is no class score"),
+        ("column-of-classes", "squeeze the class indices, targets.squeeze(1), in the data set"),
+        ("whole-numbers", "make the targets floats, targets.float(), for the mean squared error"),
         ("no-targets", "there is nothing to compare the outputs with: give one, for example"),
         ("no-target-name", "the batch has the keys x, wanted and none of labels,"),
         ("loss-is-text", "type str is not a number, a tensor or a pair (sum, count)"),
@@ -104,6 +109,35 @@ def test_what_is_no_loss_is_answered_with_the_fix(worlds, world, case, message):
     for rank in worlds[world][0][case]:
         assert rank["error"].startswith("ConfigError: ")
         assert (message % (8 // world) if "%d" in message else message) in rank["error"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_metric_counts_where_it_is_reported(worlds, world):
+    """Names differ between ranks and batches; those of two processes agree with one, which `SAME` checks."""
+    row, outputs = worlds[world][0]["step-now-and-then"][0]["rows"][-1], worlds[world][0]["tuple"][0]["rows"][-1]
+    assert row["val_unseen_in_training"] == pytest.approx(outputs["val_accuracy"]) and "unseen_in_training" not in row
+    counts = [int((k == job.Y).sum()) for k in range(job.CLASSES)]
+    right = sum(row[f"val_class_{k}"] * count for k, count in enumerate(counts))
+    assert right == pytest.approx(outputs["val_accuracy"] * job.SAMPLES)
+
+
+# ------------------------------------------------------------------ predictions
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_predictions_of_any_form_come_in_the_order_of_the_samples(worlds, world):
+    x, first = job.X.tolist(), [[value] for value in job.X[:, 0].tolist()]
+    words = [f"{value:.6f}" for (value,) in first]
+    for rank in worlds[world][0]["predicted"]:
+        answers = rank["answers"]
+        assert answers["tensor"] == answers["array"] == answers["ragged"] == first
+        assert answers["mapping"] == {"first": first, "inner": {"twice": (2 * job.X).tolist(), "nothing": None}}
+        assert answers["tuple"] == [first, [x, words]]
+        assert answers["object"] == {"scores": first, "names": words} and answers["words"] == words
+        assert answers["encoding"] == {"first": first}
+        assert answers["rows"] == [value for value in first for _ in range(3)]
+        kinds = ["Tensor", "dict", "tuple", "Scores", "BatchEncoding", "list", "ndarray", "Tensor", "list"]
+        assert list(rank["kinds"].values()) == kinds
 
 
 # ------------------------------------------------------------------ Hugging Face
@@ -148,6 +182,7 @@ def test_a_classifier_reports_accuracy(worlds):
 def test_a_tied_weight_is_stored_once_and_stays_tied(worlds, world):
     (case, *_) = worlds[world][0]["tied"]
     assert case["is_tied"] and distance(case, case["whole"]) == 0
+    assert not case["probed_again"]  # a resume takes the form of the loss from the checkpoint
     stored = {"lm_head.weight", "transformer.wte.weight"} & set(case["stored"])
     assert len(stored) == 1
 

@@ -13,6 +13,8 @@ import numpy
 import pytest
 from safetensors.numpy import load_file
 
+from distributed import Trainer
+from distributed.errors import CheckpointError
 from tests.conformance.runs import STEPS, arguments, assert_same, digests, events, newest, samples
 from tests.conftest import poll
 
@@ -63,11 +65,12 @@ def test_a_killed_worker_changes_no_bit(run_cli, tmp_path, clean, seed, workers)
     assert_same(tmp_path, clean)
 
 
-def test_a_kill_between_the_last_step_of_an_epoch_and_its_log_line_logs_nothing_twice(run_cli, tmp_path, clean):
-    done = run_cli(arguments(tmp_path, [["validation", 3, 1]], "--checkpoint-every-n-steps", str(EPOCH)))
+def test_a_kill_in_a_validation_logs_nothing_twice(run_cli, tmp_path, clean):
+    """In the second epoch's: its step is saved afterwards, with what was measured."""
+    done = run_cli(arguments(tmp_path, [["validation", 20, 1]], "--checkpoint-every-n-steps", str(EPOCH)))
 
     assert done.returncode == 0, done.output
-    assert "resumed from step-00000007: step 7, epoch 0" in done.stdout
+    assert "resumed from step-00000007: step 7, epoch 1" in done.stdout
     assert_same(tmp_path, clean)
 
 
@@ -81,11 +84,10 @@ def test_each_sample_is_used_once_an_epoch(clean):
 
 def test_a_killed_launcher_leaves_nobody_and_a_resume_changes_no_bit(start, tmp_path, clean):
     faults = [["launcher-step", 5, 1], ["launcher-save", 8, 0], ["launcher-data", 9, 1], ["launcher-validation", 2, 1]]
-    for number, fault in enumerate(faults):
-        resume = ["--resume"] if number else []
+    for fault in faults:  # the same command from the first time on, as a scheduler repeats it
         workers = 1 if "data" in fault[0] else 0  # a loader process that hangs in its read
         command = start(
-            [sys.executable, "-m", "distributed.cli", *arguments(tmp_path, [fault], *resume, workers=workers)]
+            [sys.executable, "-m", "distributed.cli", *arguments(tmp_path, [fault], "--resume", workers=workers)]
         )
         assert command.process.wait(30) == -signal.SIGKILL, command.output
         poll(lambda: command.alive() == [], 4, lambda: f"still there: {command.alive()}")  # noqa: B023
@@ -187,6 +189,35 @@ def test_a_path_to_resume_from_may_be_a_run_or_a_checkpoint(run_cli, tmp_path, c
         assert done.returncode == 0, done.output
         assert digests(newest(out / "run")) == digests(newest(clean / "run"))
         assert sorted(path.rglob("*")) == before
+
+
+def test_a_run_whose_checkpoints_are_not_there_does_not_start_over(run_cli, tmp_path, one_epoch):
+    shutil.copytree(one_epoch, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+
+    done = run_cli(arguments(tmp_path, [], "--resume", world=1))
+
+    assert done.returncode == 2, done.output
+    assert "saved step-00000007, and there is no checkpoint in" in done.stderr.splitlines()[-1]
+    assert "add the --checkpoint-dir of then" in done.stderr.splitlines()[-1]
+
+
+def test_what_cannot_be_resumed_is_refused_before_any_worker(run_cli, tmp_path, one_epoch):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(newest(one_epoch / "run"), damaged)
+    (damaged / "state.json").unlink()
+    from_parent = f"run directory '{one_epoch}' holds no run to resume: did you mean '{one_epoch / 'run'}'"
+    cases = [
+        ({"run": "new"}, ["--resume-from-checkpoint", str(tmp_path / "none")], f"no checkpoint at {tmp_path / 'none'}"),
+        ({"run": "new"}, ["--resume-from-checkpoint", str(damaged)], "state.json is missing"),
+        ({"run": "."}, ["--resume"], from_parent),
+    ]
+    for where, flags, message in cases:
+        done = run_cli(arguments(one_epoch, [], *flags, **where))
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.output
+        assert message in done.stderr and done.seconds < 3
+    with pytest.raises(CheckpointError, match="resume_from_checkpoint='nowhere': no checkpoint at nowhere"):
+        Trainer(lambda: None, resume_from_checkpoint="nowhere")
 
 
 def test_the_config_of_a_run_starts_it_again(run_cli, tmp_path, clean):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -65,6 +66,37 @@ def test_every_rank_stops_at_the_same_step_and_a_resume_changes_no_bit(run_cli, 
     assert f"resumed from step-{step:08d}" in again.stdout
     assert digests(newest(tmp_path / "run")) == digests(newest(clean / "run"))
     assert samples(tmp_path) == samples(clean)
+
+
+def test_a_run_that_max_steps_cut_off_has_a_row_for_it_and_goes_on_bit_for_bit(run_cli, tmp_path, clean):
+    done = run_cli(arguments(tmp_path, [], "--max-steps", "10"))
+    assert done.returncode == 0, done.output
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    rows = json.loads((newest(tmp_path / "run") / "state.json").read_text())["train"]["rows"]
+    assert (result["steps"], result["epochs"]) == (10, 1)
+    assert [(row["epoch"], row["step"]) for row in rows] == [(1, 7), (2, 10)]
+    assert result["final_metrics"]["val_loss"] == rows[1]["val_loss"] != rows[0]["val_loss"]
+    assert re.search(r"^epoch 2/3 .*val_loss", done.stdout, re.MULTILINE)
+
+    again = run_cli(arguments(tmp_path, [], "--resume"))
+
+    assert again.returncode == 0, again.output
+    assert "resumed from step-00000010: step 10, epoch 1" in again.stdout
+    assert_same(tmp_path, clean)
+
+
+def test_a_worker_that_dies_for_good_is_in_the_result_and_a_script_that_wants_quiet_has_it(run_cli, tmp_path):
+    quiet = {"SETTINGS": '{"verbose": false}'}
+
+    done = run_cli(arguments(tmp_path, [["step", 11, 1]], "--max-restarts", "0"), env=quiet)
+
+    assert done.returncode == 1, done.output
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["status"], result["checkpoint"]) == ("failed", "checkpoints/step-00000009")
+    assert result["error"] == "rank 1 was killed by signal 9 (SIGKILL)"
+    assert result["steps"] in (9, 11)  # of the checkpoint, or of the step in which rank 0 lost rank 1
+    assert "run directory" in done.stdout  # of the launcher, which knew nothing of the script's wish
+    assert not re.search("^(step|epoch|backend) ", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_a_second_signal_does_no_harm(start, tmp_path):

@@ -21,12 +21,13 @@ from typing import Any
 import pytest
 
 from distributed import checkpoint
-from distributed.checkpoint import CheckpointStore, list_checkpoints, read_state, resolve, verify
+from distributed.checkpoint import CheckpointStore, read_state
+from distributed.config import DistributedConfig
 from distributed.errors import CheckpointError, TrainingError
 from distributed.plan import ProcessPlan
 from distributed.state import TrainState, WorkerContext
 from distributed.storage import durable, manifest
-from distributed.storage.manifest import NewerFormatError
+from distributed.storage.manifest import NewerFormatError, list_checkpoints, resolve, verify
 from distributed.storage.tensor_file import RawTensor, read_raw, write_tensors
 
 
@@ -37,6 +38,7 @@ class BytesBackend:
         self.rank, self.world, self.plan = rank, world, ProcessPlan(1, world.size if world else 1, "cpu", "bytes")
         self.weights, self.extra, self.loaded = b"\x01\x02\x03\x04" * 64, {"groups": []}, None
         self.before_save: Callable[[], None] = lambda: None
+        self.config = DistributedConfig(timeout_s=5)
 
     def save(self, directory: Path) -> dict[str, Any]:
         self.before_save()
@@ -60,12 +62,25 @@ class BytesBackend:
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return self.world.share(self.rank, value)[src] if self.world else value
 
+    def key_value_store(self) -> World | None:
+        return self.world
+
 
 class World:
-    """Collectives between threads; a rank that waits for the dead fails after 10 s."""
+    """Collectives and a store between threads; a rank that waits for the dead fails after 10 s."""
 
     def __init__(self, size: int) -> None:
         self.size, self.slots, self.barrier = size, [None] * size, threading.Barrier(size, timeout=10)
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
 
     def share(self, rank: int, value: Any) -> list[Any]:
         self.slots[rank] = json.dumps(value)
@@ -348,13 +363,16 @@ def test_a_damaged_checkpoint_asked_for_by_name_is_an_error_and_stays(
     assert names(tmp_path) == ["step-00000010", "step-00000020"]
 
 
-def test_all_damaged_means_none_found(tmp_path: Path) -> None:
+def test_a_directory_of_damaged_ones_alone_is_no_fresh_start(tmp_path: Path) -> None:
+    assert rig(tmp_path / "new").store.find() is None
     one = rig(tmp_path)
     for step in (1, 2):
         _truncate(one.save(step))
     fresh = rig(tmp_path)
-    assert fresh.store.find() is None
-    assert len(fresh.messages) == 2
+    for warnings in (2, 2):  # said once each, and still refused the next time
+        with pytest.raises(CheckpointError, match=r"only damaged checkpoints \(damaged-step-00000001, damaged-step-0"):
+            fresh.store.find()
+        assert len(fresh.messages) == warnings
 
 
 def test_a_checkpoint_of_a_later_format_is_refused_and_not_set_aside(
@@ -399,6 +417,13 @@ def test_without_keep_best_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
 
 
+def test_a_monitor_that_nobody_measures_leaves_the_newest(tmp_path: Path) -> None:
+    one = rig(tmp_path, keep_latest_k=2, monitor="val_acuracy", monitor_mode="max")
+    for step in range(1, 5):
+        one.save(step, None)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
 def test_monitor_mode_max_keeps_the_largest(tmp_path: Path) -> None:
     one = rig(tmp_path, keep_latest_k=1, monitor="val_accuracy", monitor_mode="max")
     for step, value in enumerate((0.5, 0.9, 0.7), start=1):
@@ -420,7 +445,7 @@ def test_the_same_state_is_not_written_twice_but_a_changed_one_is(tmp_path: Path
     one = rig(tmp_path)
     path = one.save(8, 0.5, train_time_s=1.0)
     before = path.stat().st_ino
-    one.save(8, 0.5, train_time_s=2.0)
+    one.save(8, 0.5, train_time_s=2.0, total_time=3.0)
     assert path.stat().st_ino == before
     one.save(8, 0.5, epoch=1)
     assert read_state(path)[0].epoch == 1
@@ -465,7 +490,7 @@ def test_a_failed_save_is_reported_with_bytes_and_the_third_in_a_row_ends_traini
     assert event["kind"] == "warning"
     assert event["bytes_needed"] == verify(tmp_path / "c" / "step-00000001").total_bytes
     assert event["bytes_free"] > 0
-    for part in ("step-00000002", "No space left on device", "MB", "miss 1 of 3"):
+    for part in ("step-00000002", "No space left on device", "needs at least", "miss 1 of 3"):
         assert part in event["message"]
     one.backend.before_save = lambda: None
     assert one.save(3) is not None

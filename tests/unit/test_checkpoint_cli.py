@@ -12,6 +12,7 @@ from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
 from distributed.checkpoint import CheckpointStore
+from distributed.cli.__main__ import main
 from distributed.cli.checkpoint import app
 from distributed.errors import CheckpointError, ConfigError
 from distributed.plan import ProcessPlan
@@ -41,6 +42,9 @@ class OneFile:
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return value
+
+    def key_value_store(self) -> Any:
+        return None
 
 
 @pytest.fixture
@@ -79,10 +83,27 @@ def test_list_shows_each_checkpoint_with_its_best_and_whether_it_verifies(run: P
     assert "model.safetensors has 30 bytes" in result.output
 
 
-def test_list_of_a_directory_without_checkpoints_is_a_usage_error(tmp_path: Path) -> None:
-    error = command("list", tmp_path).exception
-    assert isinstance(error, CheckpointError)
-    assert error.exit_code == 2
+@pytest.mark.parametrize("verb", ["list", "verify", "export"])
+def test_a_wrong_path_is_one_line_and_a_usage_error(
+    verb: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    wrong = [tmp_path / "nowhere", tmp_path / "file", tmp_path / "empty", run / "checkpoints" / "step-00000030"]
+    for path in wrong:
+        with pytest.raises(SystemExit) as end:
+            main(["checkpoint", verb, str(path), *([str(tmp_path / "out")] if verb == "export" else [])])
+        shown = capsys.readouterr()
+        assert (end.value.code, shown.out, shown.err.count("\n")) == (2, "", 1)
+        assert shown.err.startswith("error: ") and str(path) in shown.err
+
+
+def test_without_a_verb_the_verbs_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["checkpoint"])
+    shown = capsys.readouterr()
+    assert (end.value.code, shown.err) == (2, "")
+    assert all(verb in shown.out for verb in ("list", "verify", "export"))
 
 
 def test_verify_says_yes_or_names_the_damaged_file_and_exits_1(run: Path) -> None:

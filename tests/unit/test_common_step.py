@@ -81,6 +81,30 @@ def test_alone_a_request_is_met_at_the_next_unit():
     assert common.tick() == "save" and common.tick() is None
 
 
+def test_alone_a_signal_that_comes_while_another_request_is_met_is_not_lost():
+    class Interrupted(list):
+        """A signal strikes while the list is looked at."""
+
+        def __len__(self):
+            length = super().__len__()
+            if not struck:
+                struck.append(True)
+                common.request("signal 15")
+            return length
+
+    struck = []
+    common = CommonStep(0, 1, None, "test")
+    common._requests = Interrupted(["save"])
+    common._is_armed = True
+    assert [common.tick(), common.tick(), common.tick()] == ["save", "signal 15", None]
+
+
+def test_alone_a_request_half_made_by_the_clock_is_met_once():
+    common = CommonStep(0, 1, None, "test")
+    common._is_armed = True  # what a thread does last, after the training thread has already met its request
+    assert common.tick() is None and common.tick() is None
+
+
 def test_a_store_that_is_gone_does_not_hold_a_rank_for_ever():
     class Gone(Store):
         def check(self, keys):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import distributed
+from distributed.backends import REGISTRY
 from distributed.config import ALIASES, DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.plan import plan_batch, plan_processes
+from distributed.plan import in_effect, plan_batch, plan_processes
 from distributed.settings import Typed, canonical, config_yaml, merge, read_config_file, split_sweep
 
 
@@ -17,9 +22,16 @@ from distributed.settings import Typed, canonical, config_yaml, merge, read_conf
     ("given", "words"),
     [
         ({"batch_sise": 3}, ["batch_sise", "batch_size"]),
+        ({"run_dir": "x"}, ["run_dir is not a setting", "--run-dir", "checkpoint_dir"]),
         ({"batch_size": 0}, ["batch_size=0", "at least 1"]),
         ({"epochs": -1}, ["epochs=-1", "at least 1"]),
-        ({"learning_rate": 0}, ["learning_rate=0", "greater than 0"]),
+        ({"learning_rate": 0}, ["learning_rate=0", "greater than 0", "set learning_rate=0.001"]),
+        ({"learning_rate": 10**400}, ["finite"]),
+        ({"seed": -1}, ["seed=-1", "at least 0"]),
+        ({"seed": 2**64}, ["seed=18446744073709551616", "at most 18446744073709551615"]),
+        ({"master_port": 65536}, ["master_port=65536", "at most 65535"]),
+        ({"timeout_s": 1e300}, ["timeout_s=1e+300", "at most 100000000"]),
+        ({"checkpoint_dir": ""}, ["checkpoint_dir=''", "empty"]),
         ({"learning_rate": float("nan")}, ["learning_rate=nan", "finite"]),
         ({"gradient_clipping": "much"}, ["gradient_clipping='much'", "number"]),
         ({"epochs": 1.5}, ["epochs=1.5", "whole number"]),
@@ -100,15 +112,35 @@ def test_a_written_config_gives_the_same_settings_with_the_same_strength(tmp_pat
         ("epohcs: 3\n", ["epohcs", "epochs"]),
         ("epochs: many\n", ["epochs='many'"]),
         ("!!python/object/apply:os.system ['true']\n", ["YAML"]),
+        ("epochs: 3\n\tseed: 4\n", ["line 2", "YAML", "\\t"]),
+        ("epochs: 3\nseed: 4\nepochs: 5\n", ["'epochs' in line 1 and again in line 3"]),
+        ("ddp:\n  bucket_cap_mb: 3\n  bucket_cap_mb: 4\n", ["'bucket_cap_mb' in line 2 and again in line 3"]),
+        ("ddp: 3\n", ["ddp=3", "mapping"]),
+        ("? [a, b]\n: 3\n", ["YAML"]),
+        ("ddp: &x\n  a: *x\n", ["ddp.a is not an option"]),
+        ("ddp: {3: 4}\n", ["ddp.3 is not an option"]),
+        ("script_args: 3\n", ["script_args=3"]),
+        ("a: 1\n---\nb: 2\n", ["YAML", "another document"]),
+        (b"\x00\x01\x02", ["YAML"]),
+        (b"\xff\xfe\xfd", ["YAML"]),
+        (b"epochs: \xe4\n", ["YAML"]),
+        (None, ["Is a directory"]),
     ],
 )
 def test_a_bad_file_is_named_with_its_fault(tmp_path, text, words):
     path = tmp_path / "bad.yaml"
-    path.write_text(text)
+    path.mkdir() if text is None else path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ConfigError) as caught:
         merge(read_config_file(path), {})
     for word in words:
         assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n# nothing\n", "---\n"])
+def test_an_empty_file_sets_nothing(tmp_path, text):
+    (tmp_path / "empty.yaml").write_text(text)
+    assert read_config_file(tmp_path / "empty.yaml") == Typed()
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -147,8 +179,8 @@ def test_a_sweeps_dict_is_split_into_settings_and_hyperparameters():
 # the batch equation
 
 
-def planned(n=2, loader=None, file=None, flag=None, **code):
-    return plan_batch(merge(Typed(file=file or {}, flag=flag or {}), code), n, loader)
+def planned(n=2, loader=None, file=None, flag=None, sweep=None, **code):
+    return plan_batch(merge(Typed(file=file or {}, flag=flag or {}), code, sweep=sweep), n, loader)
 
 
 def numbers(plan):
@@ -177,10 +209,26 @@ def test_three_numbers_that_disagree_are_an_error_with_the_numbers_in_it():
 def test_a_loaders_batch_size_counts_unless_something_stronger_is_typed():
     assert numbers(planned(loader=16)) == (16, 1, 32)
     assert numbers(planned(loader=16, flag={"batch_size": 4})) == (4, 1, 8)
+    assert numbers(planned(loader=16, sweep={"batch_size": 4})) == (4, 1, 8)
+    assert numbers(planned(loader=16, file={"batch_size": 4})) == (16, 1, 32)
+    assert numbers(planned(loader=16, file={"batch_size": 4, "global_batch_size": 24})) == (4, 3, 24)
     assert numbers(planned(loader=16, global_batch_size=10)) == (5, 1, 10)
     assert numbers(planned(loader=16, batch_size=16)) == (16, 1, 32)
     with pytest.raises(ConfigError, match=r"batch_size=8 in Trainer .*batch_size=16"):
         planned(loader=16, batch_size=8)
+
+
+def test_a_written_config_shows_the_batch_in_effect_and_says_it_to_nobody(tmp_path):
+    """A run from it leaves the numbers to the same loader and equation, also with another flag."""
+    merged = merge(Typed(file={"batch_size": 4}), {})
+    shown = in_effect(merged, plan_batch(merged, 2, 16), 16)
+    text = config_yaml(shown)
+    assert "batch_size: 16  # loader" in text and "global_batch_size: 32  # derived" in text
+    assert "gradient_accumulation_steps: 1  # default" in text
+    (tmp_path / "config.yaml").write_text(text)
+    again = read_config_file(tmp_path / "config.yaml")
+    assert numbers(plan_batch(merge(again, {}), 2, 16)) == (16, 1, 32)
+    assert numbers(plan_batch(merge(again, {"global_batch_size": 50}), 2, 16)) == (25, 1, 50)
 
 
 # processes
@@ -230,6 +278,62 @@ def test_processes_that_do_not_fit_are_an_error_with_the_fix(gpus, given, kind, 
     with pytest.raises(kind) as caught:
         processes(gpus=gpus, **given)
     assert words in str(caught.value)
+
+
+# the registry
+
+
+def words_of_backends(path, words):
+    """Where code (not a docstring) says one of `words`: a text, an attribute or an argument of that name."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    pinned = {
+        id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "_backend"
+    }
+    in_text = re.compile(rf"(?<![\w-])({'|'.join(words - {'single'})})(?![\w-])")  # a single file is no backend
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings | pinned:
+            if node.value in words or in_text.search(node.value):
+                yield f"{path.name}:{node.lineno} {node.value!r}"
+        elif (isinstance(node, ast.Attribute) and node.attr in words) or (
+            isinstance(node, ast.keyword) and node.arg in words
+        ):
+            yield f"{path.name}: {ast.unparse(node)}"
+
+
+def test_no_file_outside_backends_names_a_backend():
+    home = Path(distributed.__file__).parent
+    words = {word for row in REGISTRY.values() for word in (row.name, row.group)}
+    elsewhere = [path for path in home.rglob("*.py") if home / "backends" not in path.parents]
+    assert len(elsewhere) > 30
+    assert [place for path in elsewhere if path.name != "testing.py" for place in words_of_backends(path, words)] == []
+
+
+def test_a_new_backend_is_a_file_and_a_row():
+    code = """
+import sys, types, dataclasses
+from distributed.fields import setting
+@dataclasses.dataclass(frozen=True)
+class Options:
+    speed: int = setting(1, "how fast", minimum=1)
+module = sys.modules["toy_backend"] = types.ModuleType("toy_backend")
+module.Toy = type("Toy", (), {"Options": Options})
+from distributed.backends import REGISTRY, BackendRow
+REGISTRY["toy"] = BackendRow("toy", "toy_backend", "Toy", "toy", (), (), "", "a toy", aliases={"toy_speed": "speed"})
+from distributed.cli.__main__ import run
+from distributed.config import DistributedConfig
+from distributed.settings import Typed, canonical, merge
+settings, said = canonical({"toy_speed": 3, "backend": "toy"})
+print(said, merge(Typed(), settings).config.options("toy"))
+try: DistributedConfig(toy={"sped": 3})
+except Exception as error: print(error)
+run(["train", "--help"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith(
+        "['toy_speed is read as toy.speed'] Options(speed=3)\ntoy.sped is not an option (did you mean 'speed'?)"
+    )
+    assert "single, pytorch-ddp, toy (default:" in " ".join(done.stdout.split())
 
 
 # what an import costs

@@ -377,6 +377,14 @@ def test_an_item_of_a_batch_sampler_is_one_update() -> None:
     assert first.num_samples == 5  # its size is the sampler's affair, not ours
 
 
+def test_the_batch_equation_tells_of_a_batch_samplers_largest_item() -> None:
+    lists = [[0, 1, 2, 3, 4], [5], [6, 7, 8, 9, 10, 11, 12], [13, 14]]
+    batch = on_ranks(
+        2, lambda rank, reduce: sharded(DataLoader(tensors(15), batch_sampler=lists), plan(2, 64, 2), rank, reduce)
+    )[1].batch
+    assert str(batch) == ("global_batch_size 7 <= batch_size 2 x gradient_accumulation_steps 2 x data_parallel_size 2")
+
+
 def test_drop_last_counts_in_training_only() -> None:
     loader = DataLoader(tensors(22), 4, drop_last=True)
     for world in (1, 2):

@@ -62,6 +62,10 @@ def make(samples=10, state=None, callbacks=(), val=None, saved=None, shuffle=Tru
     return run
 
 
+def timeless(row):
+    return {name: value for name, value in row.items() if name != "samples_per_second"}
+
+
 def test_hooks_come_in_order_and_the_last_step_is_saved():
     recorder, saved = Recorder(), []
     run = make(callbacks=[recorder], saved=saved, checkpoint_frequency=None)
@@ -112,6 +116,36 @@ def test_max_steps_ends_in_the_middle_of_an_epoch_and_saves_there():
     assert run.state.stop_reason == "max_steps" and saved[-1].step == 5
 
 
+def test_what_max_steps_cut_off_is_measured_and_its_row_stands_until_the_epoch_is_finished():
+    recorder, saved = Recorder(), []
+    run = make(max_steps=5, saved=saved, val=FakeData(3, BATCH), callbacks=[recorder], checkpoint_every_n_steps=5)
+    fit(run)
+    assert [(row["epoch"], row["step"]) for row in run.state.rows] == [(1, 3), (2, 5)]
+    assert run.state.rows[1]["val_loss"] == run.state.best["val_loss"] == pytest.approx(1.0)
+    assert [state.step for state in saved] == [3, 5] and saved[-1].rows == run.state.rows
+    assert run.backend.calls.count("end_epoch") == 1 and recorder.hooks[-2:] == ["step 5", "end"]
+
+    again = make(state=copy.deepcopy(saved[-1]), val=FakeData(3, BATCH))
+    again.state.stop_reason = None
+    whole = make(val=FakeData(3, BATCH))
+    fit(again)
+    fit(whole)
+    assert [timeless(row) for row in again.state.rows] == [timeless(row) for row in whole.state.rows]
+    assert timeless(again.state.best) == timeless(whole.state.best)
+
+
+def test_a_signal_in_the_validation_of_what_max_steps_cut_off_ends_it():
+    class Ask(Callback):
+        def on_step_end(self, state, result):
+            if state.step == 5:
+                run.common_step.request("signal 15")
+
+    saved = []
+    run = make(max_steps=5, saved=saved, val=FakeData(20, BATCH), callbacks=[Ask()])
+    fit(run)
+    assert run.state.stop_reason == "signal 15" and len(run.state.rows) == 1 and saved[-1].step == 5
+
+
 def test_max_steps_at_the_end_of_an_epoch_still_validates():
     run = make(max_steps=3, val=FakeData(3, BATCH))
     fit(run)
@@ -125,6 +159,22 @@ def test_checkpoints_by_epochs_and_by_steps():
     saved = []
     fit(make(epochs=2, checkpoint_frequency=None, checkpoint_every_n_steps=4, saved=saved))
     assert [(state.step, state.epoch) for state in saved] == [(4, 1), (6, 2)]
+
+
+def test_an_epoch_that_ends_where_a_save_is_due_is_saved_once_and_with_its_metrics():
+    saved = []
+    fit(make(epochs=2, checkpoint_every_n_steps=3, saved=saved, val=FakeData(3, BATCH)))
+    assert [(state.step, state.epoch, len(state.rows)) for state in saved] == [(3, 1, 1), (6, 2, 2)]
+    saved.clear()
+    fit(make(epochs=2, checkpoint_frequency=None, checkpoint_every_n_steps=3, saved=saved))
+    assert [(state.step, state.epoch) for state in saved] == [(3, 1), (6, 2)]
+
+
+def test_a_misspelt_monitor_is_an_error_after_the_first_epoch():
+    run = make(val=FakeData(3, BATCH), monitor="val_los")
+    with pytest.raises(ConfigError, match="did you mean 'val_loss'"):
+        fit(run)
+    assert run.state.step == 3
 
 
 def test_a_request_to_stop_is_done_before_the_next_step_and_saved():
@@ -179,13 +229,6 @@ def test_early_stopping_stops_after_its_patience_and_remembers_over_a_resume():
 def test_early_stopping_on_an_unknown_metric_lists_the_reported_ones():
     with pytest.raises(ConfigError, match=r"val_f1.*val_loss"):
         fit(make(callbacks=[EarlyStopping("val_f1")], val=FakeData(3, BATCH)))
-
-
-def test_best_is_the_smallest_loss_and_the_largest_other_metric():
-    run = make(epochs=1)
-    run.state.best = {"loss": 99.0, "val_accuracy": 0.9}
-    fit(run)
-    assert run.state.best["loss"] == pytest.approx(4.5) and run.state.best["val_accuracy"] == 0.9
 
 
 def test_evaluation_sees_each_sample_once():

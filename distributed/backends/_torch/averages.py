@@ -23,13 +23,16 @@ _SMALL_OUTPUTS = 1 << 16
 
 Row = tuple[str, Any, float, Any]  # (name, value, scale, count) as in StepResult.averages
 Kept = tuple[Any, Any, int]  # (outputs, targets, samples)
+Reduce = Callable[[Mapping[tuple[str, str], float]], dict[tuple[str, str], float]]
+Gather = Callable[[list[str]], list[list[str]]]
 
 
 class Averages:
-    """Makes and sums up step results; reads nothing from the device before `local_sums`."""
+    """Makes and sums up step results; reads nothing from the device before `collect`."""
 
     def __init__(self, metrics: Mapping[str, Callable[..., Any]], device: torch.device) -> None:
         self._metrics, self._device = metrics, device
+        self.names: list[str] = []  # that every rank knows, in the order in which sums travel
         self._large: list[Kept] = []  # the newest step's large outputs
 
     def of_training(self, micros: Sequence[MicroBatch], losses: Sequence[Loss], num_samples: int) -> StepResult:
@@ -54,8 +57,27 @@ class Averages:
             kept = []
         return StepResult(rows, n, kept)
 
-    def local_sums(self, results: Sequence[StepResult]) -> dict[tuple[str, str], float]:
-        """(name, "sum" or "count") of everything in `results`, on this rank. The host waits for the device here."""
+    def collect(self, results: Sequence[StepResult], reduce: Reduce, gather: Gather) -> dict[str, tuple[float, float]]:
+        """name -> (sum, count) over all `results` of the ranks that have the name. A collective, and one all-reduce.
+
+        Sums travel without their names, in an order that all ranks know. A rank with a name that is new raises a flag
+        in the same all-reduce; the new names are then agreed, once, and summed in a second one.
+        """
+        mine = self._local_sums(results)
+        new = sorted(mine.keys() - self.names)
+        total = reduce(_numbers(mine, self.names) | {("", "new"): float(bool(new))})
+        if total["", "new"]:
+            found = sorted({name for names in gather(new) for name in names})
+            total |= reduce(_numbers(mine, found))
+            self.names += found
+        return {
+            name: (total[name, "sum"], total[name, "count"])
+            for name in sorted(self.names)
+            if total[name, "ranks"]  # else nobody had it this time
+        }
+
+    def _local_sums(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
+        """name -> (sum, count) of everything in `results`, on this rank. The host waits for the device here."""
         entries: defaultdict[str, list[Row]] = defaultdict(list)
         kept: list[Kept] = []
         for result in results:
@@ -64,11 +86,10 @@ class Averages:
             kept += result.deferred or ()
         for row in self._measure(kept):
             entries[row[0]].append(row)
-        sums: dict[tuple[str, str], float] = {}
-        for name in sorted(entries):
-            _, values, scales, counts = zip(*entries[name], strict=True)
-            sums[name, "sum"] = self._dot(values, scales)
-            sums[name, "count"] = float(sum(counts))
+        sums: dict[str, tuple[float, float]] = {}
+        for name, rows in entries.items():
+            _, values, scales, counts = zip(*rows, strict=True)
+            sums[name] = self._dot(values, scales), float(sum(counts))
         return sums
 
     def _rows(self, loss: Loss, n: int) -> list[Row]:
@@ -110,6 +131,14 @@ class Averages:
         except (TypeError, RuntimeError):  # some are plain numbers, or of shape [1], or elsewhere
             stacked = torch.stack([torch.as_tensor(value, device=self._device).reshape(()) for value in values])
         return float(stacked.double() @ torch.tensor(scales, dtype=torch.float64, device=self._device))
+
+
+def _numbers(sums: Mapping[str, tuple[float, float]], names: Sequence[str]) -> dict[tuple[str, str], float]:
+    numbers: dict[tuple[str, str], float] = {}
+    for name in names:
+        total, count = sums.get(name, (0.0, 0.0))
+        numbers |= {(name, "sum"): total, (name, "count"): count, (name, "ranks"): float(name in sums)}
+    return numbers
 
 
 def without_weight(rows: list[Row]) -> list[Row]:

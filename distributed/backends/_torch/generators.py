@@ -1,17 +1,77 @@
-"""The states of a rank's random generators: torch, its CUDA device, numpy's global one and python's."""
+"""A rank's random generators: torch, its CUDA device, numpy's global one and python's."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy
 import torch
 
+from distributed.backends._torch import sample_rng
 from distributed.backends._torch.tensor_io import read_file, write_file
 from distributed.errors import CheckpointError, TrainingError
+
+
+def seed_torch(value: int, device: torch.device) -> None:
+    """Seed the CPU's generator, and that of a GPU: no other one of the machine."""
+    torch.default_generator.manual_seed(value)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(value)
+
+
+def forked(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """What torch draws inside, on the CPU and on `device`, leaves no trace."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+class OwnGenerators:
+    """What training draws from (dropout and the like): streams of its own, so that the process' go on as if nothing had
+    drawn from them. A further fit goes on from where the last one stopped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own: _State | None = None
+        self._is_inside = False
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """The global generators are ours within, and the caller's again after it."""
+        if self._is_inside:  # a callback evaluates
+            yield
+            return
+        callers = self._state()
+        if self._own is not None:
+            self._restore(self._own)
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+            self._own = self._state()
+            self._restore(callers)
+
+    def seed(self, value: int) -> None:
+        """Seed all of them from one 64-bit number."""
+        seed_torch(value, self._device)
+        random.seed(value)
+        numpy.random.seed(value >> 32)
+
+    def _state(self) -> _State:
+        return sample_rng.save(), torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+
+    def _restore(self, state: _State) -> None:
+        sample_rng.restore(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self._device)
+
+
+_State = tuple[sample_rng.RandomState, torch.Tensor | None]  # of the CPU, of the GPU
 
 
 def save_rng(directory: Path, rank: int) -> None:

@@ -110,6 +110,8 @@ class MapData(ShardedData):
             self._agree(self.num_samples, "have data sets of different lengths")
         else:
             self._keys(0)
+            if source.batch_sampler is not None:
+                self.batch = _of_items(batch, max([1, *map(len, self._drawn[1])]))  # type: ignore[index] # drawn above
 
     @property
     def updates_per_epoch(self) -> int | None:
@@ -239,6 +241,13 @@ class MapData(ShardedData):
                 **loader_arguments(self._source, self._seed, epoch),
             )
         return self._loader
+
+
+def _of_items(batch: BatchPlan, largest: int) -> BatchPlan:
+    """The batch equation where a batch sampler's items, of `largest` samples at most, are the global batches."""
+    world = batch.data_parallel_size
+    steps = min(batch.gradient_accumulation_steps, -(-largest // world))
+    return BatchPlan(-(-largest // (steps * world)), steps, world, largest)
 
 
 class _Requests:

@@ -1,4 +1,4 @@
-"""What a torch model is made of: activation checkpointing, and the parts whose output depends on more than one sample."""
+"""The user's model: built, changed for training, and its parts whose output depends on more than one sample."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from distributed.backends._torch.generators import forked, seed_torch
+from distributed.config import DistributedConfig
 from distributed.errors import ConfigError
+
+
+def build_model(given: Any, config: DistributedConfig, device: torch.device) -> torch.nn.Module:
+    """The module that was given, or what the given factory makes of the seed; in `dtype`. `device` may be drawn on."""
+    model = given
+    if not isinstance(given, torch.nn.Module):
+        with forked(device):
+            seed_torch(config.seed, device)
+            model = given()
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"the model factory returned a {type(model).__name__}: return a torch.nn.Module")
+    return model.double() if config.dtype == "float64" else model
 
 
 def checkpoint_activations(model: torch.nn.Module) -> int:
@@ -71,42 +85,3 @@ def batch_dependent(model: torch.nn.Module) -> list[str]:
         if is_norm or drops or (isinstance(own_rate, float) and own_rate > 0):
             names.append(f"{name or 'model'} ({type(module).__name__})")
     return names
-
-
-def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """`batch` on `device`, floating tensors in `dtype` if given; tensors inside tuples, lists, dicts and objects with `.to`."""
-    if isinstance(batch, torch.Tensor):
-        if dtype is not None and batch.is_floating_point():
-            return batch.to(device=device, dtype=dtype, non_blocking=True)
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(item, device, dtype) for item in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(move(item, device, dtype) for item in batch)
-    if isinstance(batch, dict):
-        return {key: move(value, device, dtype) for key, value in batch.items()}
-    if hasattr(batch, "items") and hasattr(batch, "to"):  # a Hugging Face BatchEncoding
-        return {key: move(value, device, dtype) for key, value in batch.items()}
-    return batch
-
-
-def interleave(parts: list[list[tuple[int, int, Any]]]) -> Any:
-    """Outputs of all ranks in the order of the samples: rank r holds every world-th sample of each group."""
-    groups: dict[int, dict[int, Any]] = {}
-    for part in parts:
-        for number, rank, outputs in part:
-            groups.setdefault(number, {})[rank] = outputs
-    joined = [_woven([groups[number][rank] for rank in sorted(groups[number])]) for number in sorted(groups)]
-    if joined and all(isinstance(entry, torch.Tensor) for entry in joined):
-        return torch.cat(joined)
-    return [item for entry in joined for item in (entry if isinstance(entry, list) else [entry])]
-
-
-def _woven(pieces: list[Any]) -> Any:
-    if len(pieces) == 1 or not all(isinstance(piece, torch.Tensor) for piece in pieces):
-        return pieces[0] if len(pieces) == 1 else pieces
-    total = sum(piece.shape[0] for piece in pieces)
-    out = pieces[0].new_empty((total, *pieces[0].shape[1:]))
-    for rank, piece in enumerate(pieces):
-        out[rank :: len(pieces)] = piece
-    return out

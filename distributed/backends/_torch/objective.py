@@ -107,11 +107,29 @@ class Objective:
         """The key of a named batch that `loss_fn` compares with and the model does not get; None without a loss_fn."""
         return next((name for name in _TARGET_NAMES if name in batch), None) if self._loss_fn is not None else None
 
+    def predict(self, model: Callable[..., Any], batch: Any) -> Any:
+        """The model's outputs for `batch` without its targets."""
+        if isinstance(batch, Mapping):
+            target = self.target_name(batch)
+            return model(**{name: value for name, value in batch.items() if name != target})
+        if isinstance(batch, (tuple, list)):
+            return model(*(batch[:-1] if len(batch) > 1 else batch))
+        return model(batch)
+
     def label_count(self, batch: Any) -> torch.Tensor | None:
         """Labels of `batch` that count (not -100), where the model takes the global count; else None."""
         if not self.takes_count or not isinstance(batch, Mapping):
             return None
         return self._labels_that_count(batch)
+
+    @property
+    def form(self) -> dict[str, bool]:
+        """What `settle` found, as JSON."""
+        return {"takes_count": self.takes_count, "shifts": self._shifts}
+
+    @form.setter
+    def form(self, form: Mapping[str, bool]) -> None:
+        self.takes_count, self._shifts = bool(form["takes_count"]), bool(form["shifts"])
 
     def probe(self, model: torch.nn.Module, batch: Any) -> dict[str, float]:
         """Try out how the model makes its own loss, without side effects. Returns this rank's votes for `settle`; a rank
@@ -216,7 +234,7 @@ class Objective:
 
     def _choose_default(self, outputs: Any, targets: Any) -> Callable[..., torch.Tensor]:
         if isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor):
-            if is_class_index(outputs, targets):
+            if is_class_index(outputs, targets) and outputs.shape[1] > 1:
                 self._say("no loss_fn given: cross-entropy, because the targets are class indices")
                 return F.cross_entropy
             if targets.is_floating_point() and outputs.shape == targets.shape:
@@ -224,7 +242,7 @@ class Objective:
                 return F.mse_loss
         raise ConfigError(
             f"no loss_fn given, and outputs {_shape(outputs)} with targets {_shape(targets)} do not say which loss is meant: "
-            + _EXAMPLE
+            + (_near_miss(outputs, targets) or _EXAMPLE)
         )
 
     def _say(self, text: str) -> None:
@@ -294,6 +312,28 @@ def _accepts_count(model: torch.nn.Module) -> bool:
         return bool(stated)
     parameters = inspect.signature(model.forward).parameters.values()
     return any(p.name == "num_items_in_batch" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def _near_miss(outputs: Any, targets: Any) -> str:
+    """What is to be changed where one of the default losses is nearly meant, else ""."""
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        return ""
+    if is_class_index(outputs, targets):
+        return (
+            "one output column is no class score: give the model one for each class, or make the targets floats"
+            " and pass a loss_fn such as a sigmoid with binary_cross_entropy_with_logits"
+        )
+    if outputs.dim() == 2 and targets.dim() == 2 and targets.shape[1] == 1 and is_class_index(outputs, targets[:, 0]):
+        return "squeeze the class indices, targets.squeeze(1), in the data set"
+    if not targets.is_floating_point() and outputs.shape == targets.shape:
+        return "make the targets floats, targets.float(), for the mean squared error, or pass a loss_fn"
+    if outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1 and outputs.shape[:-1] == targets.shape:
+        return "squeeze the outputs, outputs.squeeze(-1), in the model, or unsqueeze the targets, targets.unsqueeze(-1)"
+    if targets.dim() == outputs.dim() + 1 and targets.shape[-1] == 1 and targets.shape[:-1] == outputs.shape:
+        return (
+            "squeeze the targets, targets.squeeze(-1), in the data set, or unsqueeze the outputs, outputs.unsqueeze(-1)"
+        )
+    return ""
 
 
 def _shape(value: Any) -> str:

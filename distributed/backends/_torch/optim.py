@@ -29,6 +29,8 @@ def build_optimizer(given: Any, model: torch.nn.Module, merged: MergedConfig) ->
         raise ConfigError(
             f"the optimizer factory returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("LBFGS calls the model several times per update, which no backend supports: use AdamW or SGD")
     _check_parameters(optimizer, model)
     return optimizer
 

@@ -19,15 +19,22 @@ _ERROR, _FACTOR = "error.", "factor."
 
 
 class PowerSGD:
-    """The hook of one model, whose gradients come in one bucket. `num_updates` counts over resumes."""
+    """The hook of one model, whose gradients come in one bucket. `num_updates` counts over resumes.
 
-    def __init__(self, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
+    `rank` and `start_step` are those of the options; None: torch's.
+    """
+
+    def __init__(
+        self, parameters: list[tuple[str, torch.nn.Parameter]], rank: int | None, start_step: int | None
+    ) -> None:
+        given = {"matrix_approximation_rank": rank, "start_powerSGD_iter": start_step}
+        self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         self._names = {id(parameter): name for name, parameter in parameters}
         self._memory: dict[str, torch.Tensor] = {}  # `error.NAME` and `factor.NAME`, flat, while no bucket holds them
         self._start()
 
     def _start(self, num_updates: int = 0) -> None:
-        self._state = powerSGD_hook.PowerSGDState(process_group=None)
+        self._state = powerSGD_hook.PowerSGDState(process_group=None, **self._given)
         self._state.iter = num_updates
         self._layout: list[tuple[str, torch.Size]] = []
 

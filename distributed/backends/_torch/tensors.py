@@ -93,16 +93,14 @@ def save_weights(model: torch.nn.Module, path: Path) -> None:
 def load_model(model: torch.nn.Module, directory: Path) -> None:
     """Copy the stored weights into the model's own tensors, in place. Every rank for itself.
 
-    CheckpointError names the first missing and unexpected parameter, or a shape or kind that differs.
+    CheckpointError names the first missing and unexpected parameters and shapes that differ, all in one line.
     """
     stored, metadata = read_file(directory / MODEL_FILE)
     for name, owner in _aliases(metadata, directory).items():
         if owner in stored:
             stored[name] = stored[owner]
     own = _model_state(model)
-    _check_same_names(own, stored, directory)
-    for name, tensor in own.items():
-        _check_fits(name, tensor, stored[name])
+    _check_same_model(own, stored, directory)
     _check_tied(own, stored)
     keys = {plain_name(key): key for key in unwrap(model).state_dict(keep_vars=True)}
     unwrap(model).load_state_dict({keys[name]: tensor for name, tensor in stored.items()})
@@ -125,7 +123,7 @@ def save_optimizer(
         for slot, value in slots.items():
             key = _slot_key(name, slot)
             if isinstance(value, torch.Tensor):
-                tensors[key] = value
+                tensors[key] = value.to_dense() if value.is_sparse else value  # momentum of a sparse gradient
                 if value.is_floating_point() and value.dtype != parameter.dtype and slot != "step":
                     own_dtype.append(key)
             else:
@@ -217,22 +215,32 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _check_same_names(own: Mapping[str, Any], stored: Mapping[str, Any], directory: Path) -> None:
-    missing = [name for name in own if name not in stored]
-    unexpected = [name for name in stored if name not in own]
-    if missing or unexpected:
-        parts = [f"it lacks {missing[0]} (and {len(missing) - 1} more)"] if missing else []
-        parts += [f"this model lacks its {unexpected[0]} (and {len(unexpected) - 1} more)"] if unexpected else []
-        raise CheckpointError(f"checkpoint from another model: {directory}: {'; '.join(parts)}")
-
-
-def _check_fits(name: str, own: torch.Tensor, stored: torch.Tensor) -> None:
-    if own.shape != stored.shape:
+def _check_same_model(own: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], directory: Path) -> None:
+    both = [name for name in own if name in stored]
+    shapes = [name for name in both if own[name].shape != stored[name].shape]
+    kinds = [name for name in both if own[name].dtype != stored[name].dtype]
+    found = {
+        "it lacks": [name for name in own if name not in stored],
+        "this model lacks its": [name for name in stored if name not in own],
+        "other shapes:": [
+            f"{name} is {list(stored[name].shape)} there, {list(own[name].shape)} here" for name in shapes
+        ],
+        "other types:": [
+            f"{name} is {stored[name].dtype} there, {own[name].dtype} here"
+            for name in kinds
+            if not (own[name].is_floating_point() and stored[name].is_floating_point())
+        ],
+    }
+    if parts := [f"{what} {_first(names)}" for what, names in found.items() if names]:
         raise CheckpointError(
-            f"checkpoint from another model: {name} has shape {list(stored.shape)} there, {list(own.shape)} here"
+            f"checkpoint {directory} is of another model: {'; '.join(parts)}: build the model as it was saved,"
+            " or start without the checkpoint"
         )
-    if own.dtype != stored.dtype and not (own.is_floating_point() and stored.is_floating_point()):
-        raise CheckpointError(f"checkpoint from another model: {name} is {stored.dtype} there, {own.dtype} here")
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + more
 
 
 def _check_tied(own: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:

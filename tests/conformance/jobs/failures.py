@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -109,6 +110,24 @@ def full_disk() -> None:
     fit(Samples())
 
 
+def slow_disk() -> None:
+    """The checkpoint of step 4 takes much longer than `timeout_s`, on rank 1 and then on rank 0; in that of step 6 rank 0
+    stops for good."""
+    fsync = os.fsync
+
+    def slow(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        if path.parts[-2:] == (".tmp-step-00000004", "manifest.json") or (RANK == 1 and "step-00000004" in str(path)):
+            time.sleep(3)
+        if path.parts[-2:] == (".tmp-step-00000006", "manifest.json"):
+            (OUT / "raised-at").write_text(repr(time.time() + 2))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        fsync(fd)
+
+    os.fsync = slow
+    fit(Samples(), timeout_s=2, max_restarts=0)
+
+
 def other_model() -> None:
     path = str(OUT / "first")
     fit(Samples(), checkpoint_dir=path)
@@ -140,6 +159,7 @@ CASES = {
     "bad-sample": lambda: fit(Samples(fail=33)),
     "bad-sample-in-a-worker": lambda: fit(DataLoader(Samples(fail=33), batch_size=4, num_workers=1)),
     "bad-forward": lambda: fit(Samples(), Breaks),
+    "bad-directory": lambda: fit(Samples(), checkpoint_dir="/dev/null"),
     "bad-setting": lambda: Trainer(model, gradient_clipping=-1),
     "loader-disagrees": lambda: Trainer(model, batch_size=4).fit(DataLoader(Samples(), batch_size=8)),
     "no-length": lambda: fit(Endless()),
@@ -147,6 +167,7 @@ CASES = {
     "other-model": other_model,
     "other-shape": other_shape,
     "full-disk": full_disk,
+    "slow-disk": slow_disk,
     "timeout": rank_1_stays_away,
     "no-parameters": lambda: fit(Samples(), lambda: torch.nn.Flatten()),
     "no-data": lambda: Trainer(model).fit(None),

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from transformers.tokenization_utils_base import BatchEncoding
 
 from distributed import Trainer
+from distributed.backends._torch.objective import Objective
 from tests.conformance.jobs.recording import facts, run_cases, train
 
 transformers.logging.set_verbosity_error()
@@ -193,7 +195,8 @@ def tied() -> dict[str, Any]:
     history = first.fit(sentences(), max_steps=4)
     path = Path(history.run_dir) / "checkpoints" / "step-00000004"
     second = Trainer(seeded(tiny_gpt), **settings, resume_from_checkpoint=str(path))
-    content = facts(second, second.fit(sentences()))
+    with mock.patch.object(Objective, "probe") as probe:
+        content = facts(second, second.fit(sentences())) | {"probed_again": probe.called}
     raw = (path / "model" / "model.safetensors").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     is_tied = second.model.lm_head.weight is second.model.transformer.wte.weight
@@ -254,6 +257,59 @@ def measured() -> dict[str, Any]:
     return {**facts(trainer, history), "found": found, "expected": expected}
 
 
+def now_and_then(model: Any, batch: Any) -> dict[str, Any]:
+    """Names that differ from batch to batch, and so from rank to rank: of each class that is there, and in evaluation."""
+    outputs = model(batch[0])
+    right = rights(outputs, batch[1])
+    named = {f"class_{k}": (right[batch[1] == k].sum(), int((batch[1] == k).sum())) for k in batch[1].unique().tolist()}
+    own = {} if model.training else {"unseen_in_training": right}
+    return {"loss": each(outputs, batch[1]), **named, **own}
+
+
+# ---------------------------------------------------------------- predictions
+
+
+@dataclasses.dataclass
+class Scores:
+    scores: torch.Tensor
+    names: list[str]
+
+
+class Answers(torch.nn.Module):
+    """Outputs of many forms, each of which tells which sample it is of: its first feature."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.unused = form, torch.nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = x[:, :1]
+        words = [f"{value:.6f}" for value in first.flatten().tolist()]
+        return {
+            "tensor": lambda: first,
+            "mapping": lambda: {"first": first, "inner": {"twice": 2 * x, "nothing": None}},
+            "tuple": lambda: (first, [x, words]),
+            "object": lambda: Scores(first, words),
+            "encoding": lambda: BatchEncoding({"first": first}),
+            "words": lambda: words,
+            "array": lambda: first.numpy(),
+            "rows": lambda: first.expand(-1, 3).reshape(-1, 1),  # three of each sample
+            "ragged": lambda: x[:, : 2 + len(x) % 2],
+        }[self.form]()
+
+
+FORMS = ("tensor", "mapping", "tuple", "object", "encoding", "words", "array", "rows", "ragged")
+
+
+def predicted() -> dict[str, Any]:
+    answers = {form: Trainer(Answers(form), **BASE).predict(DataLoader(tuples(), batch_size=3)) for form in FORMS}
+    kinds = {form: type(answer).__name__ for form, answer in answers.items()}
+    answers["ragged"] = [row[:1] for row in answers["ragged"]]
+    answers["encoding"], answers["object"] = answers["encoding"].data, vars(answers["object"])
+    answers["array"] = answers["array"].tolist()
+    return {"answers": answers, "kinds": kinds}
+
+
 OUT = Path(sys.argv[1]) if len(sys.argv) > 1 and __name__ == "__main__" else Path()
 CASES = {
     "tuple": case(layers, tuples),
@@ -264,12 +320,17 @@ CASES = {
     "own-loss": case(OwnLoss, lambda: Rows(lambda i: {"x": X[i], "y": Y[i]})),
     "default-mse": case(lambda: layers(FEATURES), lambda: TensorDataset(X, X.flip(0))),
     "no-default": case(lambda: layers(FEATURES), lambda: TensorDataset(X, X.flip(0)[:, 0])),
+    "one-column": case(lambda: layers(1), lambda: TensorDataset(X, X[:, 0])),
+    "one-column-classes": case(lambda: layers(1), tuples),
+    "column-of-classes": case(layers, lambda: TensorDataset(X, Y[:, None])),
+    "whole-numbers": case(layers, lambda: TensorDataset(X, Y[:, None].expand(-1, CLASSES))),
     "no-targets": case(layers, lambda: TensorDataset(X)),
     "no-target-name": case(Named, lambda: Rows(lambda i: {"x": X[i], "wanted": Y[i]}), loss_fn=F.cross_entropy),
     "loss-has-no-gradient": case(layers, tuples, loss_fn=lambda o, t: F.cross_entropy(o, t).item()),
     "loss-is-text": case(layers, tuples, loss_fn=lambda o, t: "0.5"),
     **{f"step-{name}": case(layers, tuples, training_step=step) for name, step in STEPS.items()},
     "step-dict": case(layers, tuples, training_step=dict_step),
+    "step-now-and-then": case(layers, tuples, training_step=now_and_then),
     "step-none": case(layers, tuples, training_step=lambda model, batch: None),
     "step-without-loss": case(layers, tuples, training_step=lambda model, batch: {"error": model(batch[0]).sum()}),
     "step-model-output": case(tiny_gpt_by_itself, sentences, training_step=lambda model, batch: model(**batch)),
@@ -284,6 +345,7 @@ CASES = {
     "bert-accumulated": case(tiny_bert, classified, gradient_accumulation_steps=2),
     "tied": tied,
     "empty-slices": empty_slices,
+    "predicted": predicted,
 }
 
 if __name__ == "__main__":

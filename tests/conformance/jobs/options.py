@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
@@ -78,6 +81,39 @@ class TwoHeads(torch.nn.Module):
         return self.used(x)
 
 
+class SecondHeadAtFirst(TwoHeads):
+    """The second head is used in the first slice of an update only, whose gradients are not reduced."""
+
+    forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        return self.used(x) + self.unused(x) if self.forwards % 3 == 1 else self.used(x)
+
+
+class Embedded(torch.nn.Module):
+    """Looks up a code of each sample; rows of the table that are asked for twice get two gradients."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.table = torch.nn.Embedding(10, FEATURES, sparse=sparse)
+        self.head = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x + self.table((x[:, 0] > 0).long() + 3))
+
+
+def dropping() -> torch.nn.Module:
+    return torch.nn.Sequential(net(), torch.nn.Dropout(0.3))
+
+
+def pair(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+    weights = 1.0 + targets.to(outputs.dtype)
+    return (torch.nn.functional.cross_entropy(outputs, targets, reduction="none") * weights).sum(), weights.sum()
+
+
 def deep() -> torch.nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(8)
@@ -133,6 +169,19 @@ def halving(optimizer: Any) -> Any:
 
 def by_threes(optimizer: Any) -> Any:
     return StepLR(optimizer, step_size=3, gamma=0.1)
+
+
+def from_checkpoint(**changes: Any) -> Any:
+    """Four updates with a schedule, and four more of another trainer with other settings."""
+
+    def run() -> dict[str, Any]:
+        settings = {**BASE, "scheduler": halving}
+        first = Trainer(net, **settings, max_steps=4)
+        path = Path(first.fit(data()).run_dir) / "checkpoints" / "step-00000004"
+        second = Trainer(net, **{**settings, **changes}, resume_from_checkpoint=str(path))
+        return facts(second, second.fit(data()))
+
+    return run
 
 
 def one_cycle(optimizer: Any) -> Any:
@@ -222,41 +271,108 @@ def counted(model: Any = deep, **settings: Any) -> Any:
     return run
 
 
+def draws() -> list[float]:
+    return [float(torch.rand(())), random.random(), float(numpy.random.rand())]
+
+
+def seed_all() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+
+
+def among_own_draws() -> dict[str, Any]:
+    """A script that draws numbers of its own before, between and after what the trainer does."""
+    seed_all()
+    expected = [draws() for _ in range(4)]
+    seed_all()
+    trainer = Trainer(dropping, **{**BASE, "epochs": 1})
+    trainer.evaluate(data())
+    seen = [draws()]
+    trainer.fit(data())
+    seen.append(draws())
+    trainer.predict(data())
+    trainer.save(OUT / f"own-draws-{WORLD}")
+    seen.append(draws())
+    history = trainer.fit(data())
+    seen.append(draws())
+    return {**facts(trainer, history), "drawn": seen, "expected": expected}
+
+
+def logged_twice() -> dict[str, Any]:
+    """The lines of metrics.jsonl of a run with everything that may differ, without its clocks."""
+    settings = {"optimizer": None, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "shuffle": True}
+    seen = case(dropping, dtype="float32", data=data32, **settings)()
+    lines = [json.loads(line) for line in Path(seen["run_dir"], "metrics.jsonl").read_text().splitlines()]
+    clocks = ("time", "samples_per_second")
+    return {**seen, "lines": [{key: row[key] for key in row if key not in clocks} for row in lines]}
+
+
+class Turns(Callback):
+    """Tells a profiler of every step."""
+
+    def __init__(self, profiler: Any) -> None:
+        self._profiler = profiler
+
+    def on_step_end(self, state: Any, result: Any) -> None:
+        self._profiler.step()
+
+
+def profiled() -> dict[str, Any]:
+    """A profiler of the user's around `fit`, whole and with a schedule: how often it saw the model's operators."""
+    counts: dict[str, Any] = {}
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
+
+    def seen(profiler: Any) -> dict[str, int]:
+        return {row.key: row.count for row in profiler.key_averages() if row.key in ("aten::tanh", "TanhBackward0")}
+
+    with torch.profiler.profile(activities=cpu) as whole:
+        Trainer(net, **BASE).fit(data())
+    counts["whole"] = seen(whole)
+    with torch.profiler.profile(
+        activities=cpu, schedule=schedule, on_trace_ready=lambda done: counts.update(parts=seen(done))
+    ) as parts:
+        Trainer(net, callbacks=[Turns(parts)], **BASE).fit(data())
+    return counts
+
+
 def after_each_other() -> dict[str, Any]:
     """Two fits of one trainer with powersgd: what it remembers of the gradients survives the first."""
-    trainer = Trainer(deep, **{**BASE, **FP32_DEEP, "epochs": 1, "max_steps": 1004, "ddp": {"comm_hook": "powersgd"}})
+    trainer = Trainer(deep, **{**BASE, **FP32_DEEP, "epochs": 1, "max_steps": 24, "ddp": POWERSGD})
     trainer.fit(many())
     return facts(trainer, trainer.fit(many(), max_steps=6))
 
 
 def resumed_powersgd() -> dict[str, Any]:
     """Stopped in the middle and taken up from the checkpoint by another trainer."""
-    settings = {**BASE, **FP32_DEEP, "ddp": {"comm_hook": "powersgd"}}
-    first = Trainer(deep, **{**settings, "max_steps": 1004})
+    settings = {**BASE, **FP32_DEEP, "ddp": POWERSGD}
+    first = Trainer(deep, **{**settings, "max_steps": 24})
     history = first.fit(many())
-    path = str(Path(history.run_dir) / "checkpoints" / "step-00001004")
-    second = Trainer(deep, **{**settings, "max_steps": 1010, "resume_from_checkpoint": path})
+    path = str(Path(history.run_dir) / "checkpoints" / "step-00000024")
+    second = Trainer(deep, **{**settings, "max_steps": 30, "resume_from_checkpoint": path})
     return {**facts(second, second.fit(many())), "files": sorted(p.name for p in Path(path, "comm_hook").glob("*"))}
 
 
 def spoilt_powersgd() -> dict[str, Any]:
     """A NaN after compression began: the hook's memory must not keep it."""
     x, y = many().tensors
-    x[4 * 1002] = float("nan")
+    x[4 * 22] = float("nan")
     box: list[Trainer] = []
     seen = Weights(box)
-    settings = {**BASE, **FP32_DEEP, "max_steps": 1008, "nan_policy": "skip", "callbacks": [seen]}
-    box.append(Trainer(deep, **settings, ddp={"comm_hook": "powersgd"}))
+    settings = {**BASE, **FP32_DEEP, "max_steps": 28, "nan_policy": "skip", "callbacks": [seen]}
+    box.append(Trainer(deep, **settings, ddp=POWERSGD))
     history = box[0].fit(TensorDataset(x, y))
     return {**facts(box[0], history), "skipped": [i + 1 for i, (_, skipped) in enumerate(seen.values) if skipped]}
 
 
 def many() -> TensorDataset:
     generator = torch.Generator().manual_seed(9)
-    x = torch.randn(4048, FEATURES, generator=generator)
-    return TensorDataset(x, torch.randint(0, CLASSES, (4048,), generator=generator))
+    x = torch.randn(120, FEATURES, generator=generator)
+    return TensorDataset(x, torch.randint(0, CLASSES, (120,), generator=generator))
 
 
+POWERSGD = {"comm_hook": "powersgd", "powersgd_start_step": 20}
 FP32_DEEP = {"dtype": "float32", "global_batch_size": 4, "log_every_n_steps": 1000, "epochs": 1}
 
 
@@ -325,6 +441,10 @@ CASES = {
     "typed-rate": with_objects(halving, learning_rate=0.02),
     "typed-rate-factories": case(scheduler=halving, learning_rate=0.03),
     "typed-rate-groups": case(optimizer=groups, learning_rate=0.02),
+    "typed-rate-resumed": from_checkpoint(learning_rate=0.025),
+    "schedule-resumed": from_checkpoint(),
+    "schedule-of-another-class": from_checkpoint(scheduler=by_threes),
+    "schedule-dropped": from_checkpoint(scheduler=None),
     "linear-default": case(optimizer=None, learning_rate=0.004, lr_scaling="linear", gradient_accumulation_steps=2),
     "sqrt-factory": case(scheduler=by_threes, lr_scaling="sqrt", gradient_accumulation_steps=2),
     "linear-object": with_objects(halving, lr_scaling="linear", gradient_accumulation_steps=2),
@@ -332,7 +452,7 @@ CASES = {
     "per-epoch": case(scheduler=halving, scheduler_interval="epoch"),
     "per-epoch-object": with_objects(halving, scheduler_interval="epoch"),
     "plateau": case(scheduler=plateau, epochs=4, val=inverted),
-    "plateau-typo": case(scheduler=plateau, monitor="val_losss", val=data),
+    "plateau-typo": case(scheduler=plateau, monitor="val_losss", monitor_mode="min", val=data),
     "bf16": mixed(mixed_precision="bf16"),
     "mixed-true": mixed(mixed_precision=True),
     "fp16": mixed(mixed_precision="fp16", scaler_init_scale=256.0, scaler_growth_interval=3),
@@ -343,6 +463,13 @@ CASES = {
     "kept": recomputed(False),
     "early": case(epochs=9, early_stopping_patience=2, val=inverted),
     "early-loss": case(epochs=9, early_stopping_patience=1, monitor="loss", monitor_mode="max"),
+    "dropping": case(dropping),
+    "among-own-draws": among_own_draws,
+    "logged-once": logged_twice,
+    "logged-twice": logged_twice,
+    "profiled": profiled,
+    "sparse": case(lambda: Embedded(True), loss_fn=pair, gradient_clipping=0.3, gradient_accumulation_steps=2),
+    "dense": case(lambda: Embedded(False), loss_fn=pair, gradient_clipping=0.3, gradient_accumulation_steps=2),
     "max-steps": case(max_steps=5),
     "seed-0": case(unseeded, shuffle=True),
     "seed-0-again": case(unseeded, shuffle=True, seed=0),
@@ -371,13 +498,17 @@ DDP_CASES = {
     "hook-fp16": case(deep, ddp={"comm_hook": "fp16", "bucket_cap_mb": 0.004}),
     "hook-bf16": case(deep, ddp={"comm_hook": "bf16", "bucket_cap_mb": 0.004}),
     "hook-none": case(deep),
-    "hook-powersgd": case(deep, data=many, **FP32_DEEP, max_steps=1010, ddp={"comm_hook": "powersgd"}),
-    "no-powersgd": case(deep, data=many, **FP32_DEEP, max_steps=1010),
+    "hook-powersgd": case(deep, data=many, **FP32_DEEP, max_steps=30, ddp=POWERSGD),
+    "powersgd-later": case(deep, data=many, **FP32_DEEP, max_steps=30, ddp=POWERSGD | {"powersgd_start_step": 30}),
+    "powersgd-rank-2": case(deep, data=many, **FP32_DEEP, max_steps=30, ddp=POWERSGD | {"powersgd_rank": 2}),
+    "powersgd-rank-alone": case(**FP32, ddp={"powersgd_rank": 2}),
+    "no-powersgd": case(deep, data=many, **FP32_DEEP, max_steps=30),
     "powersgd-resumed": resumed_powersgd,
     "powersgd-twice": after_each_other,
     "powersgd-spoilt": spoilt_powersgd,
     "powersgd-buckets": case(**FP32, ddp={"comm_hook": "powersgd", "bucket_cap_mb": 1}),
     "unused-found": case(TwoHeads, ddp={"find_unused_parameters": True}),
+    "unused-at-last": case(SecondHeadAtFirst, gradient_accumulation_steps=3),
     "unused": case(TwoHeads),  # last: DDP's reducer is left unfinished
 }
 

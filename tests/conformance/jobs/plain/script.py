@@ -63,7 +63,7 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step
 count = Count()
 trainer = Trainer(
     net,
-    {"hidden": 16},
+    {"hidden": 16, "batch_size": 8},
     optimizer=optimizer,
     scheduler=scheduler,
     loss_fn=lambda outputs, targets: torch.nn.functional.cross_entropy(outputs, targets),
@@ -75,7 +75,7 @@ trainer = Trainer(
     lr_scaling="sqrt",
 )
 train = DataLoader(
-    Points(90), batch_size=8, shuffle=True, num_workers=1, persistent_workers=True, generator=torch.Generator()
+    Points(90), batch_size=6, shuffle=True, num_workers=1, persistent_workers=True, generator=torch.Generator()
 )
 alive = iter(train)
 next(alive)

@@ -1,0 +1,109 @@
+"""How the ranks of a group find each other: a store that all of them have reached, under a name of this attempt alone."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from distributed.errors import ResourceError
+from distributed.launcher import WorkerEnvironment
+
+_POLL_S = 0.002
+_PATIENCE_S = 5.0  # before the missing ranks are named
+_GRACE_S = 5.0  # for rank 0's verdict to reach the others
+
+
+def meet(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], None]) -> Any:
+    """A store shared by all ranks of this attempt, once each of them is there. Every rank must call it.
+
+    torchrun keeps one store over its restarts, where an attempt would read the addresses of the one before, and its count
+    of restarts differs between nodes. So rank 0 draws a name, and gives it to each rank in answer to a word that this
+    rank has just drawn: what an earlier attempt left is answered too, and nobody reads it.
+
+    Raises ResourceError with the ranks that did not come within `start_timeout` seconds.
+    """
+    store = _connect(found, start_timeout)
+    roll = dist.PrefixStore("trainer", store)
+    deadline = time.monotonic() + start_timeout
+    if found.rank == 0:
+        name, missing = _call_the_roll(roll, found.world_size, deadline, start_timeout, warn)
+    else:
+        name, missing = _answer(roll, found.rank, deadline + _GRACE_S)
+    if missing:
+        raise ResourceError(_absence(missing, start_timeout))
+    return dist.PrefixStore(f"trainer/{name}", store)
+
+
+def _connect(found: WorkerEnvironment, start_timeout: float) -> Any:
+    is_host = found.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return dist.TCPStore(
+            os.environ.get("MASTER_ADDR") or found.master_addr, int(os.environ.get("MASTER_PORT") or found.master_port),
+            found.world_size, is_host, timedelta(seconds=start_timeout), wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    except dist.DistNetworkError as error:
+        if found.rank == 0:
+            raise
+        raise ResourceError(f"{_absence('0', start_timeout)} ({str(error).splitlines()[0]})") from None
+
+
+def _call_the_roll(
+    roll: Any, world_size: int, deadline: float, start_timeout: float, warn: Callable[[str], None]
+) -> tuple[str, str]:
+    """Of rank 0: the name, and the ranks that are missing when time is up."""
+    name = secrets.token_hex(8)
+    missing, answered = set(range(1, world_size)), set()
+    warn_at = time.monotonic() + _PATIENCE_S
+    while missing and (now := time.monotonic()) < deadline:
+        for rank in sorted(missing):
+            if roll.check([f"{name}/{rank}"]):
+                missing.discard(rank)
+            elif roll.check([f"here/{rank}"]) and (word := roll.get(f"here/{rank}").decode()) not in answered:
+                roll.set(f"answer/{word}", name)
+                answered.add(word)
+        if missing and now >= warn_at:
+            warn(
+                f"waiting for {_ranks(_listed(missing))} to call fit(), as every rank must (at most {start_timeout:g} s)"
+            )
+            warn_at = deadline
+        time.sleep(_POLL_S)
+    roll.set(f"{name}/missing", _listed(missing))
+    return name, _listed(missing)
+
+
+def _answer(roll: Any, rank: int, deadline: float) -> tuple[str, str]:
+    """Of the other ranks: the same as rank 0 says it."""
+    word = secrets.token_hex(8)
+    roll.set(f"here/{rank}", word)
+    name = _read(roll, f"answer/{word}", deadline)
+    if name is not None:
+        roll.set(f"{name}/{rank}", "")
+    missing = None if name is None else _read(roll, f"{name}/missing", deadline)
+    return name or "", "0" if missing is None else missing
+
+
+def _read(roll: Any, key: str, deadline: float) -> str | None:
+    """What comes to be under `key`; None when time is up."""
+    while not roll.check([key]):
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(_POLL_S)
+    return str(roll.get(key).decode())
+
+
+def _listed(ranks: set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+def _ranks(listed: str) -> str:
+    return f"rank{'s' * (',' in listed)} {listed}"
+
+
+def _absence(listed: str, start_timeout: float) -> str:
+    return f"{_ranks(listed)} did not join within start_timeout={start_timeout:g} s: every rank must call fit()"

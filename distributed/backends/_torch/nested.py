@@ -1,0 +1,55 @@
+"""Batches and outputs as containers of tensors: taken apart, put together again, moved to a device."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def children(value: Any) -> dict[Any, Any] | None:
+    """What a tuple, list, mapping or data class holds, by place, key or field; None of anything else."""
+    if isinstance(value, (tuple, list)):
+        return dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def rebuilt(value: Any, held: dict[Any, Any]) -> Any:
+    """A container like `value` that holds `held`. A mapping that is no dict and no UserDict becomes a dict."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*held.values())
+    if isinstance(value, (tuple, list)):
+        return type(value)(held.values())
+    if type(value) is dict or (isinstance(value, Mapping) and not isinstance(value, (dict, collections.UserDict))):
+        return held
+    like = copy.copy(value)
+    for name, child in held.items():
+        if isinstance(value, Mapping):  # of Hugging Face: a BatchEncoding, or a model's outputs
+            like[name] = child
+        else:
+            object.__setattr__(like, name, child)  # also of a frozen data class
+    return like
+
+
+def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """`batch` on `device`, floating tensors in `dtype` if given; tensors inside containers too. What has its own `.to`
+    moves itself, as it can; anything else stays as it is."""
+    if isinstance(batch, torch.Tensor):
+        if dtype is not None and batch.is_floating_point():
+            return batch.to(device=device, dtype=dtype, non_blocking=True)
+        return batch.to(device, non_blocking=True)
+    if type(batch) in (list, tuple):
+        return type(batch)([move(item, device, dtype) for item in batch])
+    is_dict = isinstance(batch, (dict, collections.UserDict))
+    if not is_dict and callable(getattr(batch, "to", None)):  # a PackedSequence, a graph
+        return batch.to(device)
+    held = children(batch)
+    return batch if held is None else rebuilt(batch, {key: move(child, device, dtype) for key, child in held.items()})

@@ -1,0 +1,93 @@
+"""The learning rates of a run: the user's schedule, the warm-up in front of it, and what a resume makes of both."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from distributed.backends._torch import optim, tensors
+from distributed.errors import CheckpointError
+from distributed.monitor import unknown_metric
+from distributed.settings import MergedConfig
+
+
+class Schedule:
+    """Sets the rates of `optimizer` by the user's `scheduler`, which counts updates or epochs; None: they stay."""
+
+    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer, merged: MergedConfig) -> None:
+        self._scheduler, self._optimizer, self._merged = scheduler, optimizer, merged
+        self._is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+        by_step = merged.config.scheduler_interval == "step"
+        self.follows_updates = scheduler is not None and by_step and not self._is_plateau
+        self._is_new = True
+        self._full_rate = optim.full_rate(optimizer.param_groups[0])
+
+    def rates(self, step: int) -> list[float]:
+        """The rate of each parameter group for the update after `step` updates."""
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        length = self._merged.config.warmup_steps
+        return [rate * (step + 1) / length for rate in rates] if step < length else rates
+
+    @contextlib.contextmanager
+    def warming_up(self, step: int) -> Iterator[None]:
+        """The lower rates of update `step` within; after it the full ones, on which the schedule builds."""
+        full = [float(group["lr"]) for group in self._optimizer.param_groups]
+        optim.set_rates(self._optimizer, self.rates(step))
+        yield
+        optim.set_rates(self._optimizer, full)
+
+    def step(self, *metric: float) -> None:
+        """One update or one epoch further."""
+        if not self._is_new:
+            self._scheduler.step(*metric)
+            return
+        self._is_new = False
+        with warnings.catch_warnings():  # a schedule that came by value no longer knows the optimizer's patched step
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step", UserWarning)
+            self._scheduler.step(*metric)
+
+    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Step a schedule that counts epochs, or one that watches a metric."""
+        if self._scheduler is None or self.follows_updates:
+            return
+        if not self._is_plateau:
+            self.step()
+            return
+        name = self._merged.config.monitor
+        if name not in metrics:
+            if self._merged.is_typed("monitor"):
+                raise unknown_metric("monitor", name, metrics)
+            name = "loss"
+        self.step(metrics[name])
+
+    def state(self) -> dict[str, Any]:
+        """What `load` takes, as JSON."""
+        content = None if self._scheduler is None else tensors.scheduler_state(self._scheduler)
+        return {"learning_rate": self._full_rate, "schedule": self._kind(), "scheduler": content}
+
+    def load(self, state: Mapping[str, Any], notice: Callable[[str], None]) -> None:
+        """Take up `state`, after the optimizer has taken up its own; this command's `learning_rate` holds from here on."""
+        content, here = state.get("scheduler"), self._kind()
+        there = state.get("schedule", here if content else None)  # a checkpoint without the name is taken at its word
+        if here and there and here != there:
+            raise CheckpointError(
+                f"the schedule is {here}, the checkpoint holds {there}: use {there} or start without the checkpoint"
+            )
+        if here and there:
+            tensors.load_scheduler_state(self._scheduler, content or {})
+        elif here:
+            notice(f"the checkpoint has no schedule: {here} starts anew")
+        elif there:
+            notice(f"the checkpoint's {there} is not given here: the learning rate stays as it left it")
+        before, now = float(state.get("learning_rate", self._full_rate)), self._full_rate
+        if before != now:
+            optim.change_rates(self._optimizer, self._scheduler, lambda rate: rate * (now / before))
+            notice(f"learning_rate={now:g} replaces the checkpoint's {before:g}")
+
+    def _kind(self) -> str | None:
+        return None if self._scheduler is None else type(self._scheduler).__name__

@@ -1,0 +1,70 @@
+"""Metrics that are judged: which values are better, which were the best, and whether the monitored one can be there."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError, nearest
+from distributed.settings import MergedConfig
+
+_SMALLER_IS_BETTER = {
+    "loss", "losses", "logloss", "error", "errors", "err", "mse", "rmse", "mae", "mape", "msle", "rmsle", "nll",
+    "perplexity", "ppl", "bpc", "bpb", "entropy", "crossentropy", "divergence", "kl", "distance", "regret",
+    "wer", "cer", "ter", "eer", "ece", "brier", "fid", "kid", "lpips",
+}  # fmt: skip
+_NOT_JUDGED = {"epoch", "step", "learning_rate", "samples_per_second"}
+# A word in a name: of one case, or with a capital first.
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def is_larger_better(name: str) -> bool:
+    """Whether a larger value of `name` is better: not where one of its words says loss, error, distance and the like."""
+    return not _SMALLER_IS_BETTER.intersection(word.lower() for word in _WORD.findall(name))
+
+
+def best_metrics(rows: Sequence[Mapping[str, float]], config: DistributedConfig) -> dict[str, float]:
+    """name -> its best value in `rows`; for the monitored metric `monitor_mode` says which that is."""
+    best: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name in _NOT_JUDGED or math.isnan(value):
+                continue
+            is_max = config.monitor_mode == "max" if name == config.monitor else is_larger_better(name)
+            best[name] = (max if is_max else min)(best.get(name, value), value)
+    return best
+
+
+def check_monitor(merged: MergedConfig, val_data: Any) -> None:
+    """What is known of the monitor before training. Raises ConfigError."""
+    config = merged.config
+    if is_larger_better(config.monitor) and config.monitor_mode == "min" and not merged.is_typed("monitor_mode"):
+        raise ConfigError(
+            f"monitor={config.monitor!r} is best when large, and monitor_mode is 'min': set monitor_mode='max' (or 'min' explicitly)"
+        )
+    if val_data is not None or not config.monitor.startswith("val_"):
+        return
+    for name in ("early_stopping_patience", "keep_best"):
+        if getattr(config, name) and (merged.is_typed(name) or merged.is_typed("monitor")):
+            raise ConfigError(
+                f"{name}={getattr(config, name)} watches {config.monitor!r}, and fit() got no validation data:"
+                " pass val_data, or set monitor='loss'"
+            )
+
+
+def check_reported(config: DistributedConfig, row: Mapping[str, float], is_validated: bool) -> None:
+    """The first row shows whether the monitor is measured at all; without it no best checkpoint could be kept."""
+    is_expected = config.keep_best and (is_validated or not config.monitor.startswith("val_"))
+    if is_expected and config.monitor not in row:
+        raise unknown_metric("monitor", config.monitor, row)
+
+
+def unknown_metric(field: str, name: str, metrics: Mapping[str, float]) -> ConfigError:
+    """The error for a metric that nobody reports, with the nearest and all of those that are reported."""
+    reported = [key for key in metrics if key not in ("epoch", "step")]
+    return ConfigError(
+        f"{field}={name!r} is not reported{nearest(name, reported)}: choose one of {', '.join(reported)}"
+    )

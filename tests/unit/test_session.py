@@ -1,0 +1,174 @@
+"""A Trainer in this very process: what it shows, what it leaves behind when it fails, and what it says of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from distributed import Callback, Trainer
+from distributed.errors import ConfigError
+from distributed.trainer_files import _Taken
+
+DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 2)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def own_place(monkeypatch, tmp_path):
+    """A process that has trained nothing yet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_Taken, "first", None)
+    monkeypatch.setattr(_Taken, "count", 0)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+
+@contextlib.contextmanager
+def terminal():
+    """What is printed goes to a terminal."""
+    stream = Terminal()
+    with contextlib.redirect_stdout(stream), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", "100")
+        yield stream
+
+
+def trainer(step=None, *callbacks, **settings):
+    def training_step(model, batch):
+        if step is not None:
+            step(model)
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    return Trainer(
+        torch.nn.Linear(2, 2), training_step=training_step, batch_size=4, callbacks=callbacks, device="cpu", **settings
+    )
+
+
+def results(tmp_path):
+    return {path.parent.name: json.loads(path.read_text()) for path in sorted(tmp_path.rglob("result.json"))}
+
+
+def only_result(tmp_path):
+    (result,) = results(tmp_path).values()
+    return result
+
+
+def test_a_further_fit_counts_from_where_it_starts():
+    runner = trainer(epochs=2, log_every_n_steps=1)
+
+    with terminal() as screen:
+        for _ in range(3):
+            runner.fit(DATA)
+
+    counts = [tuple(map(int, pair)) for pair in re.findall(r"(?:step|epoch) (\d+)/(\d+)", screen.getvalue())]
+    assert {(2, 2), (4, 4), (6, 6)} <= set(counts)
+    assert all(done <= total for done, total in counts)
+
+
+def test_an_error_gives_the_terminal_back_and_is_in_the_result(tmp_path):
+    calls = []
+
+    def fail(model):
+        calls.append(1)
+        if len(calls) == 5:
+            raise ValueError("no such\npicture")
+
+    runner = trainer(fail, log_every_n_steps=1, epochs=3)
+    with terminal() as screen, pytest.raises(ValueError, match="no such"):
+        runner.fit(DATA)
+
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert screen.getvalue().rfind(shown) > screen.getvalue().rfind(hidden) > 0
+    result = only_result(tmp_path)
+    assert (result["status"], result["error"]) == ("failed", "ValueError: no such picture")
+    assert (result["steps"], result["epochs"]) == (4, 1)
+    assert result["checkpoint"] == "checkpoints/step-00000003"
+    assert result["best_metrics"]["loss"] > 0
+
+
+def test_a_run_that_goes_on_is_not_called_finished(tmp_path):
+    class Look(Callback):
+        def on_step_end(self, state, result):
+            seen.append(only_result(tmp_path)["status"])
+
+    seen = []
+    runner = trainer(None, Look())
+    runner.fit(DATA)
+    assert only_result(tmp_path)["status"] == "finished"
+    runner.fit(DATA)
+
+    assert set(seen) == {"running"} and len(seen) == 6
+    assert only_result(tmp_path)["status"] == "finished" and only_result(tmp_path)["steps"] == 6
+
+
+def test_a_nan_is_a_failed_run(tmp_path):
+    def spoil(model):
+        with torch.no_grad():
+            model.weight.fill_(float("nan"))
+
+    with pytest.raises(Exception, match="loss is nan"):
+        trainer(spoil).fit(DATA)
+
+    assert only_result(tmp_path)["status"] == "failed"
+    assert only_result(tmp_path)["error"].startswith("step 1: the loss is nan")
+
+
+def test_quiet_is_quiet(tmp_path):
+    with terminal() as screen:
+        trainer(verbose=False).fit(DATA)
+
+    assert screen.getvalue() == ""
+    assert only_result(tmp_path)["status"] == "finished"
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_loaders_are_closed_after_an_error(verb):
+    closed = []
+
+    def fail(*_):
+        raise ValueError("broken")
+
+    runner = trainer()
+    runner.fit(DATA)
+    shard = runner.backend.shard
+
+    def watched(*args, **kwargs):
+        data = shard(*args, **kwargs)
+        close = data.close
+        data.close = lambda: closed.append(close())
+        return data
+
+    runner.backend.shard = watched
+    runner.backend.eval_step = runner.backend.predict_step = fail
+    with pytest.raises(ValueError, match="broken"):
+        getattr(runner, verb)(DATA)
+    assert len(closed) == 1
+
+
+def test_another_trainer_has_a_directory_of_its_own(tmp_path):
+    first, second = trainer(), trainer()
+    runs = [each.fit(DATA).run_dir for each in (first, second, first)]
+
+    assert re.fullmatch(r"runs/train-\d{8}-\d{6}-[0-9a-f]{4}", runs[0])
+    assert runs == [runs[0], f"{runs[0]}/fit-2", runs[0]]
+    assert set(results(tmp_path)) == {runs[0].removeprefix("runs/"), "fit-2"}
+
+
+def test_a_misspelt_monitor_names_the_nearest_before_a_second_epoch():
+    def no_metric(model):
+        counts.append(1)
+
+    counts = []
+    with pytest.raises(ConfigError, match=r"'val_los' is not reported \(did you mean 'val_loss'\?\)"):
+        trainer(no_metric, monitor="val_los", monitor_mode="min", epochs=5).fit(DATA, DATA)
+    assert len(counts) == 6  # three updates and three batches of validation
