@@ -8,6 +8,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from distributed.errors import ConfigError
+from distributed.launching.processes import is_running
 
 _PROBE_BYTES = 64 * 1024  # more than the text files of a run need before its first checkpoint
 _LOCK = ".lock"
+_DYING_S = 5.0  # that workers may take to follow a launcher that was killed
 
 
 def choose_run_dir(script_name: str, run_id: str | None = None) -> Path:
@@ -83,12 +86,9 @@ class RunDirectory:
     def lock(self) -> None:
         """Hold the directory until this process and all that it forks are gone. ConfigError where another run does."""
         fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 256, 0).decode(errors="replace").strip()
+        if holder := _take(fd):
             os.close(fd)
-            raise self._in_use(holder) from None
+            raise self._in_use(holder)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock_fd = fd
@@ -140,12 +140,9 @@ class RunDirectory:
         except OSError:
             return ""
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return os.pread(fd, 256, 0).decode(errors="replace").strip() or "another process"
+            return _take(fd)
         finally:
             os.close(fd)
-        return ""
 
     def _prove_writable(self) -> None:
         probe = self.path / f".probe-{os.getpid()}"
@@ -175,3 +172,23 @@ class RunDirectory:
         return ConfigError(
             f"{self._name} {str(self.path)!r} is in use by {holder}: stop that, or name another with {self._flag}"
         )
+
+
+def _take(fd: int) -> str:
+    """Lock the open file; returns who holds it instead. The workers of a launcher that was just killed may still be dying."""
+    deadline = time.monotonic() + _DYING_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return ""
+        except BlockingIOError:
+            holder = os.pread(fd, 256, 0).decode(errors="replace").strip() or "another process"
+            if not _is_dead(holder) or time.monotonic() > deadline:
+                return holder
+            time.sleep(0.02)
+
+
+def _is_dead(holder: str) -> bool:
+    """Whether a holder, in the words of `lock`, was a process of this machine and is gone."""
+    found = re.fullmatch(rf"process (\d+) on {re.escape(socket.gethostname())}", holder)
+    return found is not None and not is_running(int(found[1]))

@@ -178,7 +178,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
 
     def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         try:
-            self._wrapped._check_reducer_finalized()  # type: ignore[operator] # 0.2 us
+            self._wrapped.reducer._check_reducer_finalized()  # type: ignore[operator, union-attr]
         except RuntimeError as error:  # torch itself says it in the next forward, after an update with local gradients
             raise ConfigError(_unused(self.plain, str(error))) from None
         super()._finish_update(group, losses, result)

@@ -249,6 +249,8 @@ class TorchBackend(Backend[OptionsT]):
 
     def _forward(self, micro: MicroBatch, items: torch.Tensor | None) -> Loss:
         batch = self._move(micro.batch) if self._moves else micro.batch
+        if self.mixed_precision == "no":
+            return self.objective(self._wrapped, batch, items)
         with self.precision.autocast():
             return self.objective(self._wrapped, batch, items)
 

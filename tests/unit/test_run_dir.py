@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -19,6 +21,18 @@ from distributed.run_dir import RunDirectory
 RunDirectory(sys.argv[1]).lock()
 print("held", flush=True)
 sys.stdin.read()
+"""
+
+ORPHAN = """
+import os, sys, time
+from distributed.run_dir import RunDirectory
+RunDirectory(sys.argv[1]).lock()
+worker = os.fork()
+if worker:
+    print(worker, flush=True)
+else:
+    os.close(1)
+    time.sleep(60)
 """
 
 
@@ -88,6 +102,20 @@ def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(tmp_path):
     run = RunDirectory(tmp_path)
     run.check(resume=False)
     run.lock()
+
+
+def test_a_directory_is_free_when_the_last_worker_of_a_killed_launcher_is_gone(tmp_path):
+    """A launcher that dies first leaves the lock to its workers, for as long as they take to follow it."""
+    launcher = subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    with launcher:
+        assert launcher.stdout is not None
+        worker = int(launcher.stdout.readline())
+        assert launcher.wait(10) == 0
+        timer = threading.Timer(0.3, os.kill, (worker, signal.SIGKILL))
+        timer.start()
+        RunDirectory(tmp_path).check(resume=True)
+        RunDirectory(tmp_path).lock()
+        timer.join()
 
 
 def test_events_are_whole_lines(tmp_path):
