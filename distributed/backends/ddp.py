@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
-import gc
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends.base import Job
 from distributed.backends.torch_base import TorchBackend
-from distributed.errors import ConfigError, ResourceError
+from distributed.errors import ConfigError
 from distributed.fields import setting
 from distributed.plan import BatchPlan, ProcessPlan
 from distributed.settings import MergedConfig
-from distributed.state import Group, StepResult, WorkerContext
+from distributed.state import Group, StepResult
 
 if TYPE_CHECKING:
     import torch
 
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.powersgd import PowerSGD
+    from distributed.backends._torch.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,41 +67,10 @@ class DDPBackend(TorchBackend[DDPOptions]):
             )
         self._powersgd: PowerSGD | None = None
 
-    def _join(self) -> WorkerContext:
-        import torch.distributed as dist
+    def _join(self) -> World:
+        from distributed.backends._torch.world import ProcessGroup
 
-        from distributed.launcher import WorkerEnvironment, worker_environment
-
-        found = worker_environment()
-        if found is None and self.plan.world_size == 1:
-            found = WorkerEnvironment(0, 0, 1, 1, 0, "127.0.0.1", 0, 0, "alone")
-        if found is None:
-            raise ResourceError(
-                "backend 'pytorch-ddp' needs a launched worker: use 'python -m distributed.cli train', or fit()"
-            )
-        device = f"cuda:{found.local_rank}" if self.plan.device == "cuda" else "cpu"
-        self._owns_group = not dist.is_initialized()
-        if self._owns_group:
-            if self.plan.device == "cuda":
-                import torch
-
-                torch.cuda.set_device(found.local_rank)
-            join_group(
-                found,
-                self.config.communication_backend or ("nccl" if self.plan.device == "cuda" else "gloo"),
-                self.config,
-                lambda text: self.report({"kind": "warning", "text": text}),
-            )
-            atexit.register(leave_group)
-        return WorkerContext(
-            found.rank,
-            found.world_size,
-            found.local_rank,
-            found.local_world_size,
-            found.node_rank,
-            device,
-            found.restart_count,
-        )
+        return ProcessGroup(self.plan, self.config, lambda text: self.report({"kind": "warning", "text": text}))
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         notices = super().prepare(job, batch)
@@ -155,11 +122,6 @@ class DDPBackend(TorchBackend[DDPOptions]):
         context: contextlib.AbstractContextManager[None] = self._wrapped.no_sync()  # type: ignore[operator]
         return context
 
-    def _sum_over_ranks(self, values: torch.Tensor) -> Any:
-        import torch.distributed as dist
-
-        return dist.all_reduce(values, async_op=True)
-
     def _before_first_update(self, group: Group) -> None:
         """After its first backward DDP orders its buckets anew, and three or more terms sum up differently in another
         order. A wrapper that goes on with a run learns the order in a pass without weight, before its first update."""
@@ -169,12 +131,6 @@ class DDPBackend(TorchBackend[DDPOptions]):
             self._is_first_group = False
             for parameter in self._parameters:
                 parameter.grad = None
-
-    def _sync_buffers(self) -> None:
-        import torch.distributed as dist
-
-        for buffer in self.plain.buffers():
-            dist.broadcast(buffer, src=0)
 
     def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         try:
@@ -203,34 +159,6 @@ class DDPBackend(TorchBackend[DDPOptions]):
         else:
             self._notice("the checkpoint has no powersgd memory for this world size: it starts anew")
 
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        import torch.distributed as dist
-
-        box = [value]
-        dist.broadcast_object_list(box, src=src, device=self.device)
-        return box[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        import torch.distributed as dist
-
-        boxes: list[Any] = [None] * self.context.world_size
-        dist.all_gather_object(boxes, value)
-        return boxes
-
-    def barrier(self) -> None:
-        import torch.distributed as dist
-
-        dist.barrier()
-
-    def key_value_store(self) -> Any:
-        import torch.distributed as dist
-
-        return dist.PrefixStore("common-step", dist.distributed_c10d._get_default_store())
-
-    def _leave(self) -> None:
-        if getattr(self, "_owns_group", False):
-            leave_group()
-
 
 def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, Any]:
     """No broadcast of buffers before each forward where there are none; the word for it changed in torch 2.13."""
@@ -238,26 +166,6 @@ def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, Any]:
         return {}
     has_new_word = "forward_sync_buffers" in inspect.signature(wrapper.__init__).parameters
     return {"forward_sync_buffers" if has_new_word else "broadcast_buffers": False}
-
-
-def join_group(found: Any, transport: str, config: Any, warn: Callable[[str], None]) -> None:
-    """Join torch's process group. All ranks. Waits `start_timeout` for the others; later collectives wait `timeout_s`."""
-    import torch.distributed as dist
-
-    from distributed.backends._torch.meeting import meet
-
-    timeout = timedelta(seconds=config.timeout_s)
-    store = dist.HashStore() if found.source == "alone" else meet(found, config.start_timeout, warn)
-    dist.init_process_group(transport, store=store, rank=found.rank, world_size=found.world_size, timeout=timeout)
-
-
-def leave_group() -> None:
-    """Leave torch's process group, if it is still there; what holds DDP wrappers alive in a cycle is collected first."""
-    import torch.distributed as dist
-
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _powersgd_of(model: torch.nn.Module, options: DDPOptions) -> PowerSGD:

@@ -5,6 +5,7 @@ torch is loaded in `setup()`, so that this file imports without it.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import gc
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from distributed.backends._torch.objective import Loss
+    from distributed.backends._torch.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,9 @@ class TorchBackend(Backend[OptionsT]):
 
     # ------------------------------------------------------------------ hooks of the torch family
 
-    def _join(self) -> WorkerContext:
-        """Join the process group; the world of one process by default."""
-        return WorkerContext(0, 1, 0, 1, 0, self.plan.device)
+    @abc.abstractmethod
+    def _join(self) -> World:
+        """Join the other processes."""
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The module to call in training."""
@@ -64,18 +66,8 @@ class TorchBackend(Backend[OptionsT]):
     def _backward(self, value: torch.Tensor) -> None:
         self.precision.scaled(value).backward()
 
-    def _sum_over_ranks(self, values: torch.Tensor) -> Any:
-        """Sum `values` in place over all ranks; returns a handle with `.wait()`, or None when it is done."""
-        return None
-
     def _before_first_update(self, group: Group) -> None:
         """Once after each `_wrap`, when the first batch is known."""
-
-    def _sync_buffers(self) -> None:
-        """Give every rank the main process' buffers. All ranks."""
-
-    def _leave(self) -> None:
-        """Leave the process group."""
 
     # ------------------------------------------------------------------ set-up
 
@@ -85,7 +77,8 @@ class TorchBackend(Backend[OptionsT]):
         from distributed.backends._torch.generators import OwnGenerators
 
         self.torch = torch
-        self.context = self._join()
+        self.world = self._join()
+        self.context = self.world.context
         self.device = torch.device(self.context.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -269,7 +262,7 @@ class TorchBackend(Backend[OptionsT]):
         """All-reduce the count of a (sum, count) loss while the last backward runs."""
         counts = [loss.count for loss in losses]
         total = self.torch.as_tensor(sum(counts), dtype=self.torch.float64, device=self.device).reshape(1)
-        self._total, self._counting = total, self._sum_over_ranks(total)
+        self._total, self._counting = total, self.world.sum(total)
 
     def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         """Rescale, clip, look for NaN, then the one update."""
@@ -363,14 +356,27 @@ class TorchBackend(Backend[OptionsT]):
     def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
         if self.context.world_size == 1 or not sums:
             return dict(sums)
-        values = self.torch.tensor(list(sums.values()), dtype=self.torch.float64, device=self._collective_device())
-        handle = self._sum_over_ranks(values)
+        values = self.torch.tensor(list(sums.values()), dtype=self.torch.float64, device=self.device)
+        handle = self.world.sum(values)
         if handle is not None:
             handle.wait()
         return dict(zip(sums, values.tolist(), strict=True))
 
-    def _collective_device(self) -> torch.device:
-        return self.device
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        return self.world.broadcast(value, src)
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.world.gather(value)
+
+    def key_value_store(self) -> Any:
+        return self.world.store()
+
+    def barrier(self) -> None:
+        self.world.barrier()
+
+    def _sync_buffers(self) -> None:
+        for buffer in self.plain.buffers():
+            self.world.copy_from_main(buffer)
 
     # ------------------------------------------------------------------ schedule, state, end
 
@@ -441,7 +447,7 @@ class TorchBackend(Backend[OptionsT]):
     def teardown(self) -> None:
         if self.model is not None:
             self.unwrap()
-        self._leave()
+        self.world.leave()
 
     # ------------------------------------------------------------------ small things
 
@@ -457,7 +463,7 @@ class TorchBackend(Backend[OptionsT]):
         counts = [self.objective.label_count(micro.batch) for micro in micros if micro.num_samples]
         known = [count for count in counts if count is not None]
         total = self.torch.as_tensor(sum(known), dtype=self.torch.float64, device=self.device).reshape(1)
-        if (handle := self._sum_over_ranks(total)) is not None:
+        if (handle := self.world.sum(total)) is not None:
             handle.wait()
         return total.reshape(())
 

@@ -1,0 +1,150 @@
+"""The processes that train together, as the torch family sees them: what it asks of them, with one process and with many."""
+
+from __future__ import annotations
+
+import abc
+import atexit
+import gc
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distributed.backends._torch.meeting import meet
+from distributed.config import DistributedConfig
+from distributed.errors import ResourceError
+from distributed.launcher import WorkerEnvironment, worker_environment
+from distributed.plan import ProcessPlan
+from distributed.state import WorkerContext
+
+
+class World(abc.ABC):
+    """All verbs are collectives: every rank calls them, in the same order."""
+
+    context: WorkerContext
+
+    @abc.abstractmethod
+    def sum(self, values: torch.Tensor) -> Any:
+        """Sum `values` in place over all ranks; returns a handle with `.wait()`, or None when it is done."""
+
+    @abc.abstractmethod
+    def copy_from_main(self, tensor: torch.Tensor) -> None:
+        """Give `tensor` the main process' values, in place."""
+
+    @abc.abstractmethod
+    def broadcast(self, value: Any, src: int) -> Any:
+        """Rank `src`'s `value` on every rank."""
+
+    @abc.abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in the order of ranks."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    @abc.abstractmethod
+    def store(self) -> Any:
+        """What `Backend.key_value_store` describes. No collective."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Leave the others; nobody waits."""
+
+
+class OneProcess(World):
+    """Nobody else."""
+
+    def __init__(self, plan: ProcessPlan) -> None:
+        found = worker_environment()
+        device = "cuda:0" if plan.device == "cuda" else "cpu"
+        self.context = WorkerContext(0, 1, 0, 1, 0, device, found.restart_count if found else 0)
+
+    def sum(self, values: torch.Tensor) -> Any:
+        return None
+
+    def copy_from_main(self, tensor: torch.Tensor) -> None:
+        return None
+
+    def broadcast(self, value: Any, src: int) -> Any:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        return None
+
+    def store(self) -> Any:
+        return None
+
+    def leave(self) -> None:
+        return None
+
+
+class ProcessGroup(World):
+    """torch.distributed's default group: the user's, where the script has made it, else one that we join."""
+
+    def __init__(
+        self, plan: ProcessPlan, config: DistributedConfig, warn: Callable[[str], None], transport: str | None = None
+    ) -> None:
+        """Waits `start_timeout` for the others; later collectives wait `timeout_s`."""
+        found = worker_environment()
+        if found is None and plan.world_size == 1:
+            found = WorkerEnvironment(0, 0, 1, 1, 0, "127.0.0.1", 0, 0, "alone")
+        if found is None:
+            raise ResourceError(
+                f"backend {plan.backend!r} needs a launched worker: use 'python -m distributed.cli train', or fit()"
+            )
+        self._device = f"cuda:{found.local_rank}" if plan.device == "cuda" else "cpu"
+        if plan.device == "cuda":
+            torch.cuda.set_device(found.local_rank)
+        self._is_ours = not dist.is_initialized()
+        if self._is_ours:
+            usual = transport or ("nccl" if plan.device == "cuda" else "gloo")
+            _join(found, config.communication_backend or usual, config, warn)
+            atexit.register(_leave)
+        self.context = WorkerContext(
+            found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, self._device,
+            found.restart_count,
+        )  # fmt: skip
+
+    def sum(self, values: torch.Tensor) -> Any:
+        return dist.all_reduce(values, async_op=True)
+
+    def copy_from_main(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(tensor, src=0)
+
+    def broadcast(self, value: Any, src: int) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=src, device=torch.device(self._device))
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        boxes: list[Any] = [None] * self.context.world_size
+        dist.all_gather_object(boxes, value)
+        return boxes
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def store(self) -> Any:
+        return dist.PrefixStore("common-step", dist.distributed_c10d._get_default_store())
+
+    def leave(self) -> None:
+        if self._is_ours:
+            _leave()
+
+
+def _join(found: WorkerEnvironment, transport: str, config: DistributedConfig, warn: Callable[[str], None]) -> None:
+    timeout = timedelta(seconds=config.timeout_s)
+    store = dist.HashStore() if found.source == "alone" else meet(found, config.start_timeout, warn)
+    dist.init_process_group(transport, store=store, rank=found.rank, world_size=found.world_size, timeout=timeout)
+
+
+def _leave() -> None:
+    gc.collect()  # what holds DDP wrappers alive in a cycle
+    if dist.is_initialized():
+        dist.destroy_process_group()
