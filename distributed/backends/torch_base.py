@@ -393,11 +393,11 @@ class TorchBackend(Backend[OptionsT]):
         extra: dict[str, Any] = {"world_size": self.context.world_size, "step": self._step}
         extra["loss_form"] = self.objective.form if self._settled else None
         extra["metrics"] = self._averages.names
-        if self.context.is_main_process:
-            extra["model"] = tensors.save_model(self.plain, directory)
-            extra["optimizer"] = tensors.save_optimizer(self.optimizer, tensors.named_parameters(self.plain), directory)
-            extra |= self.schedule.state()
-            extra["scaler"] = self.precision.state()
+        extra["model"] = tensors.save_model(self.plain, directory, self.context)
+        parameters = tensors.named_parameters(self.plain)
+        extra["optimizer"] = tensors.save_optimizer(self.optimizer, parameters, directory, self.context)
+        extra |= self.schedule.state()
+        extra["scaler"] = self.precision.state()
         tensors.save_rng(directory, self.context.rank)
         return extra
 
@@ -420,8 +420,7 @@ class TorchBackend(Backend[OptionsT]):
     def export(self, path: Path) -> None:
         from distributed.backends._torch import tensors
 
-        if self.context.is_main_process:
-            tensors.save_weights(self.plain, path)
+        tensors.save_weights(self.plain, path, self.context)
         self.barrier()
 
     def take_weights(self, model: Any, directory: Path) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +10,8 @@ import typer
 from distributed.errors import CheckpointError, ConfigError
 from distributed.storage.durable import replace_file, size_text
 from distributed.storage.manifest import CheckpointInfo, list_checkpoints, resolve, verify
-from distributed.storage.tensor_file import RawTensor, read_raw, write_tensors
+from distributed.storage.shards import read_tensors
+from distributed.storage.tensor_file import RawTensor, write_tensors
 
 app = typer.Typer(add_completion=False)
 
@@ -93,24 +92,15 @@ def export(
 
 
 def _weights(path: Path) -> list[RawTensor]:
-    """The model's tensors with every alias, bytes untouched. CheckpointError where shards overlap or there are none."""
-    weights: dict[str, RawTensor] = {}
-    for file in sorted((path / "model").glob("*.safetensors")):
-        tensors, metadata = read_raw(file)
-        by_name = {tensor.name: tensor for tensor in tensors}
-        for alias, owner in json.loads(metadata.get("aliases", "{}")).items():
-            if owner not in by_name:
-                raise CheckpointError(f"{file}: {alias} is tied to {owner}, which is not there")
-            by_name[alias] = dataclasses.replace(by_name[owner], name=alias)
-        twice = by_name.keys() & weights.keys()
-        if twice:
-            raise CheckpointError(
-                f"{file}: {min(twice)} is in another file too (a sharded checkpoint): load it in a run"
-            )
-        weights |= by_name
-    if not weights:
+    """The model's tensors, whole and with every alias, bytes untouched. CheckpointError where there are none."""
+    stored, aliases = read_tensors(path / "model")
+    for alias, owner in aliases.items():
+        if owner not in stored:
+            raise CheckpointError(f"{path}: {alias} is tied to {owner}, which is not there")
+        stored[alias] = stored[owner]
+    if not stored:
         raise CheckpointError(f"{path} holds no model/*.safetensors: nothing to export")
-    return list(weights.values())
+    return [RawTensor(name, tensor.dtype, tensor.shape, tensor.read) for name, tensor in stored.items()]
 
 
 def _problem(path: Path) -> str:

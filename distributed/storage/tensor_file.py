@@ -88,7 +88,8 @@ def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
     _validate(path)
     with path.open("rb") as file:
         content = json.loads(file.read(8 + length)[8:])
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[8 + length :]
+        # Private pages: torch wants memory that it could write to.
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))[8 + length :]
     metadata = content.pop("__metadata__", {})
     return [_raw_tensor(name, entry, data, path) for name, entry in content.items()], metadata
 

@@ -71,7 +71,7 @@ def test_weights_and_buffers_come_back_bit_for_bit_and_in_place(tmp_path: Path) 
 
 def test_a_tied_weight_is_stored_once_and_a_buffer_that_is_not_persistent_never(tmp_path: Path) -> None:
     assert tensors.save_model(small(1), tmp_path) == {"aliases": {"head.weight": "embed.weight"}}
-    stored = load_file(tmp_path / tensors.MODEL_FILE)
+    stored = load_file(tmp_path / "model/model.safetensors")
     assert "embed.weight" in stored
     assert not {"head.weight", "scratch"} & set(stored)
 
@@ -108,7 +108,7 @@ def test_names_are_the_users_under_every_wrapper(tmp_path: Path) -> None:
     tensors.load_model(wrapped, tmp_path / "bare")
     tensors.load_model(bare, tmp_path / "bare")
     tensors.save_model(wrapped, tmp_path / "again")
-    assert torch.equal(load_file(tmp_path / "again" / tensors.MODEL_FILE)["body.0.weight"], bare.body[0].weight)
+    assert torch.equal(load_file(tmp_path / "again" / "model/model.safetensors")["body.0.weight"], bare.body[0].weight)
 
 
 def test_a_users_own_submodule_called_module_keeps_its_name() -> None:
@@ -137,7 +137,7 @@ def test_every_element_type_and_odd_shape_survives(tmp_path: Path) -> None:
     other = model(0)
     tensors.load_model(other, tmp_path)
     assert bits(other) == bits(model(1))
-    with safe_open(tmp_path / tensors.MODEL_FILE, framework="pt") as file:  # any reader of the format can open it
+    with safe_open(tmp_path / "model/model.safetensors", framework="pt") as file:  # any reader of the format can open it
         assert len(file.keys()) == len(bits(other))
 
 
@@ -266,7 +266,7 @@ def test_optimizer_tensors_are_named_after_their_parameters(tmp_path: Path) -> N
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     _train(model, optimizer, None, 0, 1)
     tensors.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
-    stored = load_file(tmp_path / tensors.OPTIMIZER_FILE)
+    stored = load_file(tmp_path / "optimizer/optimizer.safetensors")
     slots = {"step", "exp_avg", "exp_avg_sq"}
     assert set(stored) == {f"state.{name}.{slot}" for name, _ in model.named_parameters() for slot in slots}
 
@@ -463,7 +463,7 @@ def test_generator_states_that_are_none_are_refused(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_file_that_holds_no_tensors_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / tensors.MODEL_FILE).write_bytes(content)
+    (tmp_path / "model/model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         tensors.load_model(small(1), tmp_path)
 

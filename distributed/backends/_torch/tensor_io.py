@@ -81,6 +81,20 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappin
     write_tensors(path, raw, metadata)
 
 
+def dtype_of(word: str) -> torch.dtype:
+    """The element type that safetensors calls `word`. CheckpointError for one that torch does not have."""
+    for dtype, known in _DTYPES.items():
+        if known == word:
+            return dtype
+    raise CheckpointError(f"a tensor of the element type {word}, which torch does not have")
+
+
+def tensor_of(word: str, shape: tuple[int, ...], data: memoryview) -> torch.Tensor:
+    """A tensor over `data`, row-major bytes, which it shares."""
+    dtype = dtype_of(word)
+    return torch.frombuffer(data, dtype=dtype).reshape(shape) if len(data) else torch.empty(shape, dtype=dtype)
+
+
 def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """All tensors of a file, on the CPU, with its metadata. CheckpointError where it is not a safetensors file."""
     try:

@@ -13,24 +13,28 @@ from typing import Any
 
 import torch
 
+from distributed.backends._torch import sharding
 from distributed.backends._torch.generators import load_rng, save_rng
 from distributed.backends._torch.tensor_io import (
     decode_state,
+    dtype_of,
     dtype_word,
     encode_state,
     encode_tensor,
-    read_file,
     write_file,
 )
 from distributed.errors import CheckpointError, TrainingError
+from distributed.state import WorkerContext
+from distributed.storage.shards import StoredTensor, read_tensors
 
 __all__ = [
     "load_model", "load_optimizer", "load_rng", "load_scheduler_state", "named_parameters", "plain_name", "save_model",
     "save_optimizer", "save_rng", "scheduler_state", "unwrap",
 ]  # fmt: skip
 
-MODEL_FILE = "model/model.safetensors"
-OPTIMIZER_FILE = "optimizer/optimizer.safetensors"
+MODEL, OPTIMIZER = "model", "optimizer"  # directories of a checkpoint, and how their files begin
+
+ALONE = WorkerContext(0, 1, 0, 1, 0, "cpu")
 
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # torch.compile, activation checkpointing
 # How a machine computes the update, not what the update is: these stay as the present optimizer has them.
@@ -61,8 +65,8 @@ def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Paramet
     return [(plain_name(name), parameter) for name, parameter in unwrap(model).named_parameters()]
 
 
-def save_model(model: torch.nn.Module, directory: Path) -> dict[str, Any]:
-    """Write parameters and buffers to `model/model.safetensors`. One rank only.
+def save_model(model: torch.nn.Module, directory: Path, context: WorkerContext = ALONE) -> dict[str, Any]:
+    """Write parameters and buffers to `model/*.safetensors`. Every rank calls it.
 
     A tensor with several names is stored once; the file's metadata holds the other names, which are also returned
     as `{"aliases": {name: stored name}}`. Raises TrainingError
@@ -78,16 +82,25 @@ def save_model(model: torch.nn.Module, directory: Path) -> dict[str, Any]:
             aliases[name] = owner
         else:
             kept[name] = tensor
-    write_file(directory / MODEL_FILE, kept, {"aliases": json.dumps(aliases)} if aliases else {})
+    sharding.write(directory / MODEL, MODEL, kept, context, **({"aliases": json.dumps(aliases)} if aliases else {}))
     return {"aliases": aliases}
 
 
-def save_weights(model: torch.nn.Module, path: Path) -> None:
-    """The weights by name in one safetensors file that appears whole or not at all; a tied tensor under each name."""
+def save_weights(model: torch.nn.Module, path: Path, context: WorkerContext = ALONE) -> None:
+    """The weights by name in one safetensors file that appears whole or not at all; a tied tensor under each name.
+
+    Every rank calls it, the main process writes.
+    """
     staged = path.with_name(f".tmp-{path.name}")
-    staged.parent.mkdir(parents=True, exist_ok=True)
-    write_file(staged, _model_state(model), {"format": "pt"})
-    staged.replace(path)
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in _model_state(model).items():
+        full = sharding.whole(tensor)
+        if context.is_main_process:
+            state[name] = full.cpu() if full is not tensor else tensor  # gathered ones leave the device one by one
+    if context.is_main_process:
+        staged.parent.mkdir(parents=True, exist_ok=True)
+        write_file(staged, state, {"format": "pt"})
+        staged.replace(path)
 
 
 def load_model(model: torch.nn.Module, directory: Path) -> None:
@@ -95,21 +108,22 @@ def load_model(model: torch.nn.Module, directory: Path) -> None:
 
     CheckpointError names the first missing and unexpected parameters and shapes that differ, all in one line.
     """
-    stored, metadata = read_file(directory / MODEL_FILE)
-    for name, owner in _aliases(metadata, directory).items():
-        if owner in stored:
-            stored[name] = stored[owner]
+    stored, aliases = read_tensors(directory / MODEL)
+    stored |= {name: stored[owner] for name, owner in aliases.items() if owner in stored}
     own = _model_state(model)
     _check_same_model(own, stored, directory)
     _check_tied(own, stored)
     keys = {plain_name(key): key for key in unwrap(model).state_dict(keep_vars=True)}
-    unwrap(model).load_state_dict({keys[name]: tensor for name, tensor in stored.items()})
+    unwrap(model).load_state_dict({keys[name]: sharding.read(tensor, own[name]) for name, tensor in stored.items()})
 
 
 def save_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, torch.Tensor]], directory: Path
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    directory: Path,
+    context: WorkerContext = ALONE,
 ) -> dict[str, Any]:
-    """Write the optimizer's tensors as `state.<parameter>.<slot>`; return the rest as JSON. One rank only.
+    """Write the optimizer's tensors as `state.<parameter>.<slot>`; return the rest as JSON. Every rank calls it.
 
     `parameters` are the model's by plain names (`named_parameters`); others are called `extra.<i>`.
     CheckpointError names a slot that is neither a tensor nor plain data.
@@ -128,7 +142,7 @@ def save_optimizer(
                     own_dtype.append(key)
             else:
                 values.setdefault(name, {})[slot] = encode_state(value, key, special=None)
-    write_file(directory / OPTIMIZER_FILE, tensors, {})
+    sharding.write(directory / OPTIMIZER, OPTIMIZER, tensors, context)
     return {
         "class": type(optimizer).__name__,
         "groups": [_group_content(group, names, i) for i, group in enumerate(optimizer.param_groups)],
@@ -158,7 +172,7 @@ def load_optimizer(
     _check_groups(optimizer, names, content["groups"])
     for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
         _restore_options(group, decode_state(saved["options"]))
-    stored, _ = read_file(directory / OPTIMIZER_FILE)
+    stored, _ = read_tensors(directory / OPTIMIZER)
     own_dtype = frozenset(content["own_dtype"])
     optimizer.state.clear()
     for group in optimizer.param_groups:
@@ -172,7 +186,8 @@ def load_optimizer(
         if name not in by_name:
             raise CheckpointError(f"checkpoint from another model: its optimizer holds {key}")
         parameter, group = by_name[name]
-        optimizer.state[parameter][slot] = _placed(tensor, parameter, group, slot, key in own_dtype)
+        value = sharding.read(tensor, parameter if tensor.shape == tuple(parameter.shape) else None)
+        optimizer.state[parameter][slot] = _placed(value, parameter, group, slot, key in own_dtype)
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
@@ -194,7 +209,7 @@ def load_scheduler_state(scheduler: Any, content: Mapping[str, Any]) -> None:
 def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's `state_dict` by plain names; its tensors are the model's own. Tied tensors appear under each name."""
     state: dict[str, torch.Tensor] = {}
-    for key, value in unwrap(model).state_dict().items():
+    for key, value in unwrap(model).state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise TrainingError(
                 f"{key} is a {type(value).__name__}, and a checkpoint holds tensors only:"
@@ -209,16 +224,16 @@ def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for two names of one tensor. Empty tensors have no place and are never tied."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or sharding.is_sharded(tensor):
         return (id(tensor),)
     storage = tensor.untyped_storage().data_ptr()
     return (tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _check_same_model(own: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], directory: Path) -> None:
+def _check_same_model(own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], directory: Path) -> None:
     both = [name for name in own if name in stored]
     shapes = [name for name in both if own[name].shape != stored[name].shape]
-    kinds = [name for name in both if own[name].dtype != stored[name].dtype]
+    kinds = [(name, own[name].dtype, dtype_of(stored[name].dtype)) for name in both]
     found = {
         "it lacks": [name for name in own if name not in stored],
         "this model lacks its": [name for name in stored if name not in own],
@@ -226,9 +241,9 @@ def _check_same_model(own: Mapping[str, torch.Tensor], stored: Mapping[str, torc
             f"{name} is {list(stored[name].shape)} there, {list(own[name].shape)} here" for name in shapes
         ],
         "other types:": [
-            f"{name} is {stored[name].dtype} there, {own[name].dtype} here"
-            for name in kinds
-            if not (own[name].is_floating_point() and stored[name].is_floating_point())
+            f"{name} is {there} there, {here} here"
+            for name, here, there in kinds
+            if here != there and not (here.is_floating_point and there.is_floating_point)
         ],
     }
     if parts := [f"{what} {_first(names)}" for what, names in found.items() if names]:
@@ -243,20 +258,14 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:2]) + more
 
 
-def _check_tied(own: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
+def _check_tied(own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
     """One tensor here must not be two different ones there: the last copied would win silently."""
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in own.items():
         owner = first.setdefault(_place(tensor), name)
-        if stored[owner] is not stored[name] and not torch.equal(stored[owner], stored[name]):
+        one, other = stored[owner], stored[name]
+        if one is not other and (one.dtype != other.dtype or one.read() != other.read()):
             raise CheckpointError(f"checkpoint from another model: {owner} and {name} are one tensor here, two there")
-
-
-def _aliases(metadata: Mapping[str, str], directory: Path) -> dict[str, str]:
-    try:
-        return {str(name): str(owner) for name, owner in json.loads(metadata.get("aliases", "{}")).items()}
-    except (ValueError, AttributeError, RecursionError):
-        raise CheckpointError(f"{directory / MODEL_FILE}: its table of tied names is damaged") from None
 
 
 def _names(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:

@@ -1,0 +1,84 @@
+"""Tensors of which this rank holds a part (DTensor): which part it is, its bytes in a checkpoint, and their way back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed.backends._torch.tensor_io import tensor_of, write_file
+from distributed.state import WorkerContext
+from distributed.storage.shards import Box, StoredTensor, sharding_metadata
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether `tensor` is a DTensor. Loads nothing: where its module is not loaded, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `tensor`, without a copy."""
+    if not is_sharded(tensor):
+        return tensor
+    part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def box(tensor: torch.Tensor) -> Box:
+    """Where this rank's part lies in the whole."""
+    if not is_sharded(tensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    shape, start = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return tuple(start), tuple(shape)
+
+
+def write(
+    directory: Path, stem: str, tensors: Mapping[str, torch.Tensor], context: WorkerContext, **metadata: str
+) -> None:
+    """Write this rank's part of `tensors` into `directory`; every rank calls it.
+
+    Whole tensors are the main process' work. Where all are whole there is one file, else one of each rank.
+    """
+    sharded = {name for name, tensor in tensors.items() if is_sharded(tensor)}
+    if not sharded:
+        if context.is_main_process:
+            write_file(directory / f"{stem}.safetensors", tensors, metadata)
+        return
+    boxes = {name: box(tensor) for name, tensor in tensors.items()}
+    mine = {
+        name: local(tensor)
+        for name, tensor in tensors.items()
+        if (0 not in boxes[name][1] if name in sharded else context.is_main_process)
+    }
+    of_pieces = sharding_metadata({name: boxes[name][0] for name in mine if name in sharded})
+    name = f"{stem}-{context.rank + 1:05d}-of-{context.world_size:05d}.safetensors"
+    write_file(directory / name, mine, of_pieces | metadata)
+
+
+def read(stored: StoredTensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """A stored tensor in its own element type, on the CPU: whole, or the part that this rank has of `like`, cut as that is."""
+    if like is None or not is_sharded(like):
+        return tensor_of(stored.dtype, stored.shape, stored.read())
+    from torch.distributed.tensor import DTensor
+
+    part = box(like)
+    piece = tensor_of(stored.dtype, part[1], stored.read(part)).to(local(like).device)
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(
+        piece, mesh, placements, run_check=False, shape=torch.Size(stored.shape), stride=like.stride()
+    )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of `tensor`. A collective where it is sharded."""
+    if not is_sharded(tensor):
+        return tensor
+    full: torch.Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return full
