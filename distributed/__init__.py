@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         TrainingInterrupted,
     )
     from distributed.state import History
-    from distributed.trainer import PyTorchDDPTrainer, Trainer
+    from distributed.trainer import FSDPTrainer, PyTorchDDPTrainer, Trainer
 
 __version__ = "0.1.0"
 __distributed_trainer__ = True  # how the console script knows this package from Dask's of the same name
@@ -29,6 +29,7 @@ _HOMES = {
     "DistributedConfig": "config",
     "DistributedError": "errors",
     "EarlyStopping": "callbacks",
+    "FSDPTrainer": "trainer",
     "History": "state",
     "PyTorchDDPTrainer": "trainer",
     "ResourceError": "errors",
@@ -43,6 +44,7 @@ __all__ = [
     "DistributedConfig",
     "DistributedError",
     "EarlyStopping",
+    "FSDPTrainer",
     "History",
     "PyTorchDDPTrainer",
     "ResourceError",

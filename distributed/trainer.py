@@ -274,3 +274,9 @@ class PyTorchDDPTrainer(Trainer):
     """Trainer on PyTorch DistributedDataParallel; its options may be given flat (`static_graph=True`)."""
 
     _backend = "pytorch-ddp"
+
+
+class FSDPTrainer(Trainer):
+    """Trainer on PyTorch FSDP2; its options may be given flat (`cpu_offload=True`)."""
+
+    _backend = "fsdp"

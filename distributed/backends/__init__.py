@@ -51,6 +51,11 @@ REGISTRY: dict[str, BackendRow] = {
                 "bucket_size_mb": "bucket_cap_mb", "static_graph": "static_graph",
             },
         ),
+        BackendRow(
+            "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
+            (*_TORCH_PRELOAD, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"), ("torch",), _TORCH_INSTALL,
+            "PyTorch FSDP2: parameters, gradients and optimizer state cut over the processes",
+        ),
     )
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ from distributed.state import Group, MicroBatch, StepResult, WorkerContext
 if TYPE_CHECKING:
     import torch
 
+    from distributed.backends._torch.gradients import Gradients
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.world import World
 
@@ -55,9 +56,24 @@ class TorchBackend(Backend[OptionsT]):
     def _join(self) -> World:
         """Join the other processes."""
 
+    def _build(self, given: Any) -> torch.nn.Module:
+        """The user's model on this rank's device, before `_wrap`."""
+        from distributed.backends._torch import modules
+
+        return modules.build_model(given, self.config, self.device).to(self.device)
+
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The module to call in training."""
         return model
+
+    def _bind(self, optimizer: Any) -> Any:
+        """The user's optimizer, around the parameters as `_wrap` left them."""
+        return optimizer
+
+    def _make_gradients(self) -> Gradients:
+        from distributed.backends._torch.gradients import Gradients
+
+        return Gradients(self._parameters, self.plain, self.device)
 
     def _without_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside reduce no gradients."""
@@ -94,7 +110,7 @@ class TorchBackend(Backend[OptionsT]):
         from distributed.backends._torch.precision import Precision
 
         notices: list[str] = []
-        self.model = self.plain = modules.build_model(job.model, self.config, self.device).to(self.device)
+        self.model = self.plain = self._build(job.model)
         if self.config.activation_checkpointing:
             count = modules.checkpoint_activations(self.plain)
             notices.append(f"activation checkpointing on {count} block{'s' * (count > 1)}")
@@ -121,7 +137,7 @@ class TorchBackend(Backend[OptionsT]):
         from distributed.backends._torch import gradients, optim
         from distributed.backends._torch.schedule import Schedule
 
-        self.optimizer = optim.build_optimizer(job.optimizer, self.plain, self.merged)
+        self.optimizer = optim.build_optimizer(self._bind(job.optimizer), self.plain, self.merged)
         if job.optimizer is not None:
             optim.replace_rate(self.optimizer, job.scheduler, self.merged, notice)
         scheduler = optim.build_scheduler(job.scheduler, self.optimizer, job.optimizer)
@@ -130,7 +146,7 @@ class TorchBackend(Backend[OptionsT]):
         optim.use_fused_sgd(self.optimizer, self.plain)
         self._update = self.precision.updating(self.optimizer)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self._gradients = gradients.Gradients(self._parameters, self.plain, self.device)
+        self._gradients = self._make_gradients()
         self._nan_policy = gradients.NanPolicy(self.config.nan_policy, lambda event: self.report(event))
         self._clipped_norm: torch.Tensor | None = None  # of the newest update, before clipping
 

@@ -52,7 +52,7 @@ class StoredTensor:
 
 def sharding_metadata(starts: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """The metadata of a file of pieces: name -> the index in the whole tensor where its piece begins."""
-    offsets = {name: {"saved_offsets": list(start)} for name, start in starts.items()}
+    offsets = {name: {"saved_offsets": list(start)} for name, start in sorted(starts.items())}
     return {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
 
 

@@ -137,7 +137,9 @@ def test_every_element_type_and_odd_shape_survives(tmp_path: Path) -> None:
     other = model(0)
     tensors.load_model(other, tmp_path)
     assert bits(other) == bits(model(1))
-    with safe_open(tmp_path / "model/model.safetensors", framework="pt") as file:  # any reader of the format can open it
+    with safe_open(
+        tmp_path / "model/model.safetensors", framework="pt"
+    ) as file:  # any reader of the format can open it
         assert len(file.keys()) == len(bits(other))
 
 

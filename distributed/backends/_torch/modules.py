@@ -25,16 +25,8 @@ def build_model(given: Any, config: DistributedConfig, device: torch.device) -> 
     return model.double() if config.dtype == "float64" else model
 
 
-def checkpoint_activations(model: torch.nn.Module) -> int:
-    """Recompute the activations of the model's repeated blocks in the backward pass. Returns how many blocks.
-
-    Blocks are the entries of a ModuleList or Sequential that have sub-modules of their own; a Hugging Face model brings its
-    own switch. Names in `state_dict` do not change.
-    """
-    own = getattr(model, "gradient_checkpointing_enable", None)
-    if own is not None:
-        own(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return 1
+def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The outermost entries of a ModuleList or Sequential that have sub-modules of their own: a network's layers."""
     blocks = [
         block
         for container in model.modules()
@@ -42,15 +34,27 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
         for block in container
         if any(True for _ in block.children()) and any(True for _ in block.parameters())
     ]
-    outer = [b for b in blocks if not any(b is not other and _contains(other, b) for other in blocks)]
-    if not outer:
+    return [b for b in blocks if not any(b is not other and _contains(other, b) for other in blocks)]
+
+
+def checkpoint_activations(model: torch.nn.Module) -> int:
+    """Recompute the activations of the model's repeated blocks in the backward pass. Returns how many blocks.
+
+    A Hugging Face model brings its own switch. Names in `state_dict` do not change.
+    """
+    own = getattr(model, "gradient_checkpointing_enable", None)
+    if own is not None:
+        own(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return 1
+    blocks = repeated_blocks(model)
+    if not blocks:
         raise ConfigError(
             "activation_checkpointing=True found no repeated block (a ModuleList or Sequential of modules with sub-modules):"
             " use torch.utils.checkpoint in the model's forward, or drop it"
         )
-    for block in outer:
+    for block in blocks:
         block.forward = functools.partial(_checkpointed, block.forward)
-    return len(outer)
+    return len(blocks)
 
 
 def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:

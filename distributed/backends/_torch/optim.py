@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from distributed.backends._torch.sharding import is_sharded
 from distributed.errors import ConfigError
 from distributed.plan import BatchPlan
 from distributed.settings import MergedConfig
@@ -142,14 +143,18 @@ def _all_schedules(scheduler: Any) -> Iterator[Any]:
 def use_fused_sgd(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """Switch plain SGD on CPU to its fused kernel, which gives the same bits in a fifth of the time.
 
-    Left alone where the user chose an implementation, and for sparse gradients, which the kernel refuses.
+    Left alone where the user chose an implementation, and for sparse gradients and sharded parameters, which the kernel
+    refuses.
     """
     if type(optimizer) is not torch.optim.SGD or any(getattr(m, "sparse", False) for m in model.modules()):
         return
     for group in optimizer.param_groups:
         plain = group.get("foreach") is None and group.get("fused") is None and not group.get("differentiable")
-        on_cpu = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for p in group["params"])
-        if plain and on_cpu and not isinstance(group["lr"], torch.Tensor):
+        fits = all(
+            p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) and not is_sharded(p)
+            for p in group["params"]
+        )
+        if plain and fits and not isinstance(group["lr"], torch.Tensor):
             group["fused"] = True
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from safetensors.numpy import load_file
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from distributed import Callback, Trainer
@@ -99,8 +100,9 @@ def main(out: Path) -> None:
         history = trainer.fit(source, data(dtype))
         again = trainer.evaluate(data(dtype))
         predicted = trainer.predict(data(dtype))
+        trainer.save(out / f"{name}.safetensors")  # whole on every backend; trainer.model may hold this rank's part
         if trainer.is_main_process:
-            weights = {key: value.numpy() for key, value in trainer.model.state_dict().items()}
+            weights = load_file(out / f"{name}.safetensors")
             numpy.savez(
                 out / f"{name}.npz", **weights, predicted=predicted.numpy(), val_loss=history.rows[-1].get("val_loss", 0.0) if history.rows else 0.0,
                 loss=[row["loss"] for row in history.rows], again=again["loss"], accuracy=again["accuracy"], steps=history.steps, first=first.value,

@@ -1,0 +1,171 @@
+"""What FSDP2 needs around the torch step: which modules are cut, equal weights on all ranks, and sharded gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from distributed.backends._torch import modules
+from distributed.backends._torch.gradients import Gradients
+from distributed.backends._torch.sharding import local
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from distributed.backends.fsdp import FSDPOptions
+
+
+def is_sharded_model(model: torch.nn.Module) -> bool:
+    """Whether `shard` has worked on the model."""
+    return isinstance(model, FSDPModule)
+
+
+def build(given: Any, config: DistributedConfig, device: torch.device, *, is_main: bool) -> torch.nn.Module:
+    """The user's model, on the CPU. What a factory makes has memory on the main process alone: `shard` sends its values."""
+    if isinstance(given, torch.nn.Module) or is_main:
+        return modules.build_model(given, config, device)
+    with torch.device("meta"):
+        model = modules.build_model(given, config, device)
+    if _has_hidden_meta(model):
+        return modules.build_model(given, config, device)
+    return model
+
+
+def _has_hidden_meta(model: torch.nn.Module) -> bool:
+    """Whether a tensor without memory is no parameter and no buffer, so that nobody would fill it."""
+    return any(isinstance(v, torch.Tensor) and v.is_meta for module in model.modules() for v in vars(module).values())
+
+
+def shard(model: torch.nn.Module, options: FSDPOptions, device: torch.device, mixed_precision: str) -> None:
+    """Cut the model in place, bottom up, and give every rank its part of the main process' weights. All ranks call it."""
+    blocks = _blocks(model, options)
+    weights = model.state_dict() if dist.get_rank() == 0 else {}
+    arguments = _arguments(options, device, mixed_precision)
+    for block in blocks:
+        fully_shard(block, **arguments)
+    fully_shard(model, **arguments)
+    home = torch.device("cpu") if options.cpu_offload else device
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        model.to_empty(device=home)
+    for name, buffer in model.named_buffers():
+        if buffer.device != device:  # offloading is for parameters
+            _set_buffer(model, name, buffer.to(device))
+    plain: dict[str, Any] = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    set_model_state_dict(
+        model, plain, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    )
+    for buffer in model.buffers():  # those that no state_dict holds, too
+        dist.broadcast(buffer, src=0)
+
+
+def _set_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    owner, _, last = name.rpartition(".")
+    model.get_submodule(owner)._buffers[last] = value
+
+
+def _arguments(options: FSDPOptions, device: torch.device, mixed_precision: str) -> dict[str, Any]:
+    reduced = torch.bfloat16 if options.reduce_dtype == "bfloat16" else torch.float32
+    kinds = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    policy = MixedPrecisionPolicy()
+    if mixed_precision != "no":
+        policy = MixedPrecisionPolicy(param_dtype=kinds[mixed_precision], reduce_dtype=reduced)
+    offload: OffloadPolicy = OffloadPolicy()
+    if options.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    return {
+        "mp_policy": policy,
+        "offload_policy": offload,
+        "reshard_after_forward": options.reshard_after_forward,
+        "mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
+    }
+
+
+def _blocks(model: torch.nn.Module, options: FSDPOptions) -> list[torch.nn.Module]:
+    """The modules below the model that are cut on their own, children before parents."""
+    below = [module for module in reversed(list(model.modules())) if module is not model]
+    if options.wrap_classes:
+        found = {type(module).__name__ for module in below}
+        names = [name.strip() for name in options.wrap_classes.split(",")]
+        for name in names:
+            if name not in found:
+                raise ConfigError(f"fsdp.wrap_classes: the model has no module of class {name!r}{nearest(name, found)}")
+        chosen = [module for module in below if type(module).__name__ in names]
+    elif options.min_num_params is not None:
+        chosen = _by_size(below, options.min_num_params)
+    else:
+        repeated = modules.repeated_blocks(model)
+        chosen = [module for module in below if any(module is block for block in repeated)]
+    return [module for module in chosen if _is_callable_alone(module) and not _shares(module, model)]
+
+
+def _by_size(below: list[torch.nn.Module], least: int) -> list[torch.nn.Module]:
+    """Each module with at least `least` parameters that no chosen module below it has already."""
+    chosen: list[torch.nn.Module] = []
+    taken: set[torch.nn.Parameter] = set()
+    for module in below:
+        rest = [p for p in module.parameters() if p not in taken]
+        if sum(p.numel() for p in rest) >= least:
+            chosen.append(module)
+            taken.update(rest)
+    return chosen
+
+
+def _is_callable_alone(module: torch.nn.Module) -> bool:
+    """A ModuleList has no forward, whose hooks gather and free the parameters."""
+    return not isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+
+
+def _shares(module: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Whether a parameter of `module` is used outside of it too: a tied weight has to be gathered where both can use it."""
+    inside = set(module.modules())
+    own = set(module.parameters())
+    return any(p in own for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None)
+
+
+def rebind(optimizer: Any, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -> Any:
+    """The user's optimizer object with the sharded parameters in the place of the whole ones; a factory is left as it is."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if any(parameter in replaced for parameter in optimizer.state):
+        raise ConfigError(
+            "the optimizer has state of whole parameters, and fsdp shards them: pass a fresh one, or a factory:"
+            " optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    return optimizer
+
+
+class ShardedGradients(Gradients):
+    """Each rank looks at its part; what is said of the whole is agreed. Every rank calls every method."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], model: torch.nn.Module, device: torch.device) -> None:
+        home = local(parameters[0]).device if parameters else device
+        super().__init__(parameters, model, home)
+
+    def views(self) -> list[torch.Tensor]:
+        return [local(p.grad) for p in self._parameters if p.grad is not None]
+
+    def are_finite(self, views: list[torch.Tensor]) -> bool:
+        bad = torch.full((1,), 0.0 if super().are_finite(views) else 1.0, device=self._found.device)
+        dist.all_reduce(bad)
+        return bad.item() == 0.0
+
+    def clip(self, views: list[torch.Tensor], limit: float) -> torch.Tensor:
+        return _full(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
+
+    def norm(self) -> float | None:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return float(_full(torch.nn.utils.get_total_norm(gradients))) if gradients else None
+
+
+def _full(norm: torch.Tensor) -> torch.Tensor:
+    with contextlib.suppress(AttributeError):
+        return norm.full_tensor()  # type: ignore[attr-defined, no-any-return]
+    return norm

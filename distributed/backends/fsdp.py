@@ -1,0 +1,101 @@
+"""PyTorch FSDP2 (`fully_shard`): parameters, gradients and optimizer state are cut over the processes, layer by layer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from distributed.backends.torch_base import TorchBackend
+from distributed.errors import ConfigError
+from distributed.fields import setting
+from distributed.plan import ProcessPlan
+from distributed.settings import MergedConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from distributed.backends._torch.gradients import Gradients
+    from distributed.backends._torch.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class FSDPOptions:
+    """Settings of fully_shard."""
+
+    wrap_classes: str | None = setting(
+        None, "names of module classes to shard on their own, with commas (default: a network's repeated layers)", str
+    )
+    min_num_params: int | None = setting(
+        None, "shard each smallest module with at least so many parameters on its own", int, minimum=1
+    )
+    reshard_after_forward: bool = setting(True, "free gathered parameters between forward and backward: less memory")
+    cpu_offload: bool = setting(False, "keep parameters, gradients and optimizer state in host memory")
+    reduce_dtype: str = setting(
+        "float32",
+        "element type in which gradients are summed under mixed precision",
+        str,
+        choices=("float32", "bfloat16"),
+    )
+
+
+class FSDPBackend(TorchBackend[FSDPOptions]):
+    """The torch step over a sharded model. The optimizer is built after sharding."""
+
+    Options: ClassVar[type[Any]] = FSDPOptions
+
+    def __init__(self, merged: MergedConfig, options: FSDPOptions, plan: ProcessPlan) -> None:
+        super().__init__(merged, options, plan)
+        if options.wrap_classes is not None and options.min_num_params is not None:
+            raise ConfigError(
+                f"fsdp.wrap_classes={options.wrap_classes!r} and fsdp.min_num_params={options.min_num_params} both say what"
+                " is sharded on its own: drop one of them"
+            )
+        if options.reduce_dtype != "float32" and self.mixed_precision == "no":
+            raise ConfigError(
+                f"fsdp.reduce_dtype={options.reduce_dtype!r} has no effect without mixed_precision: set mixed_precision='bf16',"
+                " or drop it"
+            )
+        self._replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+
+    def _join(self) -> World:
+        from distributed.backends._torch.world import ProcessGroup
+
+        transport = "cpu:gloo,cuda:nccl" if self.plan.device == "cuda" else "gloo"
+        return ProcessGroup(
+            self.plan, self.config, lambda text: self.report({"kind": "warning", "text": text}), transport
+        )
+
+    def _build(self, given: Any) -> torch.nn.Module:
+        from distributed.backends._torch import fully_sharded
+
+        return fully_sharded.build(given, self.config, self.device, is_main=self.context.is_main_process)
+
+    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        from distributed.backends._torch import fully_sharded
+
+        if fully_sharded.is_sharded_model(model):  # by an earlier fit or evaluation of this trainer
+            return model
+        before = list(model.parameters())
+        fully_sharded.shard(model, self.options, self.device, self.mixed_precision)
+        self._replaced = dict(zip(before, model.parameters(), strict=True))
+        return model
+
+    def _bind(self, optimizer: Any) -> Any:
+        from distributed.backends._torch import fully_sharded
+
+        return fully_sharded.rebind(optimizer, self._replaced)
+
+    def _make_gradients(self) -> Gradients:
+        from distributed.backends._torch.fully_sharded import ShardedGradients
+
+        return ShardedGradients(self._parameters, self.plain, self.device)
+
+    @contextlib.contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        self._wrapped.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            self._wrapped.set_requires_gradient_sync(True)  # type: ignore[operator]

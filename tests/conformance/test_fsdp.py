@@ -1,0 +1,153 @@
+"""Sharded over two processes, a model trains as a whole one does; every option does what it says; checkpoints travel."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+from safetensors.numpy import load_file
+
+from distributed.backends.fsdp import FSDPBackend
+from distributed.errors import ConfigError
+from tests.conformance.runs import arguments, assert_same, events
+
+JOB = Path(__file__).parent / "jobs" / "sharded.py"
+EXACT = ["layers", "hidden", "object", "whole", "classes", "size", "kept", "offload", "recompute"]
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory, run_cli_once):
+    """backend -> (what every case gave on each rank, the directory of the weights)."""
+    found = {}
+    for backend in ("pytorch-ddp", "fsdp"):
+        out = tmp_path_factory.mktemp(backend)
+        command = ["train", "--script", str(JOB), "--nproc-per-node", "2", "--run-dir", str(out / "run")]
+        done = run_cli_once([*command, "--", str(out), backend], timeout=150)
+        assert done.returncode == 0, done.output[-3000:]
+        found[backend] = ([json.loads((out / f"{rank}.json").read_text()) for rank in range(2)], out)
+    return found
+
+
+@pytest.fixture
+def sharded(worlds):
+    """case -> what rank 0 saw."""
+    return worlds["fsdp"][0][0]
+
+
+def moved(worlds, case, other=None):
+    """How far the final weights of `case` are from those of whole replicas."""
+    here = load_file(worlds["fsdp"][1] / f"{case}.safetensors")
+    there = load_file(worlds["pytorch-ddp"][1] / f"{other or case}.safetensors")
+    assert set(here) == set(there)
+    return max(numpy.abs(here[name] - there[name]).max() for name in there)
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_a_sharded_model_trains_as_a_whole_one(worlds, case):
+    assert moved(worlds, case) < 1e-9
+    one, other = worlds["fsdp"][0][0][case], worlds["pytorch-ddp"][0][0][case]
+    for name in ("before", "loss", "val_loss", "predicted"):
+        assert numpy.allclose(one[name], other[name], rtol=0, atol=1e-9), name
+    assert one["on"] == other["on"]  # a buffer that no checkpoint holds
+
+
+def test_each_rank_holds_its_part_alone(worlds):
+    parts = [seen["layers"]["held"] for seen in worlds["fsdp"][0]]
+    whole = worlds["pytorch-ddp"][0][0]["layers"]["held"]
+    assert sum(parts) == whole
+    assert max(parts) < 0.6 * whole
+
+
+def test_what_a_factory_makes_has_memory_on_the_main_process_alone(worlds):
+    assert [seen["layers"]["made_on"] for seen in worlds["fsdp"][0]] == ["cpu", "meta"]
+    assert [seen["hidden"]["made_on"] for seen in worlds["fsdp"][0]] == ["cpu", "cpu"]  # a tensor nobody would fill
+
+
+def test_the_options_choose_what_is_cut_on_its_own(sharded):
+    inner = ["layers.0", "layers.1"]
+    assert sharded["layers"]["sharded"] == ["", *inner]
+    assert sharded["whole"]["sharded"] == [""]
+    parts = [f"{layer}.{part}" for layer in inner for part in ("norm", "up", "down")]
+    assert sharded["classes"]["sharded"] == ["", *parts]  # not the head: its weight is the embedding's too
+    assert sharded["size"]["sharded"] == ["", *(part for part in parts if "norm" not in part)]
+    assert "has no module of class 'Layers' (did you mean 'Layer'?)" in sharded["no-class"]["error"]
+
+
+def test_gathered_parameters_are_freed_after_the_forward_unless_told_otherwise(sharded):
+    assert not sharded["layers"]["gathered"]
+    assert sharded["kept"]["gathered"]
+
+
+def test_mixed_precision_moves_weights_by_its_rounding_alone(worlds):
+    for case in ("bf16", "bf16-sums", "fp16"):
+        assert 0 < moved(worlds, case) < 0.05, case
+    assert worlds["fsdp"][0][0]["fp16"]["skipped"] == []
+    assert moved(worlds, "bf16-sums", "bf16") != moved(worlds, "bf16")
+
+
+def test_all_ranks_leave_out_the_same_updates(worlds):
+    for case in ("overflow", "nan"):
+        one, other = (seen[case]["skipped"] for seen in worlds["fsdp"][0])
+        assert one == other == worlds["pytorch-ddp"][0][0][case]["skipped"] != []
+
+
+def test_an_optimizer_with_state_of_whole_parameters_is_refused(worlds):
+    assert "has state of whole parameters" in worlds["fsdp"][0][0]["used-optimizer"]["error"]
+
+
+def test_options_that_contradict_are_refused():
+    with pytest.raises(ConfigError, match="drop one of them"):
+        make({"wrap_classes": "Layer", "min_num_params": 5})
+    with pytest.raises(ConfigError, match="reduce_dtype='bfloat16' has no effect without mixed_precision"):
+        make({"reduce_dtype": "bfloat16"})
+
+
+def make(options):
+    from distributed.plan import ProcessPlan
+    from distributed.settings import Typed, merge
+
+    merged = merge(Typed(), {"backend": "fsdp", "fsdp": options})
+    return FSDPBackend(merged, merged.config.options("fsdp"), ProcessPlan(1, 2, "cpu", "fsdp"))
+
+
+def test_killed_at_any_moment_a_sharded_run_ends_in_the_same_bits(run_cli_once, tmp_path):
+    faults = [["step", 5, 1], ["save", 3, 0], ["save", 5, 1], ["step", 9, 0], ["validation", 3, 1], ["step", 16, 1]]
+    for name, struck in (("clean", []), ("hurt", faults)):
+        (tmp_path / name).mkdir()
+        done = run_cli_once(arguments(tmp_path / name, struck, "--backend", "fsdp"), timeout=100)
+        assert done.returncode == 0, done.output
+
+    assert events(tmp_path / "hurt" / "run").count("restarted") == len(faults)
+    assert_same(tmp_path / "hurt", tmp_path / "clean")
+
+
+def test_a_checkpoint_goes_on_under_any_backend_and_number_of_processes(run_cli_once, tmp_path):
+    flags = ["--global-batch-size", "16", "--dtype", "float64"]
+    kinds = {"single": ("single", 1), "ddp": ("pytorch-ddp", 2), "fsdp-2": ("fsdp", 2), "fsdp-3": ("fsdp", 3)}
+
+    def train(out, kind, *more):
+        backend, world = kinds[kind]
+        done = run_cli_once(
+            [*arguments(out, [], "--backend", backend, *flags, *more, world=world), "--float64"], timeout=60
+        )
+        assert done.returncode == 0, done.output
+        exported = out / f"{len(list(out.iterdir()))}.safetensors"
+        assert run_cli_once(["checkpoint", "export", str(out / "run"), str(exported)]).returncode == 0
+        return done, load_file(exported)
+
+    (tmp_path / "whole").mkdir()
+    _, reference = train(tmp_path / "whole", "single")
+    for first in ("single", "fsdp-2"):
+        (tmp_path / first).mkdir()
+        train(tmp_path / first, first, "--max-steps", "10")
+    for first, then in itertools.product(("single", "fsdp-2"), kinds):
+        out = tmp_path / f"{first}-{then}"
+        shutil.copytree(tmp_path / first, out)
+        done, weights = train(out, then, "--resume")
+        assert "resumed from step-00000010" in done.stdout
+        assert max(numpy.abs(weights[name] - reference[name]).max() for name in reference) < 1e-9, (first, then)
