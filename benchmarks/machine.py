@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import statistics
 import sys
 from pathlib import Path
 
@@ -20,6 +21,11 @@ def describe() -> str:
         f" load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}, {versions}\n"
         f"command: python {' '.join(sys.argv)}"
     )
+
+
+def spread(values: list[float]) -> str:
+    """Median (smallest-largest)."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def table(rows: list[list[str]]) -> str:

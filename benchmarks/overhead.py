@@ -5,7 +5,7 @@ python benchmarks/overhead.py [--workload mlp|gpt] [--quick]
 Main-thread CPU per step is the figure to trust on a shared machine: its 10th percentile within a turn, and its mean,
 which holds the log lines too. Wall time is beside it. Ratios are taken within a
 round (one turn of each contestant), then their median and range over the rounds. "hand-written again" is a second
-hand-written loop: what it differs by is noise.
+hand-written loop: what it differs by is noise. Exit code 1 when a goal is missed by more, or weights differ.
 """
 
 from __future__ import annotations
@@ -23,20 +23,42 @@ from pathlib import Path
 from typing import Any
 
 import machine
+from goals import Goal, verdicts
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 900
+BASE, AGAIN, OURS, FULL = (
+    "hand-written", "hand-written again", "Trainer, defaults", "Trainer, callbacks, metrics, log",
+)  # fmt: skip
+Turns = list[dict[str, float]]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=("mlp", "gpt"), help="only this one")
-    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs, not how fast (no goals)")
     args = parser.parse_args()
+    is_reached = True
     for name in [args.workload] if args.workload else ["mlp", "gpt"]:
         result = measure(name, args.quick)
         print(f"{name}: {result['about']}\n\n{machine.table(summary(result))}\n", flush=True)
+        is_reached &= len(set(result["digests"].values())) == 1
+        if not args.quick:
+            goals = goals_of(name, result["turns"])
+            print(f"{verdicts(goals)}\n", flush=True)
+            is_reached &= all(goal.is_met for goal in goals)
     print(machine.describe())
+    return 0 if is_reached else 1
+
+
+def goals_of(name: str, turns: dict[str, Turns]) -> list[Goal]:
+    """What one workload is to reach."""
+    again = ratios(turns[AGAIN], turns[BASE], "mean")
+    step = Goal("a step's CPU x", 0.85 if name == "mlp" else 1.0, ratios(turns[OURS], turns[BASE], "mean"), again)
+    if name == "gpt":
+        return [step]
+    on_top, noise = over(turns[FULL], turns[OURS]), over(turns[AGAIN], turns[BASE])
+    return [step, Goal("callbacks, metrics, log: CPU us on top", 10, on_top, noise, par=0.0)]
 
 
 def measure(name: str, quick: bool) -> dict[str, Any]:
@@ -80,28 +102,31 @@ def environment(rank: int, port: int) -> dict[str, str]:
 def summary(result: dict[str, Any]) -> list[list[str]]:
     """Table rows: each contestant against the hand-written loop of the same round."""
     rows = [["", "CPU us", "CPU x", "CPU us over", "CPU p10 x", "wall p50 x", "weights"]]
-    base, reference = result["turns"]["hand-written"], result["digests"]["hand-written"]
+    base, reference = result["turns"][BASE], result["digests"][BASE]
     for name, turns in result["turns"].items():
-        over = [(turn["mean"] - raw["mean"]) * 1e6 for turn, raw in zip(turns, base, strict=True)]
         rows.append(
             [
                 name,
                 f"{statistics.median(turn['mean'] for turn in turns) * 1e6:.0f}",
-                ratios(turns, base, "mean"),
-                f"{statistics.median(over):+.0f}",
-                ratios(turns, base, "p10"),
-                ratios(turns, base, "wall"),
+                machine.spread(ratios(turns, base, "mean")),
+                f"{statistics.median(over(turns, base)):+.0f}",
+                machine.spread(ratios(turns, base, "p10")),
+                machine.spread(ratios(turns, base, "wall")),
                 "identical" if result["digests"][name] == reference else "DIFFER",
             ]
         )
     return rows
 
 
-def ratios(turns: list[dict[str, float]], base: list[dict[str, float]], key: str) -> str:
-    """Median (smallest-largest) over the rounds."""
-    values = [turn[key] / raw[key] for turn, raw in zip(turns, base, strict=True)]
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+def ratios(turns: Turns, base: Turns, key: str) -> list[float]:
+    """One of each round."""
+    return [turn[key] / raw[key] for turn, raw in zip(turns, base, strict=True)]
+
+
+def over(turns: Turns, base: Turns) -> list[float]:
+    """CPU microseconds per step more than `base`, one figure of each round."""
+    return [(turn["mean"] - raw["mean"]) * 1e6 for turn, raw in zip(turns, base, strict=True)]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

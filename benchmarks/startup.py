@@ -4,6 +4,7 @@ against `train` with our Trainer. Same model and data, two processes, in turns.
 python benchmarks/startup.py [--rounds 5]
 
 Memory is the proportional set size (PSS) of the whole process tree at step 50: shared pages count once.
+Exit code 1 when a goal is missed by more than "torchrun again" shows as noise.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import uuid
 from pathlib import Path
 
 import machine
+from goals import Goal, verdicts
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 120
@@ -35,7 +37,7 @@ _TRAIN = [
 CONTESTANTS = {BASE: _TORCHRUN, OURS: _TRAIN, AGAIN: _TORCHRUN}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each (default: %(default)s)")
     rounds = parser.parse_args().rounds
@@ -43,7 +45,18 @@ def main() -> None:
     for _ in range(rounds):
         for name, arguments in CONTESTANTS.items():
             results[name].append(run_once(arguments))
-    print(machine.table(summary(results)) + f"\n\n{rounds} rounds\n{machine.describe()}")
+    goals = goals_of(results)
+    print(f"{machine.table(summary(results))}\n\n{verdicts(goals)}\n\n{rounds} rounds\n{machine.describe()}")
+    return 0 if all(goal.is_met for goal in goals) else 1
+
+
+def goals_of(results: dict[str, list[dict[str, float]]]) -> list[Goal]:
+    """What is to be reached."""
+
+    def goal(name: str, limit: float, key: str) -> Goal:
+        return Goal(name, limit, ratios(results[OURS], results[BASE], key), ratios(results[AGAIN], results[BASE], key))
+
+    return [goal("first step x", 0.65, "first"), goal("PSS x", 0.75, "pss")]
 
 
 def run_once(arguments: list[str]) -> dict[str, float]:
@@ -104,13 +117,17 @@ def summary(results: dict[str, list[dict[str, float]]]) -> list[list[str]]:
     for name, runs in results.items():
         row = [name]
         for key in ("first", "whole", "pss"):
-            values = [run[key] / base[key] for run, base in zip(runs, results[BASE], strict=True)]
             middle = statistics.median(run[key] for run in runs)
             row += [f"{middle:.0f}" if key == "pss" else f"{middle:.2f}"]
-            row += [f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"]
+            row += [machine.spread(ratios(runs, results[BASE], key))]
         rows.append(row)
     return rows
 
 
+def ratios(runs: list[dict[str, float]], base: list[dict[str, float]], key: str) -> list[float]:
+    """One of each round."""
+    return [run[key] / raw[key] for run, raw in zip(runs, base, strict=True)]
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distributed.backends import REGISTRY, backend_row, default_backend, option_class
+from distributed.backends import LATER, REGISTRY, backend_row, default_backend, option_class
 from distributed.errors import ConfigError, nearest
-from distributed.fields import check, check_options, rules, setting
+from distributed.fields import FrozenDict, Rule, check, check_options, rules, setting
 
 RESOURCES, TRAINING, OPTIMIZATION = "Resources", "Training", "Optimization"
 COMMUNICATION, CHECKPOINTS, MONITORING, FAULTS = "Communication", "Checkpoints", "Monitoring", "Faults"
@@ -100,36 +100,19 @@ class DistributedConfig:
     tensorboard_dir: str | None = setting(None, "where TensorBoard files go (not in this version)", str, group=MONITORING)
     # fmt: on
 
-    if TYPE_CHECKING:  # a type checker cannot know the groups
-
-        def __init__(self, **settings: Any) -> None: ...
-
-    def __new__(cls, *args: Any, **given: Any) -> DistributedConfig:
-        """Remember which names were given, and answer a misspelt one before dataclasses do."""
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """Check and keep `settings`, which may have other tools' spellings (`bucket_size_mb=5`) too."""
         if args:
             raise ConfigError("DistributedConfig takes settings by name only: DistributedConfig(batch_size=32, ...)")
-        for name in given:
-            if name not in cls.__dataclass_fields__:
-                raise unknown_name(name, cls.__dataclass_fields__)
-        self = super().__new__(cls)
-        object.__setattr__(self, "_given", frozenset(given))
-        return self
-
-    def __post_init__(self) -> None:
+        given, notices = canonical(settings)
         for name, rule in rules(type(self)).items():
-            object.__setattr__(self, name, check(name, getattr(self, name), rule))
-        for group in GROUPS:
-            values = getattr(self, group) or {}
-            if values:
-                check_options(group_options(group), values, group)
-            object.__setattr__(self, group, dict(values))
-        if self.backend is not None:
-            backend_row(self.backend)
+            object.__setattr__(self, name, check_setting(name, given.get(name, rule.default), rule))
+        object.__setattr__(self, "_given", frozenset(given))
+        object.__setattr__(self, "_notices", tuple(notices))
         if self.node_rank >= self.num_nodes:
             raise ConfigError(
                 f"node_rank={self.node_rank} is not below num_nodes={self.num_nodes}: number the nodes from 0"
             )
-        _refuse_what_has_no_effect(self)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -137,13 +120,20 @@ class DistributedConfig:
         given: frozenset[str] = self._given  # type: ignore[attr-defined]
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name in given}
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Which of the names given were read as others."""
+        notices: tuple[str, ...] = self._notices  # type: ignore[attr-defined]
+        return notices
+
     def options(self, group: str) -> Any:
         """The checked options object of `group` ("ddp", "data", ...)."""
         return check_options(group_options(group), getattr(self, group), group)
 
     def to_dict(self) -> dict[str, Any]:
         """All values by name, plain Python."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
 
 def group_options(group: str) -> type[Any]:
@@ -155,31 +145,42 @@ def group_options(group: str) -> type[Any]:
     return DataOptions
 
 
+def check_setting(name: str, value: Any, rule: Rule) -> Any:
+    """`value` in the type of the field `name`; ConfigError where the field, its group or this version cannot take it."""
+    checked = check(name, value, rule)
+    if name in GROUPS:
+        if checked:
+            check_options(group_options(name), checked, name)
+        return FrozenDict(checked or {})
+    if name == "backend" and checked is not None:
+        backend_row(checked)
+    if checked not in (None, False) and (instead := _NOT_HERE.get((name, checked)) or _NOT_HERE.get(name)):
+        raise ConfigError(f"{name}={checked!r} {instead}")
+    return checked
+
+
+# What this version accepts by name, or by name and value, and cannot honour.
+_METRICS = "is not in this version: drop it; every metric is in RUN/metrics.jsonl"
+_NOT_HERE: Mapping[Any, str] = {
+    **dict.fromkeys(("mlflow_tracking", "mlflow_experiment", "tensorboard", "tensorboard_dir"), _METRICS),
+    "address": "names a cluster, which none of the backends here joins: drop it",
+    ("communication_backend", "mpi"): "is not in PyTorch's wheels: set communication_backend='gloo'",
+}
+
 # Words that are no settings, and what does what they ask for.
 _INSTEAD = {
     "run_dir": "the flag --run-dir of 'distributed train' names the run directory; checkpoint_dir says where checkpoints go",
     "resume": "set resume_from_checkpoint=True, or use the flag --resume",
     "lr": "set learning_rate",
+    **dict.fromkeys(LATER, "that backend is not in this version, drop its options"),
 }
 
 
 def unknown_name(name: str, known: Iterable[str]) -> ConfigError:
     """The error for a misspelt setting, with the nearest known name."""
-    if name in _INSTEAD:
-        return ConfigError(f"{name} is not a setting: {_INSTEAD[name]}")
+    if instead := _INSTEAD.get(name.partition(".")[0]):
+        return ConfigError(f"{name} is not a setting: {instead}")
     return ConfigError(f"{name} is not a setting{nearest(name, known)}: see 'python -m distributed.cli train --help'")
-
-
-def _refuse_what_has_no_effect(config: DistributedConfig) -> None:
-    """Refuse settings that this version accepts by name and cannot honour."""
-    if config.mlflow_tracking or config.mlflow_experiment is not None:
-        raise ConfigError("mlflow_tracking is not in this version: drop it; every metric is in RUN/metrics.jsonl")
-    if config.tensorboard or config.tensorboard_dir is not None:
-        raise ConfigError("tensorboard is not in this version: drop it; every metric is in RUN/metrics.jsonl")
-    if config.address is not None:
-        raise ConfigError(f"address={config.address!r} names a cluster, which none of the backends here joins: drop it")
-    if config.communication_backend == "mpi":
-        raise ConfigError("communication_backend='mpi' is not in PyTorch's wheels: set communication_backend='gloo'")
 
 
 # Spellings of other tools: name -> ours. A dotted name is an option of a group.
@@ -192,3 +193,35 @@ ALIASES: Mapping[str, str] = {
     "rank": "node_rank",
 }
 SWEEP_ALIASES: Mapping[str, str] = {"lr": "learning_rate"}  # only in a dict that a sweep hands over
+
+
+def canonical(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Settings under their own names: aliases and dotted names resolved, with one notice for each alias."""
+    out: dict[str, Any] = {}
+    notices: list[str] = []
+    for raw, value in given.items():
+        name = raw.replace("-", "_")
+        if name == "world_size":
+            notices.append("world_size is read as nproc_per_node")
+            out["nproc_per_node"] = value
+            continue
+        if name == "no_nccl":
+            notices.append("no_nccl is read as communication_backend=gloo")
+            if value:
+                out["communication_backend"] = "gloo"
+            continue
+        if name in ALIASES:
+            notices.append(f"{raw} is read as {ALIASES[name]}")
+            name = ALIASES[name]
+        group, _, option = name.partition(".")
+        if option:
+            if group not in GROUPS:
+                raise unknown_name(raw, [f"{g}.{o}" for g in GROUPS for o in group_options(g).__dataclass_fields__])
+            out.setdefault(group, {})[option] = value
+        elif group in GROUPS:
+            out.setdefault(group, {}).update(check(group, value, rules(DistributedConfig)[group]) or {})
+        elif name not in DistributedConfig.__dataclass_fields__:
+            raise unknown_name(raw, [*DistributedConfig.__dataclass_fields__, *ALIASES])
+        else:
+            out[name] = value
+    return out, notices

@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from distributed.errors import ConfigError, nearest
 
@@ -48,6 +48,21 @@ def setting(
 def rules(cls: type) -> dict[str, Rule]:
     """The rule of every declared field of `cls`, in order."""
     return {f.name: f.metadata["rule"] for f in dataclasses.fields(cls) if "rule" in f.metadata}
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict that nobody can change: it may be a key, and is copied, pickled and written as JSON like any other."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise dataclasses.FrozenInstanceError("a checked configuration cannot be changed: make another from it")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenDict, (dict(self),)
 
 
 def check(name: str, value: Any, rule: Rule) -> Any:
@@ -115,6 +130,8 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _wanted(rule: Rule) -> str:
+    if rule.choices is not None:
+        return f"one of {', '.join(map(str, rule.choices))}"
     return " or ".join(_WORDS[kind] for kind in rule.kinds)
 
 

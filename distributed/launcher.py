@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from distributed.errors import ConfigError, nearest
-from distributed.launching.environment import NodeEnvironment, WorkerEnvironment, node_environment, worker_environment
+from distributed.launching.environment import (
+    NodeEnvironment,
+    WorkerEnvironment,
+    is_local_rank,
+    node_environment,
+    worker_environment,
+)
 from distributed.settings import Typed
 
 __all__ = [
     "Handover", "LaunchRequest", "Link", "NodeEnvironment", "WorkerEnvironment", "handover", "launch", "link",
-    "node_environment", "start_launcher", "worker_environment",
+    "node_environment", "running_script", "start_launcher", "worker_environment",
 ]  # fmt: skip
 
 HANDOVER_VARIABLE = "DISTRIBUTED_CONFIG"
@@ -105,6 +111,16 @@ def handover() -> Handover | None:
         _this.is_told = True
     _this.is_taken = True
     return _this.handover
+
+
+def running_script() -> Typed:
+    """The script of this process and its arguments as typed; nothing in a notebook and under `python -m`."""
+    main = sys.modules["__main__"]
+    is_file = hasattr(main, "__file__") and main.__spec__ is None and sys.argv[0].endswith(".py")
+    if not is_file:
+        return Typed()
+    arguments = [each for each in sys.argv[1:] if not is_local_rank(each)]
+    return Typed(script=sys.argv[0], script_args=tuple(arguments))
 
 
 def unused_settings() -> list[str]:

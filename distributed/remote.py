@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 from distributed.backends import backend_row
 from distributed.callbacks import load_states
 from distributed.checkpoint import read_state
+from distributed.config import GROUPS
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
 from distributed.launcher import LaunchRequest, start_launcher
 from distributed.monitor import check_monitor
 from distributed.plan import plan_batch
+from distributed.reporter import Reporter
 from distributed.run_dir import RunDirectory, choose_run_dir
 from distributed.settings import MergedConfig
 from distributed.state import History
@@ -94,6 +96,7 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
     with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
         payload = Path(temporary) / "job"
         payload.write_bytes(_pickled(fit))
+        _warn_of_profiler(merged.config.verbose)
         try:
             code = start_launcher(_request(trainer, merged, run, payload, resume))
         except KeyboardInterrupt:
@@ -119,6 +122,16 @@ def _check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_dat
     check_monitor(merged, val_data)
 
 
+def _warn_of_profiler(verbose: bool) -> None:
+    torch = sys.modules.get("torch")  # not loaded: no profiler of its
+    if torch is not None and torch.autograd._profiler_enabled():
+        text = (
+            "the active torch profiler sees this process only, and the model trains in workers: open the profiler in the"
+            " script and run that under 'python -m distributed.cli train --script', or set nproc_per_node=1"
+        )
+        Reporter(True, verbose)({"kind": "warning", "text": text})
+
+
 def _arguments(trainer: Trainer) -> dict[str, Any]:
     job = trainer.job
     return {
@@ -128,12 +141,13 @@ def _arguments(trainer: Trainer) -> dict[str, Any]:
 
 
 def _settings(trainer: Trainer, merged: MergedConfig, directory: Path) -> dict[str, Any]:
-    """What the trainer of the workers is given: all that was typed, and where a further fit goes on."""
+    """What the trainer of the workers is given: all that the code says, and where a further fit goes on."""
     config = merged.config
-    settings = {
-        name: value for name, value in config.to_dict().items() if merged.source(name) not in ("default", "sweep")
-    }
-    if (own := own_checkpoint_dir(config, directory)) is not None:
+    settings = {name: value for name, value in config.to_dict().items() if merged.source(name) == "code"}
+    for group in GROUPS.keys() & settings.keys():
+        settings[group] = {o: v for o, v in settings[group].items() if merged.source(f"{group}.{o}") == "code"}
+    own = own_checkpoint_dir(config, directory)
+    if own is not None and own != Path(str(config.checkpoint_dir)):
         settings["checkpoint_dir"] = str(own)
     before: Remote | None = trainer._remote
     if before is not None:  # that many epochs or steps more
@@ -174,7 +188,8 @@ def _pickled(fit: RemoteFit) -> bytes:
 def _request(trainer: Trainer, merged: MergedConfig, run: RunDirectory, payload: Path, resume: bool) -> LaunchRequest:
     config, plan = merged.config, trainer.plan
     return LaunchRequest(
-        run_dir=str(run.path), payload=str(payload), script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
+        run_dir=str(run.path), typed=dataclasses.replace(trainer._typed, notices=()),  # merged.notices has them
+        payload=str(payload), script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
         working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume, nproc_per_node=plan.nproc_per_node,
         device=plan.device, preload=backend_row(plan.backend).preload, max_restarts=config.max_restarts,
         restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,

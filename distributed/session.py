@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import itertools
+import math
 import signal
 import threading
 import time
@@ -249,6 +250,8 @@ class Session:
         state = fit.state
         if resumed is not None:
             notices = [*notices, f"resumed from {resumed}: step {state.step}, epoch {state.epoch}"]
+            if state.epoch >= merged.config.epochs or state.step >= (merged.config.max_steps or math.inf):
+                notices.append("nothing is left to do: raise epochs (or max_steps) to go further")
         elif self._files.wants_resume(merged):
             notices = [*notices, f"nothing to resume from in {fit.store.directory}: starting at step 0"]
         else:

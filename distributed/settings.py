@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.config import ALIASES, GROUPS, SWEEP_ALIASES, DistributedConfig, group_options, unknown_name
+from distributed.config import ALIASES, GROUPS, SWEEP_ALIASES, DistributedConfig, canonical, check_setting
 from distributed.errors import ConfigError, nearest
-from distributed.fields import check, rules
+from distributed.fields import rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Typed:
 class MergedConfig:
     """The configuration of a run with the source of every value: "default", "file", "sweep", "code" or "flag".
 
-    In a run's config.yaml also "loader" and "derived", for a batch size that the training data or the batch equation gave.
+    In a run's config.yaml also "loader" and "derived", for a batch size that the training data or the batch equation gave,
+    and "launcher" for the processes of another launcher.
     """
 
     config: DistributedConfig
@@ -73,36 +74,13 @@ def for_evaluation(merged: MergedConfig) -> MergedConfig:
     return dataclasses.replace(merged, config=config)
 
 
-def canonical(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Settings under their own names: aliases and dotted names resolved, with one notice for each alias."""
-    out: dict[str, Any] = {}
-    notices: list[str] = []
-    for raw, value in given.items():
-        name = raw.replace("-", "_")
-        if name == "world_size":
-            notices.append("world_size is read as nproc_per_node")
-            out["nproc_per_node"] = value
-            continue
-        if name == "no_nccl":
-            notices.append("no_nccl is read as communication_backend=gloo")
-            if value:
-                out["communication_backend"] = "gloo"
-            continue
-        if name in ALIASES:
-            notices.append(f"{raw} is read as {ALIASES[name]}")
-            name = ALIASES[name]
-        group, _, option = name.partition(".")
-        if option:
-            if group not in GROUPS:
-                raise unknown_name(raw, [f"{g}.{o}" for g in GROUPS for o in group_options(g).__dataclass_fields__])
-            out.setdefault(group, {})[option] = value
-        elif group in GROUPS:
-            out.setdefault(group, {}).update(check(group, value, rules(DistributedConfig)[group]) or {})
-        elif name not in DistributedConfig.__dataclass_fields__:
-            raise unknown_name(raw, [*DistributedConfig.__dataclass_fields__, *ALIASES])
-        else:
-            out[name] = value
-    return out, notices
+def joined(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, `strong` where they disagree; groups of options are joined too."""
+    both = dict(weak)
+    for name, value in strong.items():
+        old = both.get(name)
+        both[name] = {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return both
 
 
 def split_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
@@ -126,14 +104,18 @@ def split_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def read_config_file(path: str | os.PathLike[str]) -> Typed:
-    """A YAML file of settings. One that a run wrote also says which values were flags, and its script."""
-    content = _read_yaml(Path(path))
+    """A YAML file of settings. One that a run wrote also says which values were flags, and its script.
+
+    Raises ConfigError with the file and the line, also for a wrong name or value.
+    """
+    content, lines = _read_yaml(Path(path))
     sources = _popped(content, "sources", dict, path) or {}
     script = _popped(content, "script", str, path)
     arguments = _popped(content, "script_args", list, path) or []
     content.pop("hyperparameters", None)
     if sources:  # written by a run: what was a default then stays a default, what was a flag stays as strong
         content = _only_typed(content, sources)
+    _check(content, lines, path)
     settings, notices = canonical(content)
     flags: dict[str, Any] = {}
     for name in [name for name in settings if sources.get(name) == "flag" and name not in GROUPS]:
@@ -145,16 +127,31 @@ def read_config_file(path: str | os.PathLike[str]) -> Typed:
     return Typed(settings, flags, tuple(notices), script, tuple(map(str, arguments)))
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _check(content: Mapping[str, Any], lines: Mapping[str, int], path: str | os.PathLike[str]) -> None:
+    """Names and values one by one; what depends on several waits for the other layers."""
+    known = rules(DistributedConfig)
+    for name, value in content.items():
+        is_group = name in GROUPS and isinstance(value, Mapping)
+        for one, of_it in ((f"{name}.{o}", v) for o, v in value.items()) if is_group else ((name, value),):
+            try:
+                for field, checked in canonical({one: of_it})[0].items():
+                    check_setting(field, checked, known[field])
+            except ConfigError as error:
+                where = f", line {lines[one]}" if one in lines else ""
+                raise ConfigError(f"config file {str(path)!r}{where}: {error}") from None
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the file says, and the line of each name; the options of a group have dotted names there."""
     import yaml
 
     try:
         loader = yaml.SafeLoader(path.read_bytes())
         node = loader.get_single_node()
-        _refuse_duplicates(node, path)
+        lines = _lines(node, path)
         content = None if node is None else loader.construct_document(node)
     except OSError as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read ({error.strerror}): check --config") from None
+        raise ConfigError(f"config file {str(path)!r} cannot be read ({error.strerror}): name another") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -163,27 +160,29 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"config file {str(path)!r}{where} is not YAML ({problem}): write 'name: value' lines"
         ) from None
     if content is None:
-        return {}
+        return {}, {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ConfigError(f"config file {str(path)!r} is not a mapping: write 'name: value' lines")
-    return content
+    return content, lines
 
 
-def _refuse_duplicates(node: Any, path: Path, levels: int = 2) -> None:
-    """YAML lets the last of two equal names win, without a word. Settings and groups only, not what lies deeper."""
-    if levels == 0 or getattr(node, "id", "") != "mapping":
-        return
+def _lines(node: Any, path: Path, prefix: str = "") -> dict[str, int]:
+    """The line of each setting and option. YAML lets the last of two equal names win without a word: here an error."""
     lines: dict[str, int] = {}
+    if getattr(node, "id", "") != "mapping":
+        return lines
     for key, value in node.value:
-        line = key.start_mark.line + 1
         if key.id != "scalar":
             continue
-        if key.value in lines:
+        name, line = prefix + key.value, key.start_mark.line + 1
+        if name in lines:
             raise ConfigError(
-                f"config file {str(path)!r} has {key.value!r} in line {lines[key.value]} and again in line {line}: drop one"
+                f"config file {str(path)!r} has {key.value!r} in line {lines[name]} and again in line {line}: drop one"
             )
-        lines[key.value] = line
-        _refuse_duplicates(value, path, levels - 1)
+        lines[name] = line
+        if not prefix:
+            lines.update(_lines(value, path, f"{name}."))
+    return lines
 
 
 def _popped(content: dict[str, Any], name: str, kind: type, path: str | os.PathLike[str]) -> Any:
@@ -206,9 +205,10 @@ def config_yaml(merged: MergedConfig, script: str | None = None, script_args: tu
     def block(content: Mapping[str, Any]) -> str:
         return yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=False, allow_unicode=True)
 
-    lines = [
-        "# The settings of this run. Start it again: python -m distributed.cli train --config THIS --run-dir NEW\n"
-    ]
+    again = "python -m distributed.cli train --config THIS --run-dir NEW"
+    if script is None:  # a notebook's
+        again = 'Trainer(model, config="THIS")'
+    lines = [f"# The settings of this run. Start it again: {again}\n"]
     if script is not None:
         lines.append(block({"script": script, "script_args": list(script_args)}))
     for name, value in merged.config.to_dict().items():

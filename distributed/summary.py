@@ -32,6 +32,8 @@ def finished_lines(run: RunDirectory, state: TrainState) -> list[str]:
     shown = {name: value for name, value in state.best.items() if name.startswith("val_") or "accuracy" in name}
     best = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
     done = "stopped" if was_interrupted(state) else "finished"
+    if state.stop_reason == "early_stopping":
+        done = "stopped early, because the monitored metric no longer improved,"
     line = f"{done} at step {state.step}, epoch {state.epoch}, in {state.total_time:.1f} s"
     return [f"{line}; best: {best}" if best else line, f"run directory: {run.path}"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any, ClassVar
 from distributed.backends import backend_class, backend_row, default_backend
 from distributed.backends.base import Backend, Job
 from distributed.callbacks import Callback
-from distributed.config import DistributedConfig
-from distributed.errors import ConfigError
-from distributed.launcher import WorkerEnvironment, handover, worker_environment
+from distributed.config import DistributedConfig, canonical
+from distributed.errors import ConfigError, nearest
+from distributed.launcher import WorkerEnvironment, handover, running_script, worker_environment
 from distributed.plan import ProcessPlan, choose_backend, plan_processes
-from distributed.settings import MergedConfig, Typed, canonical, for_evaluation, merge, split_sweep
+from distributed.settings import MergedConfig, Typed, for_evaluation, joined, merge, read_config_file, split_sweep
 from distributed.state import History
 
 
@@ -23,7 +24,8 @@ class Trainer:
 
     Args:
         model: a module, or a factory `() -> module` (called on every rank under the seed).
-        config: a DistributedConfig, or a plain dict from a sweep (settings and `lr` apply, the rest is recorded).
+        config: a DistributedConfig; the path of a YAML file, also one that a run wrote, whose settings are weaker than
+            those beside it; or a plain dict from a sweep (settings and `lr` apply, the rest is recorded).
         optimizer: an optimizer, or a factory `(params) -> optimizer`; none means AdamW at `learning_rate`.
         scheduler: a schedule, or a factory `(optimizer) -> schedule`; stepped once per update, or per epoch with
             `scheduler_interval="epoch"`.
@@ -43,7 +45,7 @@ class Trainer:
     def __init__(
         self,
         model: Any,
-        config: DistributedConfig | Mapping[str, Any] | None = None,
+        config: DistributedConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         *,
         optimizer: Any = None,
         scheduler: Any = None,
@@ -57,14 +59,14 @@ class Trainer:
             raise ConfigError(f"model is a {type(model).__name__}: pass a module, or a function that makes one")
         if loss_fn is not None and training_step is not None:
             raise ConfigError("loss_fn and training_step both say what the loss is: drop one of them")
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise ConfigError(f"callback {callback!r} is not a distributed.Callback: derive its class from it")
+        _check_objects(optimizer, scheduler, loss_fn, training_step, metrics)
+        _check_callbacks(callbacks)
         self.job = Job(model, optimizer, scheduler, loss_fn, training_step, dict(metrics or {}))
         self.callbacks = list(callbacks)
         self._code, self._sweep, self._hyperparameters, self._notices = self._settings(config, settings)
         self._worker = worker_environment()
         self._given = handover()
+        self._typed = self._read(config)
         self.merged = self._merge({})
         self.plan = self._plan(self.merged)
         self._check_backend()
@@ -93,7 +95,8 @@ class Trainer:
             epochs, max_steps, checkpoint_dir, mlflow_experiment: as the settings of that name. A further `fit` of the same
                 trainer goes on from its state, for that many epochs or steps more.
 
-        Returns the History; the model in this process then has the trained weights.
+        Returns the History; the model in this process then has the trained weights. Where workers were started, the optimizer,
+        the schedule and what callbacks keep outside of `state_dict` stay as they were here: the copies of the workers changed.
         Raises TrainingError when training failed, TrainingInterrupted (an exit with 128 + signal) after SIGTERM, and
         KeyboardInterrupt after Ctrl-C, both when the state has been saved.
         """
@@ -160,8 +163,17 @@ class Trainer:
 
     # ------------------------------------------------------------------ settings
 
+    def _read(self, config: Any) -> Typed:
+        """What was typed outside the script, over the file that the script names."""
+        typed = self._given.typed if self._given is not None else running_script()
+        if not isinstance(config, (str, os.PathLike)):
+            return typed
+        read = read_config_file(config)
+        file = joined(joined(read.file, read.flag), typed.file)
+        return dataclasses.replace(typed, file=file, notices=(*typed.notices, *read.notices))
+
     def _settings(
-        self, config: DistributedConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]
+        self, config: Any, settings: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]:
         """(settings in code, those of a sweep, its other hyperparameters, notices)."""
         code: dict[str, Any] = {}
@@ -169,16 +181,15 @@ class Trainer:
         others: dict[str, Any] = {}
         notices: list[str] = []
         if isinstance(config, DistributedConfig):
-            code = dict(config.given)
+            code, notices = dict(config.given), list(config.notices)
         elif isinstance(config, Mapping):
             sweep, others, notices = split_sweep(config)
-        elif config is not None:
-            raise ConfigError(f"config is a {type(config).__name__}: pass a DistributedConfig or a dict of settings")
+        elif not isinstance(config, (str, os.PathLike, type(None))):
+            raise ConfigError(
+                f"config is a {type(config).__name__}: pass a DistributedConfig, the path of a file or a dict of settings"
+            )
         direct, said = canonical(self._flat_options(settings))
-        for name, value in direct.items():
-            both = isinstance(value, Mapping) and isinstance(code.get(name), Mapping)
-            code[name] = {**code[name], **value} if both else value
-        return code, sweep, others, notices + said
+        return joined(code, direct), sweep, others, notices + said
 
     def _flat_options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """On a subclass that pins the backend its options may be given flat."""
@@ -189,7 +200,7 @@ class Trainer:
         return {f"{row.group}.{name}" if name in options else name: value for name, value in settings.items()}
 
     def _merge(self, more: Mapping[str, Any]) -> MergedConfig:
-        typed = self._given.typed if self._given is not None else Typed()
+        typed = self._typed
         code = {**self._code, **more}
         if self._backend is not None:
             layers = (typed.flag, code, self._sweep, typed.file)
@@ -210,9 +221,10 @@ class Trainer:
         asked = config.nproc_per_node or config.gpus_per_node
         if asked is not None and asked != found.local_world_size and merged.source("nproc_per_node") != "flag":
             name = "nproc_per_node" if config.nproc_per_node else "gpus_per_node"
+            place = "config file" if merged.source(name) == "file" else "script"
             raise ConfigError(
-                f"{name}={asked} in the script is not the running world's {found.local_world_size} processes per node:"
-                f" start with --nproc-per-node {asked}, or drop it from the script"
+                f"{name}={asked} in the {place} is not the running world's {found.local_world_size} processes per node:"
+                f" start with --nproc-per-node {asked}, or drop it from the {place}"
             )
         wants_gpus = bool(config.num_gpus or config.gpus_per_node)
         is_cpu = config.num_gpus == 0 or (config.device == "cpu" and not wants_gpus)
@@ -257,6 +269,41 @@ class Trainer:
                 )
             self._session = Session(self)
         return self._session
+
+
+def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: Any, metrics: Any) -> None:
+    """Refuse what can be none of the forms that the constructor takes."""
+    examples = {
+        "optimizer": (optimizer, "torch.optim.Adam(model.parameters()), or lambda params: torch.optim.Adam(params)"),
+        "scheduler": (scheduler, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)"),
+    }
+    for name, (value, example) in examples.items():
+        if isinstance(value, (str, bytes, Mapping, list, tuple)):
+            raise ConfigError(
+                f"{name}={value!r} is a {type(value).__name__}: pass an object or a factory, {name}={example}"
+            )
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics is a {type(metrics).__name__}: pass names and functions, metrics={{'top1': top1}}")
+    functions = {"loss_fn": loss_fn, "training_step": training_step}
+    for name, value in (functions | {f"metrics[{name!r}]": value for name, value in (metrics or {}).items()}).items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: pass a function")
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    """Refuse what is no callback, and one with a method that looks like a hook and is none."""
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks is a {type(callbacks).__name__}: pass a list, callbacks=[...]")
+    hooks = [name for name in dir(Callback) if name.startswith("on_")]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"callback {callback!r} is not a distributed.Callback: derive its class from it")
+        for name in dir(callback):
+            if name.startswith("on_") and name not in hooks and callable(getattr(callback, name)):
+                raise ConfigError(
+                    f"{type(callback).__name__}.{name} would never be called{nearest(name, hooks)}: the hooks are"
+                    f" {', '.join(hooks)}; give a method of your own a name without on_"
+                )
 
 
 def _local(config: DistributedConfig, found: WorkerEnvironment) -> DistributedConfig:

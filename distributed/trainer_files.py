@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from distributed.errors import ConfigError
 from distributed.launcher import link
 from distributed.launching.identity import launch_identity
 from distributed.launching.tee import tee_output
+from distributed.plan import ProcessPlan
 from distributed.run_dir import RunDirectory, choose_run_dir, find_run_dir
 from distributed.settings import MergedConfig, config_yaml
 from distributed.state import WorkerContext
@@ -65,7 +67,8 @@ class TrainerFiles:
         context: WorkerContext,
         report: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._given, self._worker = trainer._given, trainer._worker
+        self._given, self._typed = trainer._given, trainer._typed
+        self._worker, self._plan = trainer._worker, trainer.plan
         self._backend, self._context, self._report = backend, context, report
         self._agreement = Agreement(backend, context)
         self._run: RunDirectory | None = None
@@ -138,8 +141,9 @@ class TrainerFiles:
             run.check(resume=self.wants_resume(merged))
             run.lock()
         run.path.mkdir(parents=True, exist_ok=True)
-        typed = self._given.typed if self._given is not None else None
-        text = config_yaml(merged, typed.script if typed else None, typed.script_args if typed else ())
+        if self._is_foreign():
+            merged = _as_launched(merged, self._plan)
+        text = config_yaml(merged, self._typed.script, self._typed.script_args)
         replace_text(run.path / "config.yaml", text)
 
     def _claim(self, directory: Path, merged: MergedConfig) -> None:
@@ -152,6 +156,15 @@ class TrainerFiles:
                 f"checkpoint_dir={str(directory)!r} holds checkpoints of an earlier run: set resume_from_checkpoint=true"
                 " (or --resume) to go on from them, or name another directory"
             )
+
+
+def _as_launched(merged: MergedConfig, plan: ProcessPlan) -> MergedConfig:
+    """`merged` with the processes that another launcher started, unless they were asked for: ours starts as many again."""
+    if any(merged.is_typed(name) for name in ("nproc_per_node", "gpus_per_node", "num_gpus")):
+        return merged
+    processes: dict[str, Any] = {"num_nodes": plan.num_nodes, "nproc_per_node": plan.nproc_per_node}
+    sources = {**merged.sources, **dict.fromkeys(processes, "launcher")}
+    return dataclasses.replace(merged, config=dataclasses.replace(merged.config, **processes), sources=sources)
 
 
 def _refuse_to_start_over(run: RunDirectory, directory: Path) -> None:

@@ -59,6 +59,8 @@ REGISTRY: dict[str, BackendRow] = {
     )
 }  # fmt: skip
 
+# Backends of a later version, so that their names are not taken for misspelt ones.
+LATER = ("deepspeed", "horovod", "ray", "tensorflow", "tensor-parallel", "pipeline")
 _TRANSPORTS = ("nccl", "gloo", "mpi", "ucc")
 
 
@@ -70,6 +72,8 @@ def backend_row(name: str) -> BackendRow:
         raise ConfigError(
             f"backend={name!r} is a transport, not a backend: set communication_backend={name!r} (--communication-backend {name})"
         )
+    if name in LATER:
+        raise ConfigError(f"backend={name!r} is not in this version: choose one of {', '.join(REGISTRY)}")
     raise ConfigError(f"backend={name!r} is not known{nearest(name, REGISTRY)}: choose one of {', '.join(REGISTRY)}")
 
 

@@ -51,7 +51,7 @@ class ShardedData(abc.ABC):
 
 
 class Backend(abc.ABC, Generic[OptionsT]):
-    """One engine. `distributed.testing` holds a fake one and the suite that every backend must pass."""
+    """One engine. `distributed.testing` holds one without a framework, for tests of what stands on the adapters."""
 
     Options: ClassVar[type[Any]]  # frozen dataclass of the settings only this backend has, checked by the config
 

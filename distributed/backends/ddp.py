@@ -132,7 +132,24 @@ class DDPBackend(TorchBackend[DDPOptions]):
             for parameter in self._parameters:
                 parameter.grad = None
 
+        self._watch_first_call()
+
+    def _watch_first_call(self) -> None:
+        """Gradients are exchanged for what the wrapper computes alone: a training_step may go around it."""
+        self._is_unused = True
+
+        def called(*_: Any) -> None:
+            self._is_unused = False
+            handle.remove()
+
+        handle = self._wrapped.register_forward_pre_hook(called)
+
     def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
+        if self._is_unused:
+            raise ConfigError(
+                "training_step never called its argument `model`, so no gradient was exchanged between the processes: compute"
+                " the loss from model(...), not from one of its parts or a model of the script"
+            )
         try:
             self._wrapped.reducer._check_reducer_finalized()  # type: ignore[operator, union-attr]
         except RuntimeError as error:  # torch itself says it in the next forward, after an update with local gradients

@@ -7,10 +7,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distributed.backends.base import Job
 from distributed.backends.torch_base import TorchBackend
 from distributed.errors import ConfigError
 from distributed.fields import setting
-from distributed.plan import ProcessPlan
+from distributed.plan import BatchPlan, ProcessPlan
 from distributed.settings import MergedConfig
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
         return ProcessGroup(
             self.plan, self.config, lambda text: self.report({"kind": "warning", "text": text}), transport
         )
+
+    def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
+        notices = super().prepare(job, batch)
+        if self.options.cpu_offload and self.device.type == "cpu":
+            notices.append("fsdp.cpu_offload frees nothing here: on CPUs all parameters are in host memory")
+        return notices
 
     def _build(self, given: Any) -> torch.nn.Module:
         from distributed.backends._torch import fully_sharded

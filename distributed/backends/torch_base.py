@@ -143,9 +143,12 @@ class TorchBackend(Backend[OptionsT]):
         scheduler = optim.build_scheduler(job.scheduler, self.optimizer, job.optimizer)
         optim.scale_rates(self.optimizer, scheduler, self.merged, batch, notice)
         self.schedule = Schedule(scheduler, self.optimizer, self.merged)
+        if text := self.schedule.notice():
+            notice(text)
         optim.use_fused_sgd(self.optimizer, self.plain)
         self._update = self.precision.updating(self.optimizer)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._trainable = {name: p.requires_grad for name, p in self.plain.named_parameters()}
         self._gradients = self._make_gradients()
         self._nan_policy = gradients.NanPolicy(self.config.nan_policy, lambda event: self.report(event))
         self._clipped_norm: torch.Tensor | None = None  # of the newest update, before clipping
@@ -155,6 +158,8 @@ class TorchBackend(Backend[OptionsT]):
         from distributed.backends._torch.averages import Averages
         from distributed.backends._torch.objective import Objective
 
+        if isinstance(job.loss_fn, self.torch.nn.Module):  # its class weights, say
+            job.loss_fn.to(self.device, self.torch.float64 if self.config.dtype == "float64" else None)
         self.objective = Objective(job.loss_fn, job.training_step, self.plain, notice=self._notice)
         self._settled = False
         self._averages = Averages(job.metrics, self.device)
@@ -455,9 +460,19 @@ class TorchBackend(Backend[OptionsT]):
         gc.collect()
 
     def rewrap(self) -> None:
+        self._check_trainable()
         self._is_new_wrapper = True
         self._wrapped = self._wrap(self.plain)
         self._is_training = None
+
+    def _check_trainable(self) -> None:
+        """The optimizer was built for the parameters that were trained first."""
+        changed = [name for name, p in self.plain.named_parameters() if p.requires_grad is not self._trainable[name]]
+        if changed:
+            raise ConfigError(
+                f"{changed[0]} was {'un' * self.plain.get_parameter(changed[0]).requires_grad}frozen after the first fit, and"
+                " the optimizer does not follow: make a new Trainer with this model for the next phase"
+            )
 
     def teardown(self) -> None:
         if self.model is not None:

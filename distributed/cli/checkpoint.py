@@ -79,6 +79,8 @@ def export(
     """Write the model's weights by name into one safetensors file; a tied weight appears under each of its names."""
     if out.is_dir():
         raise ConfigError(f"{out} is a directory: name a file, {out / 'model.safetensors'}")
+    if out.suffix != ".safetensors":
+        raise ConfigError(f"{out} would not be what its name says: name a file OUT.safetensors")
     if out.exists() and not force:
         raise ConfigError(f"{out} exists: give --force to write over it")
     path = resolve(checkpoint)

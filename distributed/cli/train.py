@@ -12,10 +12,10 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from distributed.config import DistributedConfig
+from distributed.config import GROUPS, DistributedConfig, canonical, group_options
 from distributed.errors import ConfigError, nearest
 from distributed.fields import Rule, rules
-from distributed.settings import Typed, canonical, read_config_file
+from distributed.settings import Typed, joined, read_config_file
 
 # Every setting that has a flag of its own; the others by --set, in YAML and in code.
 SETTINGS = (
@@ -54,6 +54,16 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}: see '{self.prog} --help'")
+
+    def format_help(self) -> str:
+        """The flags, and below them the settings that have none."""
+        formatter = self._get_formatter()
+        formatter.start_section("Settings without a flag: --set NAME=VALUE, in YAML and in code")
+        for name, rule in _without_flag():
+            choices = f"={_metavar(rule)}" if rule.choices else ""
+            formatter.add_argument(argparse.Action([], name, metavar=f"{name}{choices}", help=_help(rule)))
+        formatter.end_section()
+        return f"{super().format_help()}\n{formatter.format_help()}"
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -104,9 +114,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add(group: Any, name: str, rule: Rule) -> None:
     if rule.kinds == (bool,):
-        group.add_argument(_flag(name), action=_Switch, help=_help(name, rule))
-    else:
-        group.add_argument(_flag(name), metavar=_METAVARS.get(name) or _metavar(rule), help=_help(name, rule))
+        group.add_argument(_flag(name), action=_Switch, help=_help(rule))
+        return
+    bare = {"nargs": "?", "const": True} if bool in rule.kinds else {}  # the flag alone means true
+    group.add_argument(_flag(name), metavar=_METAVARS.get(name) or _metavar(rule), help=_help(rule), **bare)
+
+
+def _without_flag() -> Iterable[tuple[str, Rule]]:
+    yield from ((name, rule) for name, rule in _RULES.items() if name not in (*SETTINGS, *GROUPS))
+    for group in GROUPS:
+        yield from ((f"{group}.{option}", rule) for option, rule in rules(group_options(group)).items())
 
 
 class _Switch(argparse.BooleanOptionalAction):
@@ -150,9 +167,8 @@ def _metavar(rule: Rule) -> str:
     return {int: "N", float: "NUMBER"}.get(rule.kinds[-1], "NAME")
 
 
-def _help(name: str, rule: Rule) -> str:
-    text = rule.help.replace("%", "%%")
-    default = getattr(DistributedConfig, name, None)
+def _help(rule: Rule) -> str:
+    text, default = rule.help.replace("%", "%%"), rule.default
     if default is None or isinstance(default, bool) or "default:" in text:
         return text
     return f"{text} (default: {f'{default:g}' if isinstance(default, float) else default})"
@@ -168,6 +184,8 @@ def _unknown(argument: str) -> ConfigError:
     if not argument.startswith("-"):
         return ConfigError(f"{argument!r} is no flag: name the script with --script, its own arguments follow after --")
     name = argument.partition("=")[0]
+    if (setting := name[2:].replace("-", "_")) in _RULES:
+        return ConfigError(f"{name} is not a flag of train: write --set {setting}=VALUE")
     flags = [
         _flag(word) for word in (*SETTINGS, *ALIASES, *ALIAS_SWITCHES, "script", "config", "set", "run_dir", "resume")
     ]
@@ -188,20 +206,14 @@ def read_typed(
     base = read_config_file(config) if config is not None else Typed()
     values, notices = canonical({name: _value(name, text) for name, text in flags.items()})
     extra, more = canonical(dict(_assignment(text) for text in assignments))
-    merged_flags = _join(_join(base.flag, values), extra)
+    merged_flags = joined(joined(base.flag, values), extra)
     is_same = script is None or script == base.script
+    # The file's script is looked for in the present directory: what lies there may be another.
+    which = [f"script {base.script}, from {config}"] if script is None and base.script is not None else []
     return dataclasses.replace(
-        base, flag=merged_flags, notices=(*base.notices, *notices, *more), script=script or base.script,
+        base, flag=merged_flags, notices=(*which, *base.notices, *notices, *more), script=script or base.script,
         script_args=script_args or (base.script_args if is_same else ()),
     )  # fmt: skip
-
-
-def _join(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
-    joined = dict(weak)
-    for name, value in strong.items():
-        old = joined.get(name)
-        joined[name] = {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return joined
 
 
 def _value(name: str, text: Any) -> Any:

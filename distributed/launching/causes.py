@@ -60,8 +60,12 @@ class Failure:
             return f"rank {self.rank} failed with {self.type}"
         if self.kind == "signal":
             return f"rank {self.rank} was killed by signal {self.signum} ({signal_name(self.signum)})"
-        early = " while other ranks were still at work" if self.exit_code == 0 else ""
-        return f"rank {self.rank} exited with code {self.exit_code}{early}"
+        if self.exit_code == 0:
+            return (
+                f"rank {self.rank} exited with code 0 while other ranks were still at work:"
+                " every rank must call fit(), evaluate(), predict() and save()"
+            )
+        return f"rank {self.rank} exited with code {self.exit_code}"
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:

@@ -118,13 +118,13 @@ def _from_variables(environ: Mapping[str, str], argv: Sequence[str]) -> WorkerEn
     )  # fmt: skip
 
 
+def is_local_rank(argument: str) -> bool:
+    """Whether it is the `--local_rank=N` that `torch.distributed.launch` adds to a script's arguments."""
+    return re.fullmatch(r"--local[-_]rank=\d+", argument) is not None
+
+
 def _local_rank_in(argv: Sequence[str], default: int) -> int:
-    """The `--local_rank=N` that `torch.distributed.launch` appends to the arguments."""
-    for argument in argv:
-        match = re.fullmatch(r"--local[-_]rank=(\d+)", argument)
-        if match:
-            return int(match[1])
-    return default
+    return next((int(argument.partition("=")[2]) for argument in argv if is_local_rank(argument)), default)
 
 
 def _is_slurm_step(environ: Mapping[str, str]) -> bool:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from distributed.errors import CheckpointError
 from distributed.storage.tensor_file import ITEM_BYTES, RawTensor, read_raw
 
@@ -40,6 +38,8 @@ class StoredTensor:
         for begins, raw in self.pieces:
             if begins == start and raw.shape == shape:
                 return memoryview(raw.read())
+        import numpy
+
         item = ITEM_BYTES[self.dtype]
         out = numpy.empty((*shape, item), numpy.uint8)
         for begins, raw in self.pieces:

@@ -63,7 +63,8 @@ def test_under_torchrun_a_killed_run_goes_on_and_every_rank_has_a_log(script, ru
         log = (run_dir / "logs" / f"rank-{rank}.log").read_text()
         assert f"out of rank {rank}" in log and f"err of rank {rank}" in log
 
-    ours = run_cli(["train", "--script", str(script), "--nproc-per-node", "2"], cwd=tmp_path, env=environment)
+    ours = run_cli(["train", "--config", f"{run_dir}/config.yaml"], cwd=tmp_path, env=environment)
+    assert "2 processes, device cpu" in ours.stdout, ours.output
     assert weight_of(ours.stdout) == weight_of(done.stdout)
 
     inside = run_python(

@@ -330,7 +330,10 @@ def test_a_rank_that_leaves_early_is_the_cause_of_lost_connections(run_python, t
     done = run_python(light(script), cwd=tmp_path)
 
     assert done.returncode == 1, done.output
-    assert done.stderr == "error: rank 1 exited with code 0 while other ranks were still at work\n"
+    assert done.stderr == (
+        "error: rank 1 exited with code 0 while other ranks were still at work:"
+        " every rank must call fit(), evaluate(), predict() and save()\n"
+    )
 
 
 STOPPABLE = (

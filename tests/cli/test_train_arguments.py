@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 
 import pytest
 
 from distributed.cli.__main__ import run
-from distributed.cli.train import make_parser, read_typed
+from distributed.cli.train import SETTINGS, make_parser, read_typed
+from distributed.config import GROUPS, DistributedConfig, group_options
 from distributed.errors import DistributedError, ResourceError
 
 FLAGS = """
@@ -48,6 +50,12 @@ def test_help_shows_every_name_whole_at_80_columns(capsys):
     for flag in FLAGS.split()[: FLAGS.split().index("--world-size")]:
         assert flag in text.replace("--[no-]", "--") or flag.startswith("--no-")
     assert "--bucket-size-mb" not in text
+    options = [f"{group}.{name}" for group in GROUPS for name in group_options(group).__dataclass_fields__]
+    assert {"ddp.bucket_cap_mb", "data.presharded"} <= set(options)
+    flagless = text[text.index("--set NAME=VALUE, in YAML") :]
+    for name in [*(set(DistributedConfig.__dataclass_fields__) - set(SETTINGS) - set(GROUPS)), *options]:
+        assert re.search(rf"^  {name}\b\S*\s+\w", flagless, re.MULTILINE), name
+    assert "scheduler_interval=step|epoch" in flagless
 
 
 def test_only_what_was_typed_counts():
@@ -67,7 +75,9 @@ def test_flags_are_stronger_than_the_file_and_aliases_are_said(tmp_path):
     assert typed.flag == {"epochs": 3, "checkpoint_every_n_steps": 10}
     assert typed.file == {"epochs": 5, "learning_rate": "1e-4"}
     assert (typed.script, typed.script_args) == ("old.py", ("--deep",))
-    assert typed.notices == ("save_interval is read as checkpoint_every_n_steps",)
+    which = f"script old.py, from {tmp_path / 'c.yaml'}"
+    assert typed.notices == (which, "save_interval is read as checkpoint_every_n_steps")
+    assert read_typed(str(tmp_path / "c.yaml"), {}, [], "new.py", ()).notices == ()
 
 
 @pytest.mark.parametrize(
@@ -82,6 +92,13 @@ def test_flags_are_stronger_than_the_file_and_aliases_are_said(tmp_path):
 )
 def test_a_switch_may_say_its_value(words, value):
     assert make_parser().parse_args(words.split()).verbose is value
+
+
+def test_a_setting_that_may_be_true_may_stand_bare():
+    given = make_parser().parse_args(["--mixed-precision", "--resume-from-checkpoint", "--epochs", "3"])
+    flags = {name: value for name, value in vars(given).items() if name in SETTINGS and value is not None}
+    typed = read_typed(None, flags, [], "a.py", ())
+    assert typed.flag == {"mixed_precision": True, "resume_from_checkpoint": True, "epochs": 3}
 
 
 def test_a_default_can_be_switched_off():
@@ -105,6 +122,10 @@ WRONG = [
     ([*HERE, "--set", "ddp=3"], 2, "ddp=3 is not a mapping"),
     ([*HERE, "--master-port", "99999"], 2, "master_port=99999 must be at most 65535"),
     ([*HERE, "--backend", "pytorch-dpp"], 2, "(did you mean 'pytorch-ddp'?)"),
+    ([*HERE, "--backend", "deepspeed"], 2, "backend='deepspeed' is not in this version: choose one of single"),
+    ([*HERE, "--set", "horovod.x=1"], 2, "horovod.x is not a setting: that backend is not in this version"),
+    ([*HERE, "--warmup-steps", "3"], 2, "--warmup-steps is not a flag of train: write --set warmup_steps=VALUE"),
+    ([*HERE, "--mixed-precision", "fp8"], 2, "choose one of no, fp16, bf16, True, False"),
     ([*HERE, "--backend", "nccl"], 2, "--communication-backend nccl"),
     ([*HERE, "--backend", "single", "--nproc-per-node", "2"], 2, "backend='single' runs one process, not 2"),
     ([*HERE, "--backend", "single", "--set", "ddp.bucket_cap_mb=1"], 2, "ddp.bucket_cap_mb has no effect"),

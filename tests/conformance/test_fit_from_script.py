@@ -93,6 +93,12 @@ def test_a_fit_after_another_trainers_goes_on_too(facts):
     assert facts["third"] == [12, facts["run_dir"]]
 
 
+def test_a_profiler_that_cannot_see_the_workers_is_told_of(home):
+    """One of the four fits runs within it."""
+    said = [line for line in (home / "err-all.txt").read_text().splitlines() if line.startswith("warning: ")]
+    assert len(said) == 1 and "profiler sees this process only" in said[0] and "nproc_per_node=1" in said[0]
+
+
 def test_hyperparameters_of_a_sweep_are_recorded(home, facts):
     assert "hyperparameters:\n  hidden: 16\n" in (home / facts["run_dir"] / "config.yaml").read_text()
 

@@ -29,6 +29,8 @@ def worlds(tmp_path_factory, run_cli_once):
         command = ["train", "--script", str(JOB), "--nproc-per-node", "2", "--run-dir", str(out / "run")]
         done = run_cli_once([*command, "--", str(out), backend], timeout=150)
         assert done.returncode == 0, done.output[-3000:]
+        if backend == "fsdp":
+            assert done.stdout.count("fsdp.cpu_offload frees nothing here") == 1
         found[backend] = ([json.loads((out / f"{rank}.json").read_text()) for rank in range(2)], out)
     return found
 
@@ -66,6 +68,10 @@ def test_each_rank_holds_its_part_alone(worlds):
 def test_what_a_factory_makes_has_memory_on_the_main_process_alone(worlds):
     assert [seen["layers"]["made_on"] for seen in worlds["fsdp"][0]] == ["cpu", "meta"]
     assert [seen["hidden"]["made_on"] for seen in worlds["fsdp"][0]] == ["cpu", "cpu"]  # a tensor nobody would fill
+
+
+def test_offloaded_parameters_train_as_others_and_on_cpus_it_is_said_that_nothing_is_freed(worlds):
+    assert moved(worlds, "offload", "layers") < 1e-9  # the line is looked for where the workers are started
 
 
 def test_the_options_choose_what_is_cut_on_its_own(sharded):

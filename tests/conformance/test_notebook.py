@@ -146,6 +146,8 @@ def test_a_cell_trains_shows_progress_and_gives_the_result_back(kernel):
     assert report["steps"] == 48 and report["grad"]
     assert report["best"] > 0.8 and report["accuracy"] > 0.8
     assert (kernel.directory / report["run_dir"] / "result.json").exists()
+    written = (kernel.directory / report["run_dir"] / "config.yaml").read_text()
+    assert written.splitlines()[0].endswith('again: Trainer(model, config="THIS")') and "script:" not in written
     assert kernel.alive() == [kernel.pid]
 
 

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 from distributed.backends import REGISTRY
+from tests.conformance.jobs import numbers as job
 
 JOB = Path(__file__).parent / "jobs" / "numbers.py"
 EXACT = [
     "adamw", "sgd-schedule-clip", "accumulation", "accumulation-clip", "sum-count", "unreduced", "tiny-last", "stream", "empty-slices",
+    "class-weights", "ignored",
 ]  # fmt: skip
 
 
@@ -65,6 +68,15 @@ def test_in_fp32_no_further_from_one_process_than_three_times_what_cutting_the_b
     assert max(moved) > 0 or world[1] == 1  # one process sums as the reference does
     for seed in seeds:
         assert abs(results[REFERENCE][f"fp32-{seed}"]["first"] - results[world][f"fp32-{seed}"]["first"]) < 1e-6
+
+
+def test_a_mean_over_what_is_not_ignored_is_torchs_own(results):
+    one = results[REFERENCE]["ignored"]
+    x, y = job.data(ignored=1).tensors
+    model = job.model().double()
+    model.load_state_dict({name: torch.from_numpy(one[name]) for name in model.state_dict()})
+    assert abs(torch.nn.functional.cross_entropy(model(x), y).item() - one["again"]) < 1e-12
+    assert one["accuracy"] == (model(x).argmax(1) == y).sum().item() / 41
 
 
 def test_accumulation_gives_the_same_weights_as_one_big_batch(results):

@@ -456,6 +456,7 @@ ASKED = HERE_TESTS + "test_checkpoints_come_when_asked_and_go_where_asked"
 KEPT = HERE_TESTS + "test_the_newest_checkpoints_are_kept_and_the_best"
 JOINED = HERE_TESTS + "test_nodes_that_do_not_come_are_waited_for_no_longer_than_start_timeout"
 BATCHES = CONFIG + "test_any_two_of_the_three_give_the_third"
+SHARDED = "conformance/test_fsdp.py::"
 TESTED = {  # setting -> a test of its effect, or of its refusal
     "backend": PROCESSES,
     "num_gpus": PROCESSES,
@@ -515,6 +516,13 @@ TESTED = {  # setting -> a test of its effect, or of its refusal
     "ddp.comm_hook": HERE_TESTS + "test_a_compressing_hook_is_close_to_none_and_not_equal",
     "ddp.powersgd_rank": HERE_TESTS + "test_powersgd_begins_when_asked_and_keeps_as_much_as_asked",
     "ddp.powersgd_start_step": HERE_TESTS + "test_powersgd_begins_when_asked_and_keeps_as_much_as_asked",
+    "fsdp.wrap_classes": SHARDED + "test_the_options_choose_what_is_cut_on_its_own",
+    "fsdp.min_num_params": SHARDED + "test_the_options_choose_what_is_cut_on_its_own",
+    "fsdp.reshard_after_forward": SHARDED
+    + "test_gathered_parameters_are_freed_after_the_forward_unless_told_otherwise",
+    "fsdp.cpu_offload": SHARDED
+    + "test_offloaded_parameters_train_as_others_and_on_cpus_it_is_said_that_nothing_is_freed",
+    "fsdp.reduce_dtype": SHARDED + "test_mixed_precision_moves_weights_by_its_rounding_alone",
     "data.presharded": "unit/test_loading_streams.py::test_uneven_presharded_parts_are_used_once",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 
 SCRIPT = """
 import sys, torch
@@ -62,3 +63,25 @@ def test_gpus_asked_for_in_the_script_are_not_ignored_in_its_workers(script, run
         cwd=tmp_path,
     )
     assert done.returncode in (2, 3) and "GPU" in done.stderr, done.output
+
+
+def test_a_run_of_a_plain_script_starts_again_from_its_config_and_names_the_file_of_each_value(
+    script, run_python, run_cli, tmp_path
+):
+    script("Trainer(model, 'settings.yaml', epochs=2, ddp={'static_graph': True})")
+    (tmp_path / "settings.yaml").write_text("epochs: 5\nnproc_per_node: 2\nddp: {bucket_cap_mb: 3}\nsave_interval: 1\n")
+    done = run_python(["train.py", "--deep", "3"], cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("save_interval is read as") == 1, done.output
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    config = run_dir.relative_to(tmp_path) / "config.yaml"
+    text = (tmp_path / config).read_text()
+    assert "script: train.py\nscript_args:\n- --deep\n- '3'\n" in text
+    for line in ("epochs: 2  # code", "nproc_per_node: 2  # file", "checkpoint_every_n_steps: 1  # file"):
+        assert f"\n{line}\n" in text
+    assert "\n  ddp.bucket_cap_mb: file\n" in text and "\n  ddp.static_graph: code\n" in text
+
+    again = run_cli(["train", "--config", config, "--run-dir", "again"], cwd=tmp_path)
+    assert again.returncode == 0 and f"script train.py, from {config}\n" in again.stdout, again.output
+    assert yaml.safe_load((tmp_path / "again" / "config.yaml").read_text()) == yaml.safe_load(text)
+    weights = [next(run.glob("checkpoints/step-*04/model/*.safetensors")) for run in (run_dir, tmp_path / "again")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import warnings
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -15,16 +17,16 @@ BLOCKS = re.findall(r"^```(\S+)(?: (\S+))?\n(.*?)^```$", README, re.M | re.S)
 SCRIPTS = [code for language, kind, code in BLOCKS if (language, kind) == ("python", "")]
 CELLS = [code for language, kind, code in BLOCKS if (language, kind) == ("python", "notebook")]
 COMMANDS = [
-    line
+    [line for line in code.splitlines() if line.startswith("python -m distributed.cli ")]
     for language, _, code in BLOCKS
     if language == "bash"
-    for line in code.splitlines()
-    if line.startswith("python -m distributed.cli train")
 ]
+EXECUTED = [lines for lines in COMMANDS if any(" doctor" in line or " checkpoint " in line for line in lines)]
+UNDERSTOOD = [line for lines in COMMANDS if lines not in EXECUTED for line in lines]  # their runs take minutes
 
 
 def test_all_three_ways_have_a_sample():
-    assert len(COMMANDS) >= 1
+    assert len(UNDERSTOOD) >= 1
     assert len(SCRIPTS) >= 1
     assert len(CELLS) >= 1
 
@@ -53,7 +55,7 @@ def test_notebook_sample_runs(code, tmp_path, monkeypatch):
     assert errors == []
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", UNDERSTOOD)
 def test_command_line_sample_is_understood(command, run_cli, tmp_path):
     _, _, _, *arguments = shlex.split(command)
     arguments.insert(1, "--dry-run")
@@ -62,3 +64,18 @@ def test_command_line_sample_is_understood(command, run_cli, tmp_path):
 
     assert done.returncode == 0, done.output
     assert "global_batch_size" in done.stdout
+
+
+def test_command_line_samples_run_one_after_another(run_cli, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    said = {}
+    for command in itertools.chain(*EXECUTED):
+        _, _, _, *arguments = shlex.split(command)
+        done = run_cli(arguments, cwd=tmp_path)
+        assert done.returncode == 0, done.output
+        said[" ".join(arguments[:2])] = done.stdout
+
+    assert said.keys() == {"doctor", "train --script", "checkpoint list", "checkpoint verify", "checkpoint export"}
+    assert [line.split()[1] for line in said["checkpoint list"].splitlines()[1:]] == ["1", "2"]  # epochs
+    assert said["checkpoint verify"].endswith("all as saved\n")
+    assert len(load_file(tmp_path / "digits.safetensors")) == 8

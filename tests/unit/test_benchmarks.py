@@ -59,6 +59,9 @@ def test_trainer_and_hand_written_loop_end_in_identical_weights(run_python, work
         "hand-written", "hand-written again", "Trainer, defaults", "Trainer, callbacks, metrics, log",
     }  # fmt: skip
     assert set(weights.values()) == {"identical"}, done.output
+    for name in ("Trainer, defaults", "Trainer, callbacks, metrics, log"):
+        p10 = rows_of(done.stdout)[name][3]
+        assert float(p10.split()[0]) < 1.5, done.output  # of the hand-written loop's CPU: about 0.85 (mlp), 0.98 (gpt)
 
 
 @pytest.fixture
@@ -69,19 +72,90 @@ def benchmark_modules(monkeypatch):
 def test_startup_times_both_and_counts_memory(benchmark_modules):
     import startup
 
-    for name in (startup.BASE, startup.OURS):
-        run = startup.run_once(startup.CONTESTANTS[name])
+    torchrun, ours = (startup.run_once(startup.CONTESTANTS[name]) for name in (startup.BASE, startup.OURS))
+
+    for run in (torchrun, ours):
         assert 0 < run["first"] < run["whole"]
         assert run["pss"] > 100  # three processes at least, two of them with torch
+    assert ours["first"] < 1.3 * torchrun["first"]  # about 0.55
+    assert ours["pss"] < 0.9 * torchrun["pss"]  # about 0.61
 
 
 def test_ratios_are_taken_within_a_round(benchmark_modules):
+    import machine
     import overhead
 
     turns = [{"mean": 2.0}, {"mean": 30.0}, {"mean": 9.0}]
     base = [{"mean": 1.0}, {"mean": 10.0}, {"mean": 3.0}]
 
-    assert overhead.ratios(turns, base, "mean") == "3.00 (2.00-3.00)"
+    assert machine.spread(overhead.ratios(turns, base, "mean")) == "3.00 (2.00-3.00)"
+
+
+# ------------------------------------------------------------------ goals
+
+
+@pytest.mark.parametrize(
+    ("figures", "again", "is_met"),
+    [
+        ([0.8, 0.84, 3.0], [1.0, 1.0, 1.0], True),  # the median counts
+        ([0.8, 0.86, 0.9], [1.0, 1.0, 1.0], False),
+        ([0.8, 0.86, 0.9], [1.0, 0.98, 1.0], True),  # noise is noise in either direction
+        ([0.8, 0.86, 0.9], [1.0, 1.02, 1.0], True),
+        ([0.8, 0.95, 0.9, 0.9], [1.0, 1.0, 1.5, 0.5], False),  # of the repetition the middle half counts
+    ],
+)
+def test_a_goal_is_missed_beyond_the_noise_only(benchmark_modules, figures, again, is_met):
+    from goals import Goal
+
+    assert Goal("", 0.85, figures, again).is_met == is_met
+    assert Goal("", -0.15, [x - 1 for x in figures], [x - 1 for x in again], par=0.0).is_met == is_met
+
+
+def turns_of(**microseconds):
+    """Three rounds of the contestants at this many microseconds a step."""
+    names = {"base": "hand-written", "again": "hand-written again", "ours": "Trainer, defaults"}
+    names["full"] = "Trainer, callbacks, metrics, log"
+    given = {"base": 1000, "again": 1001, "ours": 800, "full": 805, **microseconds}
+    return {names[key]: [dict.fromkeys(("mean", "p10", "wall"), us / 1e6)] * 3 for key, us in given.items()}
+
+
+@pytest.mark.parametrize(
+    ("workload", "turns", "digests", "code"),
+    [
+        ("mlp", {}, "aaaa", 0),
+        ("mlp", {"ours": 860, "full": 860}, "aaaa", 1),
+        ("mlp", {"full": 815}, "aaaa", 1),
+        ("mlp", {}, "aaab", 1),
+        ("gpt", {"ours": 1000, "full": 1200}, "aaaa", 0),
+        ("gpt", {"ours": 1010}, "aaaa", 1),
+    ],
+)
+def test_overhead_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, capsys, workload, turns, digests, code):
+    import overhead
+
+    timed = turns_of(**turns)
+    result = {"turns": timed, "digests": dict(zip(timed, digests, strict=True)), "about": ""}
+    monkeypatch.setattr(overhead, "measure", lambda name, quick: result)
+    monkeypatch.setattr(sys, "argv", ["overhead.py", "--workload", workload])
+
+    assert overhead.main() == code
+    shown = capsys.readouterr().out
+    assert ("MISSED" in shown or "DIFFER" in shown) == (code == 1)
+
+
+@pytest.mark.parametrize(("first", "pss", "code"), [(0.6, 0.7, 0), (0.7, 0.7, 1), (0.6, 0.8, 1)])
+def test_startup_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, capsys, first, pss, code):
+    import startup
+
+    def run_once(arguments):
+        is_ours = arguments is startup.CONTESTANTS[startup.OURS]
+        return {"first": first, "whole": 1.0, "pss": pss} if is_ours else {"first": 1.0, "whole": 2.0, "pss": 1.0}
+
+    monkeypatch.setattr(startup, "run_once", run_once)
+    monkeypatch.setattr(sys, "argv", ["startup.py", "--rounds", "2"])
+
+    assert startup.main() == code
+    assert ("MISSED" in capsys.readouterr().out) == (code == 1)
 
 
 def test_all_reduces_are_counted_per_bucket(start, tmp_path):

@@ -92,7 +92,7 @@ def test_a_wrong_path_is_one_line_and_a_usage_error(
     wrong = [tmp_path / "nowhere", tmp_path / "file", tmp_path / "empty", run / "checkpoints" / "step-00000030"]
     for path in wrong:
         with pytest.raises(SystemExit) as end:
-            main(["checkpoint", verb, str(path), *([str(tmp_path / "out")] if verb == "export" else [])])
+            main(["checkpoint", verb, str(path), *([str(tmp_path / "out.safetensors")] if verb == "export" else [])])
         shown = capsys.readouterr()
         assert (end.value.code, shown.out, shown.err.count("\n")) == (2, "", 1)
         assert shown.err.startswith("error: ") and str(path) in shown.err

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
+import dataclasses
+import json
+import pickle
 import re
 import subprocess
 import sys
@@ -12,10 +16,13 @@ import pytest
 
 import distributed
 from distributed.backends import REGISTRY
-from distributed.config import ALIASES, DistributedConfig
+from distributed.config import ALIASES, DistributedConfig, canonical
 from distributed.errors import ConfigError, ResourceError
+from distributed.launcher import Handover
 from distributed.plan import in_effect, plan_batch, plan_processes
-from distributed.settings import Typed, canonical, config_yaml, merge, read_config_file, split_sweep
+from distributed.settings import Typed, config_yaml, merge, read_config_file, split_sweep
+from distributed.trainer import Trainer
+from tests.conftest import clean_environment
 
 
 @pytest.mark.parametrize(
@@ -39,6 +46,9 @@ from distributed.settings import Typed, canonical, config_yaml, merge, read_conf
         ({"backend": "nccl"}, ["transport", "--communication-backend nccl"]),
         ({"backend": "pytorch_ddp"}, ["pytorch_ddp", "pytorch-ddp"]),
         ({"mixed_precision": "fp8"}, ["fp8", "no, fp16, bf16"]),
+        ({"mixed_precision": 1}, ["mixed_precision=1", "no, fp16, bf16"]),
+        ({"backend": "deepspeed"}, ["backend='deepspeed' is not in this version", "pytorch-ddp"]),
+        ({"deepspeed": {"stage": 2}}, ["deepspeed is not a setting", "not in this version", "drop"]),
         ({"nan_policy": "stopp"}, ["stopp", "stop"]),
         ({"ddp": {"bucket_mb": 3}}, ["ddp.bucket_mb", "bucket_cap_mb"]),
         ({"ddp": {"bucket_cap_mb": 0}}, ["ddp.bucket_cap_mb=0", "greater than 0"]),
@@ -63,14 +73,31 @@ def test_the_seed_documents_config_is_accepted_but_for_trackers():
     config = DistributedConfig(
         num_gpus=8, num_nodes=2, gpus_per_node=4, backend="pytorch-ddp", batch_size=32, epochs=100, learning_rate=0.001,
         mixed_precision=True, gradient_accumulation_steps=4, gradient_clipping=1.0, communication_backend="nccl",
-        checkpoint_frequency=10, checkpoint_dir="./checkpoints", log_every_n_steps=100,
+        find_unused_parameters=False, checkpoint_frequency=10, checkpoint_dir="./checkpoints", log_every_n_steps=100,
     )  # fmt: skip
     assert config.given["num_gpus"] == 8 and "seed" not in config.given
+    assert config.given["ddp"] == {"find_unused_parameters": False}
+    assert config.notices == ("find_unused_parameters is read as ddp.find_unused_parameters",)
 
 
-def test_a_config_is_frozen():
+def test_a_config_is_frozen_with_its_groups_and_can_be_a_key():
+    mine = {"bucket_cap_mb": 5}
+    config = DistributedConfig(ddp=mine, epochs=2)
     with pytest.raises(AttributeError):
-        DistributedConfig().epochs = 3
+        config.epochs = 3
+    for change in (
+        lambda ddp: ddp.update(bucket_cap_mb=-3), lambda ddp: ddp.__setitem__("bucket_cap_mb", -3),
+        lambda ddp: ddp.popitem(), lambda ddp: ddp.setdefault("a", 1), lambda ddp: ddp.__delitem__("bucket_cap_mb"),
+        lambda ddp: ddp.__ior__({"a": 1}), lambda ddp: ddp.pop("bucket_cap_mb"), lambda ddp: ddp.clear(),
+    ):  # fmt: skip
+        with pytest.raises(AttributeError, match="cannot be changed"):
+            change(config.ddp)
+    mine["bucket_cap_mb"] = -3
+    same = DistributedConfig(bucket_size_mb=5, epochs=2)
+    assert config.ddp == {"bucket_cap_mb": 5} and {config: "found"}[same] == "found"
+    for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), dataclasses.replace(config, seed=0)):
+        assert copied == config and hash(copied) == hash(config)
+    assert json.loads(json.dumps(config.ddp)) == config.to_dict()["ddp"] == mine | {"bucket_cap_mb": 5}
 
 
 def test_the_strongest_source_wins_and_every_source_is_kept():
@@ -109,8 +136,12 @@ def test_a_written_config_gives_the_same_settings_with_the_same_strength(tmp_pat
     [
         ("epochs: [1\n", ["line 2", "YAML"]),
         ("- 1\n- 2\n", ["mapping"]),
-        ("epohcs: 3\n", ["epohcs", "epochs"]),
-        ("epochs: many\n", ["epochs='many'"]),
+        ("epohcs: 3\n", ["bad.yaml', line 1", "epohcs", "did you mean 'epochs'"]),
+        ("seed: 1\nepochs: many\n", ["bad.yaml', line 2: epochs='many'"]),
+        ("seed: 1\nddp:\n  static_graph: true\n  bucket_cap_mb: 0\n", ["bad.yaml', line 4: ddp.bucket_cap_mb=0"]),
+        ("save_interval: 0\n", ["line 1: checkpoint_every_n_steps=0"]),
+        ("seed: 1\nbackend: nccl\n", ["line 2: backend='nccl' is a transport"]),
+        ("<<: {epohcs: 1}\n", ["bad.yaml': epohcs is not a setting"]),
         ("!!python/object/apply:os.system ['true']\n", ["YAML"]),
         ("epochs: 3\n\tseed: 4\n", ["line 2", "YAML", "\\t"]),
         ("epochs: 3\nseed: 4\nepochs: 5\n", ["'epochs' in line 1 and again in line 3"]),
@@ -174,6 +205,55 @@ def test_a_sweeps_dict_is_split_into_settings_and_hyperparameters():
     assert settings == {"learning_rate": 0.1, "batch_size": 64}
     assert others == {"hidden_size": 128, "batch_sizes": 3}
     assert len(warnings) == 1 and "batch_sizes" in warnings[0]
+
+
+# a file that the script names
+
+WHERE_THE_FILE_SAYS = "epochs: 5\nseed: 4\nddp: {bucket_cap_mb: 3, static_graph: true}\nsave_interval: 7\n"
+
+
+def test_a_trainer_reads_a_file_weaker_than_its_arguments_and_a_typed_file(tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text(WHERE_THE_FILE_SAYS)
+    typed = Typed(file={"seed": 9, "ddp": {"static_graph": False}}, flag={"log_every_n_steps": 2})
+    monkeypatch.setattr("distributed.trainer.handover", lambda: Handover(typed))
+
+    merged = Trainer(print, tmp_path / "c.yaml", epochs=2, ddp={"bucket_cap_mb": 6}).merged
+
+    names = ("epochs", "seed", "checkpoint_every_n_steps", "log_every_n_steps", "ddp.bucket_cap_mb", "ddp.static_graph")
+    assert [merged.source(name) for name in names] == ["code", "file", "file", "flag", "code", "file"]
+    assert [merged.config.to_dict()[name] for name in names[:4]] == [2, 9, 7, 2]
+    assert merged.config.ddp == {"bucket_cap_mb": 6, "static_graph": False}
+    assert merged.notices[0] == "save_interval is read as checkpoint_every_n_steps"
+
+
+def test_a_trainer_reads_what_a_run_wrote_and_its_flags_are_weak_there(tmp_path):
+    merged = merge(Typed(flag={"epochs": 9, "ddp": {"bucket_cap_mb": 7}}), {"seed": 3, "ddp": {"static_graph": True}})
+    (tmp_path / "config.yaml").write_text(config_yaml(merged, "train.py"))
+
+    again = Trainer(print, str(tmp_path / "config.yaml"), seed=4).merged
+
+    assert (again.config.epochs, again.config.seed) == (9, 4)
+    assert again.config.ddp == {"static_graph": True, "bucket_cap_mb": 7}
+    assert {again.source(name) for name in ("epochs", "ddp.static_graph", "ddp.bucket_cap_mb")} == {"file"}
+
+
+@pytest.mark.parametrize(("config", "words"), [("gone.yaml", "gone.yaml.*No such file"), (3, "int: .* path of a file")])
+def test_what_a_trainer_cannot_read_is_named(config, words):
+    with pytest.raises(ConfigError, match=words):
+        Trainer(print, config)
+
+
+def test_the_running_script_is_known_as_typed_and_a_notebook_or_module_is_none(tmp_path):
+    code = "import sys; from distributed.launcher import running_script as r; print(r().script, *r().script_args)"
+    (tmp_path / "job.py").write_text(code)
+    for command, seen in (
+        (["job.py", "--deep", "--local-rank=0"], "job.py --deep"), (["-m", "job", "a"], "None"), (["-c", code, "a"], "None"),
+    ):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=clean_environment(), check=True, capture_output=True, text=True,
+            timeout=60,
+        )  # fmt: skip
+        assert done.stdout.strip() == seen
 
 
 # the batch equation
@@ -321,8 +401,8 @@ module.Toy = type("Toy", (), {"Options": Options})
 from distributed.backends import REGISTRY, BackendRow
 REGISTRY["toy"] = BackendRow("toy", "toy_backend", "Toy", "toy", (), (), "", "a toy", aliases={"toy_speed": "speed"})
 from distributed.cli.__main__ import run
-from distributed.config import DistributedConfig
-from distributed.settings import Typed, canonical, merge
+from distributed.config import DistributedConfig, canonical
+from distributed.settings import Typed, merge
 settings, said = canonical({"toy_speed": 3, "backend": "toy"})
 print(said, merge(Typed(), settings).config.options("toy"))
 try: DistributedConfig(toy={"sped": 3})
@@ -333,7 +413,7 @@ run(["train", "--help"])
     assert done.stdout.startswith(
         "['toy_speed is read as toy.speed'] Options(speed=3)\ntoy.sped is not an option (did you mean 'speed'?)"
     )
-    assert "single, pytorch-ddp, toy (default:" in " ".join(done.stdout.split())
+    assert f"{', '.join([*REGISTRY, 'toy'])} (default:" in " ".join(done.stdout.split())
 
 
 # what an import costs

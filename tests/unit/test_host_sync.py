@@ -12,7 +12,7 @@ from distributed.backends.single import SingleBackend
 from distributed.backends.torch_base import NoOptions
 from distributed.callbacks import Callback
 from distributed.common_step import CommonStep
-from distributed.loop import Run, fit
+from distributed.loop import _EVAL_WINDOW, Run, evaluate, fit
 from distributed.plan import BatchPlan, ProcessPlan
 from distributed.settings import Typed, merge
 from distributed.state import TrainState
@@ -37,24 +37,36 @@ class PerStep(Callback):
         self.reads.append(self.counter.reads)
 
 
-def reads_per_step(metrics, callbacks, log_every, **settings):
-    merged = merge(Typed(), {"epochs": 1, "log_every_n_steps": log_every, **settings})
+BATCH = BatchPlan(4, 1, 1, 4)
+
+
+def prepared(metrics, **settings):
+    merged = merge(Typed(), {"epochs": 1, **settings})
     backend = SingleBackend(merged, NoOptions(), ProcessPlan(1, 1, "cpu", "single"))
     backend.setup()
-    generator = torch.Generator().manual_seed(0)
-    data = torch.utils.data.TensorDataset(
-        torch.randn(200, 4, generator=generator), torch.randint(0, 3, (200,), generator=generator)
-    )
-    batch = BatchPlan(4, 1, 1, 4)
 
     def sgd(params):
         return torch.optim.SGD(params, lr=0.1)  # AdamW reads its step counts itself
 
-    backend.prepare(Job(torch.nn.Linear(4, 3), sgd, metrics=metrics), batch)
+    backend.prepare(Job(torch.nn.Linear(4, 3), sgd, metrics=metrics), BATCH)
+    return backend
+
+
+def sharded(backend, batches, train):
+    generator = torch.Generator().manual_seed(0)
+    samples = batches * BATCH.batch_size
+    data = torch.utils.data.TensorDataset(
+        torch.randn(samples, 4, generator=generator), torch.randint(0, 3, (samples,), generator=generator)
+    )
+    return backend.shard(data, BATCH, train=train)
+
+
+def reads_per_step(metrics, callbacks, log_every):
+    backend = prepared(metrics, log_every_n_steps=log_every)
     with CountReads() as counter:
         per_step = PerStep(counter)
         run = Run(
-            backend, merged.config, backend.shard(data, batch, train=True), None, TrainState(), CommonStep(0, 1, None, "test"),
+            backend, backend.config, sharded(backend, 50, train=True), None, TrainState(), CommonStep(0, 1, None, "test"),
             [per_step, *callbacks], lambda: True,
         )  # fmt: skip
         fit(run)
@@ -69,3 +81,16 @@ def test_a_step_reads_only_what_the_nan_check_needs():
     assert {bare[step] for step in quiet} == {full[step] for step in quiet}
     assert {full[step] for step in quiet} == {2}  # is the loss finite, are the gradients
     assert full[19] > 2  # the log line reads: the counter sees it
+
+
+def test_evaluation_reads_once_for_many_batches():
+    backend = prepared({"mean": lambda outputs, targets: outputs.mean()})
+
+    def reads(batches):
+        data = sharded(backend, batches, train=False)
+        with CountReads() as counter:
+            evaluate(backend, data)
+        return counter.reads
+
+    assert reads(1) == reads(50) == reads(_EVAL_WINDOW) > 0
+    assert reads(_EVAL_WINDOW + 1) == 2 * reads(1)

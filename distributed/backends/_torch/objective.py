@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from distributed.backends._torch.counted import ClassLoss, class_loss
 from distributed.errors import ConfigError, TrainingError
 
 _TARGET_NAMES = ("labels", "label", "targets", "target", "y")
@@ -68,13 +69,16 @@ class Objective:
         self._notice = notice
         self._said: set[str] = set()
         self._default: Callable[..., torch.Tensor] | None = None
+        self._class_loss = None if loss_fn is None else class_loss(loss_fn)
+        self.counts: bool = False  # training divides a class loss by its count, which the ranks then add up
         self.takes_count: bool = False  # the model divides by a num_items_in_batch that we give
         self._shifts = _shifts_by_name(plain_model)  # the first label of a row is nobody's target
+        self._is_float64 = {p.dtype for p in plain_model.parameters()} == {torch.float64}
 
     def __call__(self, model: Callable[..., Any], batch: Any, num_items: torch.Tensor | None = None) -> Loss:
         """The loss of `batch`. `num_items` is the label count of the whole update, for models that divide by it."""
         if self._training_step is not None:
-            return self._from_step(self._training_step(model, batch), batch)
+            return self._from_step(self._step(model, batch), batch)
         if isinstance(batch, Mapping):
             return self._from_mapping(model, batch, num_items)
         if isinstance(batch, (tuple, list)) and len(batch) >= 2:
@@ -87,18 +91,19 @@ class Objective:
             raise ConfigError(
                 "the batch is a sequence of one, so there is nothing to compare the outputs with: " + _EXAMPLE
             )
-        if self._loss_fn is None and (own := own_loss(outputs)) is not None:
+        if self._loss_fn is None and (own := self._own_loss(outputs)) is not None:
             return dataclasses.replace(self._weigh(own, batch), outputs=outputs)
         return self.compare(outputs, targets)
 
     def compare(self, outputs: Any, targets: Any) -> Loss:
         """The loss of `outputs` against `targets` by the user's loss, or the default one."""
-        if self._loss_fn is not None:
-            value = self._loss_fn(outputs, targets)
+        if self._loss_fn is None and self._default is None:
+            self._default = self._choose_default(outputs, targets)
+            self._class_loss = class_loss(self._default)
+        if self._class_loss is not None and (self.counts or not torch.is_grad_enabled()) and _are_classes(targets):
+            value: Any = self._class_loss(outputs, targets)
         else:
-            if self._default is None:
-                self._default = self._choose_default(outputs, targets)
-            value = self._default(outputs, targets)
+            value = (self._loss_fn or self._default)(outputs, targets)  # type: ignore[misc]
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             return Loss(value, None, outputs, targets)
         return dataclasses.replace(as_loss(value), outputs=outputs, targets=targets)
@@ -125,16 +130,18 @@ class Objective:
     @property
     def form(self) -> dict[str, bool]:
         """What `settle` found, as JSON."""
-        return {"takes_count": self.takes_count, "shifts": self._shifts}
+        return {"takes_count": self.takes_count, "shifts": self._shifts, "counts": self.counts}
 
     @form.setter
     def form(self, form: Mapping[str, bool]) -> None:
         self.takes_count, self._shifts = bool(form["takes_count"]), bool(form["shifts"])
+        self.counts = bool(form.get("counts", False))
 
     def probe(self, model: torch.nn.Module, batch: Any) -> dict[str, float]:
         """Try out how the model makes its own loss, without side effects. Returns this rank's votes for `settle`; a rank
         whose batch holds no label cannot tell."""
-        votes = dict.fromkeys(("takes count", "shifts", "does not shift"), 0.0)
+        votes = dict.fromkeys(("takes count", "shifts", "does not shift", "counts"), 0.0)
+        votes["counts"] = float(self._needs_count(batch))
         if self._training_step or self._loss_fn or not isinstance(batch, Mapping):
             return votes
         count = self._labels_that_count(batch)
@@ -146,12 +153,21 @@ class Objective:
             if (labels := batch["labels"]).dim() > 1:
                 votes |= self._probe_shift(model, batch, labels)
             if _accepts_count(model):
-                once = own_loss(model(**batch, num_items_in_batch=count))
+                once = self._own_loss(model(**batch, num_items_in_batch=count))
                 twice = own_loss(model(**batch, num_items_in_batch=2 * count))
                 if once is not None and twice is not None:
                     votes["takes count"] = float(torch.allclose(once, 2 * twice, rtol=1e-3))
         model.train(was_training)
         return votes
+
+    def _needs_count(self, batch: Any) -> bool:
+        if self._training_step is not None or (self._loss_fn is not None and self._class_loss is None):
+            return False
+        if isinstance(batch, Mapping):
+            targets = batch.get(self.target_name(batch))
+        else:
+            targets = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+        return (self._class_loss or ClassLoss(F.cross_entropy)).needs_count(targets)
 
     def _probe_shift(self, model: torch.nn.Module, batch: Mapping[str, Any], labels: torch.Tensor) -> dict[str, float]:
         """Does the loss change without the first label of each row? A model of the next token takes no notice."""
@@ -167,6 +183,7 @@ class Objective:
     def settle(self, votes: Mapping[str, float]) -> None:
         """Take up the sum of all ranks' `probe`."""
         self.takes_count = votes["takes count"] > 0
+        self.counts = votes["counts"] > 0
         if votes["shifts"] or votes["does not shift"]:
             self._shifts = not votes["does not shift"]
 
@@ -186,7 +203,7 @@ class Objective:
             return self.compare(model(**{key: value for key, value in batch.items() if key != name}), batch[name])
         if num_items is not None:
             outputs = model(**batch, num_items_in_batch=num_items)
-            loss = own_loss(outputs)
+            loss = self._own_loss(outputs)
             if loss is None:
                 raise ConfigError("the model returned no .loss for a batch of named tensors: " + _EXAMPLE)
             labels = batch.get("labels")
@@ -194,14 +211,27 @@ class Objective:
             assert local is not None
             return Loss(loss * num_items, local, outputs, labels)
         outputs = model(**batch)
-        loss = own_loss(outputs)
+        loss = self._own_loss(outputs)
         if loss is None:
             raise ConfigError("the model returned no .loss for a batch of named tensors: " + _EXAMPLE)
         return dataclasses.replace(self._weigh(loss, batch), outputs=outputs, targets=batch.get("labels"))
 
+    def _step(self, model: Callable[..., Any], batch: Any) -> Any:
+        assert self._training_step is not None
+        try:
+            return self._training_step(model, batch)
+        except AttributeError as error:
+            if error.obj is not model or model is self._plain or not hasattr(self._plain, str(error.name)):
+                raise
+            raise ConfigError(
+                f"training_step uses model.{error.name}, and on several processes `model` is wrapped: only model(...) exchanges"
+                " gradients. Let the model's forward do it, with an argument that says which part"
+            ) from error
+
     def _from_step(self, value: Any, batch: Any) -> Loss:
         metrics: Mapping[str, Any] | None = None
-        if hasattr(value, "loss") and (own := own_loss(value)) is not None:  # a Hugging Face output is a mapping too
+        own = self._own_loss(value) if hasattr(value, "loss") else None
+        if own is not None:  # before the next: a Hugging Face output is a mapping too
             return self._weigh(own, batch)
         if isinstance(value, Mapping):
             if "loss" not in value:
@@ -213,6 +243,18 @@ class Objective:
         if value is None:
             raise ConfigError("training_step returned None: return the loss")
         return dataclasses.replace(as_loss(value), metrics=metrics)
+
+    def _own_loss(self, outputs: Any) -> torch.Tensor | None:
+        """`own_loss`, after a word on one that is less exact than its model. A division by a float64 count hides that, so the
+        probe looks at a loss divided by a whole number."""
+        loss = own_loss(outputs)
+        if loss is not None and self._is_float64 and loss.dtype != torch.float64:
+            kind = str(loss.dtype).removeprefix("torch.")
+            self._say(
+                f"the model is float64 and makes its own loss in {kind}: results at different numbers of processes"
+                " agree to about 1e-7 only; a training_step can compute it in float64"
+            )
+        return loss
 
     def _weigh(self, loss: torch.Tensor, batch: Any) -> Loss:
         """A model's own mean: weighted by its labels where it has them, else by samples."""
@@ -269,14 +311,18 @@ def is_class_index(outputs: Any, targets: Any) -> bool:
     )
 
 
+def _are_classes(targets: Any) -> bool:
+    return isinstance(targets, torch.Tensor) and not targets.is_floating_point()
+
+
 def scores(outputs: Any) -> Any:
     """The scores inside a model's outputs (`.logits`, as Hugging Face names them), or the outputs themselves."""
     return getattr(outputs, "logits", outputs)
 
 
-def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """(right answers, samples) of class scores [batch, classes] against class indices [batch]."""
-    return (outputs.argmax(dim=1) == targets).sum(), float(targets.shape[0])
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(right answers, samples) of class scores [batch, classes] against class indices [batch]; negative ones do not count."""
+    return (outputs.argmax(dim=1) == targets).sum(), (targets >= 0).sum()
 
 
 def evaluate_metrics(

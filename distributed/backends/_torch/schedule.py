@@ -27,6 +27,13 @@ class Schedule:
         self._is_new = True
         self._full_rate = optim.full_rate(optimizer.param_groups[0])
 
+    def notice(self) -> str | None:
+        """When the schedule steps, to be said once; None where the settings say it, or there is none."""
+        if not self.follows_updates or self._merged.is_typed("scheduler_interval"):
+            return None
+        kind = type(self._scheduler).__name__
+        return f"{kind} steps after every update: set scheduler_interval='epoch' where it counts epochs"
+
     def rates(self, step: int) -> list[float]:
         """The rate of each parameter group for the update after `step` updates."""
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]

@@ -1,4 +1,7 @@
-"""Trains every form of batch, model and loss in one process group. Arguments: the directory for what was seen."""
+"""Trains every form of batch, model and loss in one process group.
+
+Arguments: the directory for what was seen, and with what the names of the cases begin (default: all cases).
+"""
 
 from __future__ import annotations
 
@@ -349,4 +352,5 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    run_cases(CASES, OUT)
+    wanted = sys.argv[2] if len(sys.argv) > 2 else ""
+    run_cases({name: run for name, run in CASES.items() if name.startswith(wanted)}, OUT)

@@ -11,14 +11,17 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from distributed import Callback, Trainer
 
-WORLD = int(os.environ["WORLD_SIZE"])
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
 SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3, 4
 
 
-def data(dtype=torch.float64):
+def data(dtype=torch.float64, ignored=0):
+    """The first 60 of every hundred targets are ignored if asked for: whole slices of an update have none left."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64).to(dtype)
-    return TensorDataset(x, torch.randint(0, CLASSES, (SAMPLES,), generator=generator))
+    y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    y[: ignored and 60] = -100
+    return TensorDataset(x, y)
 
 
 def model():
@@ -66,6 +69,11 @@ CASES = {
     "unreduced": {"loss_fn": unreduced},
     "tiny-last": {"global_batch_size": 50, "gradient_accumulation_steps": 2},  # a last update of one sample
     "stream": {"data": "stream"},
+    "class-weights": {
+        "loss_fn": torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5, 2.0, 1.5]), label_smoothing=0.1),
+        "gradient_accumulation_steps": 2,
+    },
+    "ignored": {"data": "ignored", "gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
     "empty-slices": {
         "global_batch_size": 3,
         "gradient_accumulation_steps": 2,
@@ -94,11 +102,13 @@ def main(out: Path) -> None:
     for name, case in CASES.items():
         settings = BASE | case
         dtype = torch.float64 if settings["dtype"] == "float64" else torch.float32
-        source = Stream() if settings.pop("data", None) else DataLoader(data(dtype), batch_size=1, shuffle=True)
+        kind = settings.pop("data", None)
+        measured = data(dtype, ignored=kind == "ignored")
+        source = Stream() if kind == "stream" else DataLoader(measured, batch_size=1, shuffle=True)
         first = FirstLoss()
         trainer = Trainer(model, callbacks=[first], log_every_n_steps=1, **settings)
-        history = trainer.fit(source, data(dtype))
-        again = trainer.evaluate(data(dtype))
+        history = trainer.fit(source, measured)
+        again = trainer.evaluate(measured)
         predicted = trainer.predict(data(dtype))
         trainer.save(out / f"{name}.safetensors")  # whole on every backend; trainer.model may hold this rank's part
         if trainer.is_main_process:

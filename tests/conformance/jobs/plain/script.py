@@ -102,6 +102,7 @@ if MODE == "all":
     facts["other_is_module"] = isinstance(other.model, torch.nn.Module)
     facts["other_checkpoints"] = sorted(map(str, Path("checkpoints").rglob("manifest.json")))
     os.chdir("..")
-    train_again = trainer.fit(train, epochs=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        train_again = trainer.fit(train, epochs=1)
     facts["third"] = [train_again.steps, train_again.run_dir]
 Path(f"facts-{MODE}.json").write_text(json.dumps(facts))

@@ -1,0 +1,37 @@
+"""What a Trainer is given is looked at before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distributed import Callback, ConfigError, Trainer
+
+
+class Misspelt(Callback):
+    def on_train_epoch_end(self, state: Any) -> None:
+        """Lightning's name."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"optimizer": "adam"}, "optimizer='adam' is a str: pass an object or a factory, optimizer=torch.optim.Adam"),
+        ({"optimizer": [1, 2]}, r"optimizer=\[1, 2\] is a list"),
+        (
+            {"scheduler": "cosine"},
+            "scheduler='cosine' is a str: pass an object or a factory, scheduler=lambda optimizer",
+        ),
+        ({"loss_fn": "mse"}, "loss_fn='mse' is a str: pass a function"),
+        ({"training_step": 3}, "training_step=3 is a int: pass a function"),
+        ({"metrics": [len]}, "metrics is a list: pass names and functions"),
+        ({"metrics": {"acc": "accuracy"}}, r"metrics\['acc'\]='accuracy' is a str: pass a function"),
+        ({"callbacks": Callback()}, r"callbacks is a Callback: pass a list, callbacks=\[...\]"),
+        ({"callbacks": [print]}, "is not a distributed.Callback"),
+        ({"callbacks": [Misspelt()]}, r"Misspelt.on_train_epoch_end would never be called \(did you mean 'on_\w+'\?\)"),
+    ],
+)
+def test_an_argument_of_the_wrong_form_is_answered_with_the_right_one(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Trainer(lambda: None, **arguments)
