@@ -206,7 +206,7 @@ def config_yaml(merged: MergedConfig, script: str | None = None, script_args: tu
         return yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=False, allow_unicode=True)
 
     again = "python -m distributed.cli train --config THIS --run-dir NEW"
-    if script is None:  # a notebook's
+    if script is None:  # a notebook's, or of `python -m`
         again = 'Trainer(model, config="THIS")'
     lines = [f"# The settings of this run. Start it again: {again}\n"]
     if script is not None:
