@@ -131,18 +131,20 @@ class DDPBackend(TorchBackend[DDPOptions]):
             self._is_first_group = False
             for parameter in self._parameters:
                 parameter.grad = None
-
         self._watch_first_call()
 
     def _watch_first_call(self) -> None:
         """Gradients are exchanged for what the wrapper computes alone: a training_step may go around it."""
         self._is_unused = True
+        wrapped: Any = self._wrapped
+        enter = wrapped._pre_forward
 
-        def called(*_: Any) -> None:
+        def called(*args: Any, **kwargs: Any) -> Any:
             self._is_unused = False
-            handle.remove()
+            del wrapped._pre_forward  # the method of the class again
+            return enter(*args, **kwargs)
 
-        handle = self._wrapped.register_forward_pre_hook(called)
+        wrapped._pre_forward = called
 
     def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         if self._is_unused:

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 DIFFER = {
     "empty-slices", "predicted", "no-default", "one-column", "one-column-classes", "column-of-classes", "whole-numbers",
     "no-targets", "no-target-name", "loss-is-text", "loss-has-no-gradient", "step-none",
-    "step-without-loss",
-}  # fmt: skip
+    "step-without-loss", "step-part", "step-around", "loss-is-a-sum", "thawed"}  # fmt: skip
 SAME = sorted(set(job.CASES) - DIFFER)
 
 
@@ -102,6 +101,11 @@ def test_a_steps_own_metrics_are_means_over_samples(worlds):
         ("no-target-name", "the batch has the keys x, wanted and none of labels,"),
         ("loss-is-text", "type str is not a number, a tensor or a pair (sum, count)"),
         ("loss-has-no-gradient", "the loss has no gradient"),
+        (
+            "loss-is-a-sum",
+            "CrossEntropyLoss(reduction='sum') makes gradients grow with the batch: use CrossEntropyLoss()",
+        ),
+        ("thawed", "0.weight was unfrozen after the first fit, and the optimizer does not follow: make a new Trainer"),
         ("step-none", "training_step returned None: return the loss"),
         ("step-without-loss", "training_step returned the keys error without 'loss': add it"),
     ],
@@ -120,6 +124,18 @@ def test_a_metric_counts_where_it_is_reported(worlds, world):
     counts = [int((k == job.Y).sum()) for k in range(job.CLASSES)]
     right = sum(row[f"val_class_{k}"] * count for k, count in enumerate(counts))
     assert right == pytest.approx(outputs["val_accuracy"] * job.SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("step-part", "training_step uses a part of `model`, which is wrapped on several processes ('Distributed"),
+        ("step-around", "training_step never called its argument `model`, so no gradient was exchanged"),
+    ],
+)
+def test_a_training_step_that_goes_around_the_wrapper_is_refused(worlds, case, message):
+    assert all(message in rank["error"] for rank in worlds[2][0][case])
+    assert "error" not in worlds[1][0][case][0]  # one process exchanges nothing
 
 
 # ------------------------------------------------------------------ predictions

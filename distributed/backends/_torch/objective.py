@@ -220,12 +220,12 @@ class Objective:
         assert self._training_step is not None
         try:
             return self._training_step(model, batch)
-        except AttributeError as error:
-            if error.obj is not model or model is self._plain or not hasattr(self._plain, str(error.name)):
+        except (AttributeError, TypeError) as error:
+            if model is self._plain or not str(error).startswith(f"'{type(model).__name__}' object "):
                 raise
             raise ConfigError(
-                f"training_step uses model.{error.name}, and on several processes `model` is wrapped: only model(...) exchanges"
-                " gradients. Let the model's forward do it, with an argument that says which part"
+                f"training_step uses a part of `model`, which is wrapped on several processes ({error}): only model(...)"
+                " exchanges gradients. Let the model's forward do it, with an argument that says which part"
             ) from error
 
     def _from_step(self, value: Any, batch: Any) -> Loss:

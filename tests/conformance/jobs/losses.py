@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 from transformers.tokenization_utils_base import BatchEncoding
 
-from distributed import Trainer
+from distributed import ConfigError, Trainer
 from distributed.backends._torch.objective import Objective
 from tests.conformance.jobs.recording import facts, run_cases, train
 
@@ -301,6 +301,28 @@ class Answers(torch.nn.Module):
         }[self.form]()
 
 
+def around() -> dict[str, Any]:
+    """A training_step with the script's own model instead of its argument."""
+    net = seeded(layers)()
+    return train(
+        net, tuples(), tuples(), **BASE, training_step=lambda model, batch: F.cross_entropy(net(batch[0]), batch[1])
+    )
+
+
+def thawed() -> dict[str, Any]:
+    """A layer is trained from the second fit on."""
+    net = seeded(layers)()
+    net[0].requires_grad_(False)
+    trainer = Trainer(net, **BASE)
+    trainer.fit(tuples())
+    net[0].requires_grad_(True)
+    try:
+        trainer.fit(tuples())
+    except ConfigError as error:
+        return {"error": f"ConfigError: {error}"}
+    return {}
+
+
 FORMS = ("tensor", "mapping", "tuple", "object", "encoding", "words", "array", "rows", "ragged")
 
 
@@ -336,6 +358,15 @@ CASES = {
     "step-now-and-then": case(layers, tuples, training_step=now_and_then),
     "step-none": case(layers, tuples, training_step=lambda model, batch: None),
     "step-without-loss": case(layers, tuples, training_step=lambda model, batch: {"error": model(batch[0]).sum()}),
+    "loss-is-a-sum": case(layers, tuples, loss_fn=torch.nn.CrossEntropyLoss(reduction="sum")),
+    "step-part": case(
+        layers,
+        tuples,
+        training_step=lambda model, batch: F.cross_entropy(model[2](model[1](model[0](batch[0]))), batch[1]),
+    ),
+    "step-around": around,
+    "step-forward": case(layers, tuples, training_step=lambda m, batch: F.cross_entropy(m.forward(batch[0]), batch[1])),
+    "thawed": thawed,
     "step-model-output": case(tiny_gpt_by_itself, sentences, training_step=lambda model, batch: model(**batch)),
     "weighted": case(layers, tuples, loss_fn=weighted),
     "weighted-accumulated": case(layers, tuples, loss_fn=weighted, gradient_accumulation_steps=2),
