@@ -6,7 +6,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from distributed.backends._torch.parallel import DistributedDataParallel, DistributedSampler
     from distributed.callbacks import Callback, EarlyStopping
+    from distributed.comm import (
+        ReduceOp,
+        all_gather,
+        all_reduce,
+        barrier,
+        broadcast,
+        destroy_process_group,
+        get_distributed_info,
+        get_rank,
+        get_world_size,
+        init_process_group,
+        is_initialized,
+        no_sync,
+        reduce_scatter,
+    )
     from distributed.config import DistributedConfig
     from distributed.errors import (
         CheckpointError,
@@ -16,6 +32,7 @@ if TYPE_CHECKING:
         TrainingError,
         TrainingInterrupted,
     )
+    from distributed.script_launcher import DistributedLauncher, LaunchConfig, launch_distributed_training
     from distributed.state import History
     from distributed.trainer import FSDPTrainer, PyTorchDDPTrainer, Trainer
 
@@ -27,30 +44,66 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "DistributedConfig": "config",
+    "DistributedDataParallel": "backends._torch.parallel",
     "DistributedError": "errors",
+    "DistributedLauncher": "script_launcher",
+    "DistributedSampler": "backends._torch.parallel",
     "EarlyStopping": "callbacks",
     "FSDPTrainer": "trainer",
     "History": "state",
+    "LaunchConfig": "script_launcher",
     "PyTorchDDPTrainer": "trainer",
+    "ReduceOp": "comm",
     "ResourceError": "errors",
     "Trainer": "trainer",
     "TrainingError": "errors",
     "TrainingInterrupted": "errors",
+    "all_gather": "comm",
+    "all_reduce": "comm",
+    "barrier": "comm",
+    "broadcast": "comm",
+    "destroy_process_group": "comm",
+    "get_distributed_info": "comm",
+    "get_rank": "comm",
+    "get_world_size": "comm",
+    "init_process_group": "comm",
+    "is_initialized": "comm",
+    "launch_distributed_training": "script_launcher",
+    "no_sync": "comm",
+    "reduce_scatter": "comm",
 }
 __all__ = [
     "Callback",
     "CheckpointError",
     "ConfigError",
     "DistributedConfig",
+    "DistributedDataParallel",
     "DistributedError",
+    "DistributedLauncher",
+    "DistributedSampler",
     "EarlyStopping",
     "FSDPTrainer",
     "History",
+    "LaunchConfig",
     "PyTorchDDPTrainer",
+    "ReduceOp",
     "ResourceError",
     "Trainer",
     "TrainingError",
     "TrainingInterrupted",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "destroy_process_group",
+    "get_distributed_info",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_initialized",
+    "launch_distributed_training",
+    "no_sync",
+    "reduce_scatter",
 ]
 
 

@@ -23,7 +23,7 @@ from distributed.settings import Typed
 
 __all__ = [
     "Handover", "LaunchRequest", "Link", "NodeEnvironment", "WorkerEnvironment", "handover", "launch", "link",
-    "node_environment", "running_script", "start_launcher", "worker_environment",
+    "node_environment", "running_script", "start_launcher", "typed_for_script", "worker_environment",
 ]  # fmt: skip
 
 HANDOVER_VARIABLE = "DISTRIBUTED_CONFIG"
@@ -98,6 +98,7 @@ class _ThisProcess:
     link: Link | None = None
     is_told: bool = False
     is_taken: bool = False  # a Trainer has asked
+    asked: set[str] = dataclasses.field(default_factory=set)  # settings that `distributed.comm` has asked for
 
 
 _this = _ThisProcess()
@@ -105,11 +106,27 @@ _this = _ThisProcess()
 
 def handover() -> Handover | None:
     """What the launcher told this worker, or None. The variable is taken out of the environment at the first call."""
+    _this.is_taken = True
+    return _told()
+
+
+def typed_for_script(*names: str) -> Typed:
+    """Of what was typed outside the script the settings `names`, for a script without a Trainer."""
+    given = _told()
+    _this.asked.update(names)
+    if given is None:
+        return Typed()
+    file, flag = (
+        {name: layer[name] for name in names if name in layer} for layer in (given.typed.file, given.typed.flag)
+    )
+    return Typed(file=file, flag=flag)
+
+
+def _told() -> Handover | None:
     if not _this.is_told:
         text = os.environ.pop(HANDOVER_VARIABLE, None)
         _this.handover = Handover.from_json(text) if text is not None else None
         _this.is_told = True
-    _this.is_taken = True
     return _this.handover
 
 
@@ -133,7 +150,7 @@ def unused_settings() -> list[str]:
             names.update(
                 dict.fromkeys([f"{name}.{option}" for option in value] if isinstance(value, Mapping) else [name])
             )
-    return [name for name in names if name not in _FOR_ANY_SCRIPT]
+    return [name for name in names if name not in _FOR_ANY_SCRIPT and name not in _this.asked]
 
 
 def link() -> Link | None:
@@ -249,3 +266,9 @@ def start_launcher(request: LaunchRequest) -> int:
     from distributed.launching.subprocess_launch import run_launcher
 
     return run_launcher(request, sys.stdout, sys.stderr)
+
+
+if __name__ == "__main__":  # python -m distributed.launcher SCRIPT
+    from distributed.script_launcher import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -40,14 +40,27 @@ def start(typed: Typed, *, run_dir: str | None, resume: bool, dry_run: bool) -> 
     if environment is not None and not dry_run:
         return _run_as_worker(typed, merged, environment, run_dir, resume)
     plan = plan_processes(merged.config)
-    _refuse(typed, merged, plan, run_dir, resume)
-    request = _request(typed, merged, plan, run_dir, resume)
+    request = _checked_request(typed, merged, plan, run_dir, resume)
     if dry_run:
         sys.stdout.write("\n".join(_dry_run_lines(merged, plan, request)) + "\n")
         return 0
     if merged.source("checkpoint_dir") == "flag":  # else the script may name another
         RunDirectory(str(merged.config.checkpoint_dir), "checkpoint_dir", "--checkpoint-dir").check(resume=True)
     return launch(request)
+
+
+def launch_request(typed: Typed, run_dir: str | None) -> LaunchRequest:
+    """What `start` would launch from a process that is no worker. Raises DistributedError for what is wrong."""
+    typed = _with_slurm_node(typed)
+    merged = merge(typed, {})
+    return _checked_request(typed, merged, plan_processes(merged.config), run_dir, False)
+
+
+def _checked_request(
+    typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool
+) -> LaunchRequest:
+    _refuse(typed, merged, plan, run_dir, resume)
+    return _request(typed, merged, plan, run_dir, resume)
 
 
 def _with_slurm_node(typed: Typed) -> Typed:

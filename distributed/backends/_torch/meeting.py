@@ -19,28 +19,28 @@ _PATIENCE_S = 5.0  # before the missing ranks are named
 _GRACE_S = 5.0  # for rank 0's verdict to reach the others
 
 
-def meet(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], None]) -> Any:
+def meet(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], None], call: str = "fit()") -> Any:
     """A store shared by all ranks of this attempt, once each of them is there. Every rank must call it.
 
     torchrun keeps one store over its restarts, where an attempt would read the addresses of the one before, and its count
     of restarts differs between nodes. So rank 0 draws a name, and gives it to each rank in answer to a word that this
     rank has just drawn: what an earlier attempt left is answered too, and nobody reads it.
 
-    Raises ResourceError with the ranks that did not come within `start_timeout` seconds.
+    `call` is what brings a rank here. Raises ResourceError with the ranks that did not come within `start_timeout` seconds.
     """
-    store = _connect(found, start_timeout)
+    store = _connect(found, start_timeout, call)
     roll = dist.PrefixStore("trainer", store)
     deadline = time.monotonic() + start_timeout
     if found.rank == 0:
-        name, missing = _call_the_roll(roll, found.world_size, deadline, start_timeout, warn)
+        name, missing = _call_the_roll(roll, found.world_size, deadline, start_timeout, warn, call)
     else:
         name, missing = _answer(roll, found.rank, deadline + _GRACE_S)
     if missing:
-        raise ResourceError(_absence(missing, start_timeout))
+        raise ResourceError(_absence(missing, start_timeout, call))
     return dist.PrefixStore(f"trainer/{name}", store)
 
 
-def _connect(found: WorkerEnvironment, start_timeout: float) -> Any:
+def _connect(found: WorkerEnvironment, start_timeout: float, call: str) -> Any:
     is_host = found.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         return dist.TCPStore(
@@ -50,11 +50,11 @@ def _connect(found: WorkerEnvironment, start_timeout: float) -> Any:
     except dist.DistNetworkError as error:
         if found.rank == 0:
             raise
-        raise ResourceError(f"{_absence('0', start_timeout)} ({str(error).splitlines()[0]})") from None
+        raise ResourceError(f"{_absence('0', start_timeout, call)} ({str(error).splitlines()[0]})") from None
 
 
 def _call_the_roll(
-    roll: Any, world_size: int, deadline: float, start_timeout: float, warn: Callable[[str], None]
+    roll: Any, world_size: int, deadline: float, start_timeout: float, warn: Callable[[str], None], call: str = "fit()"
 ) -> tuple[str, str]:
     """Of rank 0: the name, and the ranks that are missing when time is up."""
     name = secrets.token_hex(8)
@@ -69,7 +69,7 @@ def _call_the_roll(
                 answered.add(word)
         if missing and now >= warn_at:
             warn(
-                f"waiting for {_ranks(_listed(missing))} to call fit(), as every rank must (at most {start_timeout:g} s)"
+                f"waiting for {_ranks(_listed(missing))} to call {call}, as every rank must (at most {start_timeout:g} s)"
             )
             warn_at = deadline
         time.sleep(_POLL_S)
@@ -105,5 +105,5 @@ def _ranks(listed: str) -> str:
     return f"rank{'s' * (',' in listed)} {listed}"
 
 
-def _absence(listed: str, start_timeout: float) -> str:
-    return f"{_ranks(listed)} did not join within start_timeout={start_timeout:g} s: every rank must call fit()"
+def _absence(listed: str, start_timeout: float, call: str = "fit()") -> str:
+    return f"{_ranks(listed)} did not join within start_timeout={start_timeout:g} s: every rank must call {call}"

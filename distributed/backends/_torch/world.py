@@ -34,6 +34,26 @@ class World(abc.ABC):
         """Give `tensor` the main process' values, in place."""
 
     @abc.abstractmethod
+    def combine(self, tensor: torch.Tensor, operation: str) -> None:
+        """Combine contiguous tensors of one shape in place over all ranks: "sum", "product", "min" or "max"."""
+
+    @abc.abstractmethod
+    def copy_from(self, tensor: torch.Tensor, src: int) -> None:
+        """Give the contiguous `tensor` rank `src`'s values, in place."""
+
+    @abc.abstractmethod
+    def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's contiguous `tensor`, all of one shape, in the order of ranks; mine is a copy too."""
+
+    @abc.abstractmethod
+    def combine_rows(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
+        """My row of `rows` [world_size, ...], which is contiguous, combined over all ranks."""
+
+    @abc.abstractmethod
+    def wrap(self, module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+        """`module` with its gradients averaged over all ranks in each backward pass. `options`: of torch's DDP."""
+
+    @abc.abstractmethod
     def broadcast(self, value: Any, src: int) -> Any:
         """Rank `src`'s `value` on every rank."""
 
@@ -68,6 +88,21 @@ class OneProcess(World):
     def copy_from_main(self, tensor: torch.Tensor) -> None:
         return None
 
+    def combine(self, tensor: torch.Tensor, operation: str) -> None:
+        return None
+
+    def copy_from(self, tensor: torch.Tensor, src: int) -> None:
+        return None
+
+    def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.clone()]
+
+    def combine_rows(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
+        return rows[0].clone()
+
+    def wrap(self, module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+        return module
+
     def broadcast(self, value: Any, src: int) -> Any:
         return value
 
@@ -88,10 +123,19 @@ class ProcessGroup(World):
     """torch.distributed's default group: the user's, where the script has made it, else one that we join."""
 
     def __init__(
-        self, plan: ProcessPlan, config: DistributedConfig, warn: Callable[[str], None], transport: str | None = None
+        self,
+        plan: ProcessPlan,
+        config: DistributedConfig,
+        warn: Callable[[str], None],
+        transport: str | None = None,
+        found: WorkerEnvironment | None = None,
+        call: str = "fit()",
     ) -> None:
-        """Waits `start_timeout` for the others; later collectives wait `timeout_s`."""
-        found = worker_environment()
+        """Waits `start_timeout` for the others; later collectives wait `timeout_s`.
+
+        `found` is what this process is, where its environment does not say so; `call` is what the others did not call.
+        """
+        found = found or worker_environment()
         if found is None and plan.world_size == 1:
             found = WorkerEnvironment(0, 0, 1, 1, 0, "127.0.0.1", 0, 0, "alone")
         if found is None:
@@ -104,8 +148,8 @@ class ProcessGroup(World):
         self._is_ours = not dist.is_initialized()
         if self._is_ours:
             usual = transport or ("nccl" if plan.device == "cuda" else "gloo")
-            _join(found, config.communication_backend or usual, config, warn)
-            atexit.register(_leave)
+            _join(found, config.communication_backend or usual, config, warn, call)
+            atexit.register(leave_group)
         self.context = WorkerContext(
             found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, self._device,
             found.restart_count,
@@ -116,6 +160,31 @@ class ProcessGroup(World):
 
     def copy_from_main(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, src=0)
+
+    def combine(self, tensor: torch.Tensor, operation: str) -> None:
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()))
+
+    def copy_from(self, tensor: torch.Tensor, src: int) -> None:
+        dist.broadcast(tensor, src=src)
+
+    def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        boxes = [torch.empty_like(tensor) for _ in range(self.context.world_size)]
+        dist.all_gather(boxes, tensor)
+        return boxes
+
+    def combine_rows(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
+        mine = torch.empty_like(rows[0])
+        # Flat, as gloo wants both of one number of dimensions; torch 2.13 has another name for it.
+        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        reduce(mine.view(-1), rows.view(-1), op=getattr(dist.ReduceOp, operation.upper()))
+        return mine
+
+    def wrap(self, module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+        from torch.nn.parallel import DistributedDataParallel
+
+        devices = {parameter.device for parameter in module.parameters()}
+        is_on_one_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
+        return DistributedDataParallel(module, device_ids=list(devices) if is_on_one_gpu else None, **options)
 
     def broadcast(self, value: Any, src: int) -> Any:
         box = [value]
@@ -135,16 +204,19 @@ class ProcessGroup(World):
 
     def leave(self) -> None:
         if self._is_ours:
-            _leave()
+            leave_group()
 
 
-def _join(found: WorkerEnvironment, transport: str, config: DistributedConfig, warn: Callable[[str], None]) -> None:
+def _join(
+    found: WorkerEnvironment, transport: str, config: DistributedConfig, warn: Callable[[str], None], call: str
+) -> None:
     timeout = timedelta(seconds=config.timeout_s)
-    store = dist.HashStore() if found.source == "alone" else meet(found, config.start_timeout, warn)
+    store = dist.HashStore() if found.source == "alone" else meet(found, config.start_timeout, warn, call)
     dist.init_process_group(transport, store=store, rank=found.rank, world_size=found.world_size, timeout=timeout)
 
 
-def _leave() -> None:
+def leave_group() -> None:
+    """End the default group in order; nobody waits."""
     gc.collect()  # what holds DDP wrappers alive in a cycle
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,0 +1,70 @@
+"""The launcher for scripts without a Trainer: its flags, its configuration and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+import distributed
+from distributed import ConfigError, DistributedLauncher, LaunchConfig, launch_distributed_training
+from distributed.script_launcher import parse
+
+
+def test_flags_are_ours_on_either_side_of_the_script_and_the_rest_is_the_scripts():
+    config, script, rest = parse(
+        [
+            "--nnodes",
+            "2",
+            "train.py",
+            "--nproc_per_node=8",
+            "--master-addr=host",
+            "--epochs",
+            "3",
+            "-v",
+            "--backend=gloo",
+        ]
+    )
+    assert (script, rest) == ("train.py", ["--epochs", "3", "-v"])
+    assert config == LaunchConfig(nproc_per_node=8, nnodes=2, master_addr="host", backend="gloo")
+    assert config.settings() == {
+        "nproc_per_node": 8, "num_nodes": 2, "master_addr": "host", "communication_backend": "gloo", "device": "cpu",
+        "master_port": 29500,
+    }  # fmt: skip
+
+
+def test_what_follows_two_dashes_is_the_scripts_own():
+    assert parse(["train.py", "--nnodes=1", "--", "--backend", "x"])[2] == ["--backend", "x"]
+    assert parse(["--", "train.py", "--nnodes=1"]) == (LaunchConfig(), "train.py", ["--nnodes=1"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc_per_nod=2", "train.py"], "did you mean 'nproc_per_node'"),
+        (["train.py", "--nproc_per_node"], "needs a value"),
+        (["train.py", "--nproc_per_node=two"], "is not a number"),
+        (["train.py", "--nproc_per_node=0"], "nproc_per_node=0"),
+        (["train.py", "--backend=ddp"], "communication_backend='ddp'"),
+        (["--nnodes=1"], "no script to run"),
+    ],
+)
+def test_a_wrong_command_line_is_an_error_with_the_fix(arguments, message):
+    with pytest.raises(ConfigError) as error:
+        parse(arguments)
+    assert message in str(error.value)
+
+
+def test_wrong_calls_are_refused_before_anything_starts(monkeypatch):
+    with pytest.raises(ConfigError, match="did you mean 'nnodes'"):
+        launch_distributed_training("train.py", nnode=2)
+    with pytest.raises(ConfigError, match="does not exist"):
+        DistributedLauncher(LaunchConfig(device="cpu")).launch("no_such_script.py")
+    with pytest.raises(ConfigError, match="pass text, '100'"):
+        launch_distributed_training("train.py", "--epochs", 100)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="already is rank 1 of 2"):
+        DistributedLauncher().launch(__file__)
+
+
+def test_every_exported_name_is_there():
+    assert {name for name in distributed.__all__ if not hasattr(distributed, name)} == set()
