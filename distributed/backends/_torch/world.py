@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import atexit
 import gc
+import importlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -210,6 +211,9 @@ class ProcessGroup(World):
 def _join(
     found: WorkerEnvironment, transport: str, config: DistributedConfig, warn: Callable[[str], None], call: str
 ) -> None:
+    # Its functions take the default group as the default of an argument, at import. DDP imports it, and when that is first
+    # after joining, the group and its threads outlive destroy_process_group() and can abort the process at exit (torch 2.13).
+    importlib.import_module("torch.distributed.nn.functional")
     timeout = timedelta(seconds=config.timeout_s)
     store = dist.HashStore() if found.source == "alone" else meet(found, config.start_timeout, warn, call)
     dist.init_process_group(transport, store=store, rank=found.rank, world_size=found.world_size, timeout=timeout)

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -169,6 +170,10 @@ def check_samplers(world, rank):
     assert "is not below num_replicas=2" in refused(DistributedSampler, data, num_replicas=2, rank=2)
 
 
+def threads():
+    return [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
 def main():
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     check_before_joining(world, rank)
@@ -176,6 +181,7 @@ def main():
     init_process_group()  # once more changes nothing
     info = get_distributed_info()
     assert is_initialized() and (info["rank"], info["world_size"], info["available"]) == (rank, world, world > 1)
+    assert world == 1 or any("gloo" in name for name in threads())
     check_collectives(world, rank)
     check_reduce_scatter(world, rank)
     model = check_gradients(world, rank)
@@ -183,6 +189,7 @@ def main():
     if "--forget" not in sys.argv:
         destroy_process_group()
         assert not is_initialized() and not torch.distributed.is_initialized()
+        assert not [name for name in threads() if "gloo" in name]  # what is left can abort the process at its end
         with torch.no_grad():
             model(torch.ones(1, 4, dtype=torch.float64))
         assert "group has ended" in refused(model, torch.ones(1, 4, dtype=torch.float64))
