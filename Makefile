@@ -6,17 +6,29 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format bench clean
+HOROVOD_STAMP := $(VENV)/.horovod
+HOROVOD_WITH ?=
+
+.PHONY: demo test check format bench docker-check clean horovod
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
 	$(BIN)/python -m distributed.cli train --script examples/train.py --backend pytorch-ddp --nproc-per-node 2
 
-test: $(STAMP)
+test: $(STAMP) $(HOROVOD_STAMP)
 	$(BIN)/python -m pytest
 
+# Horovod for the installed torch; its wheel is kept outside of the checkout. `make horovod HOROVOD_WITH="mpi tensorflow"`.
+horovod: $(STAMP)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python scripts/build_horovod.py --with $(HOROVOD_WITH)
+
+# For the tests: with everything that is here, and without it where there is no compiler (its tests are skipped then).
+$(HOROVOD_STAMP): $(STAMP) scripts/build_horovod.py scripts/horovod_cxx.sh
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python scripts/build_horovod.py --optional mpi tensorflow --or-skip
+	touch $@
+
 # What a change must pass before it is committed.
-check: $(STAMP)
+check: $(STAMP) $(HOROVOD_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -29,6 +41,11 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/startup.py
+
+# What the Dockerfiles install, in clean directories without a container engine. The CUDA sets, gigabytes, are only resolved.
+docker-check:
+	$(PYTHON) scripts/check_docker_install.py
+	$(PYTHON) scripts/check_docker_install.py --variant cuda --dry-run
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,13 +16,20 @@ from workloads import Workload
 class HandWritten:
     """One contestant: DDP at its defaults over a DataLoader at its defaults. All ranks take every turn."""
 
-    def __init__(self, workload: Workload, data: TensorDataset) -> None:
+    def __init__(
+        self, workload: Workload, data: TensorDataset, rank: int | None = None, size: int | None = None
+    ) -> None:
+        """`rank` of `size`, where torch.distributed does not know them."""
         self.workload = workload
-        self.model = DistributedDataParallel(workload.initial_model())
-        self.optimizer = workload.optimizer(self.model.parameters())
-        sampler: DistributedSampler[object] = DistributedSampler(data, shuffle=False)
+        self.model, self.optimizer = self.prepare(workload.initial_model())
+        sampler: DistributedSampler[object] = DistributedSampler(data, size, rank, shuffle=False)
         self.batches = iter(DataLoader(data, batch_size=workload.batch_size, sampler=sampler))
         self.loss = torch.tensor(0.0)
+
+    def prepare(self, model: nn.Module) -> tuple[Any, Any]:
+        """The model to call, and the optimizer."""
+        wrapped = DistributedDataParallel(model)
+        return wrapped, self.workload.optimizer(wrapped.parameters())
 
     def step(self) -> None:
         """One optimizer update."""

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 
-def describe() -> str:
-    """Hardware, versions, load and command in a few lines of Markdown."""
+def describe(*libraries: str) -> str:
+    """Hardware, versions (of `libraries` too), load and command in a few lines of Markdown."""
     facts = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":", 1)[1].strip() for line in facts if "model name" in line), platform.machine())
     release = platform.release().split("-")[0]
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy"))
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy", *libraries))
     return (
         f"{len(os.sched_getaffinity(0))} cores of {cpu}, {platform.system()} {release},"
         f" load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}, {versions}\n"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from startup_signals import pause, reached
+from marks import pause, reached
 
 
 def main(directory: str) -> None:

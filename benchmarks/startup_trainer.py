@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Callback, Trainer
-from startup_signals import pause, reached
+from marks import pause, reached
 
 
 class Watch(Callback):

@@ -32,9 +32,18 @@ if TYPE_CHECKING:
         TrainingError,
         TrainingInterrupted,
     )
+    from distributed.gradient_checkpointing import checkpoint_scope, memory_pool_scope
     from distributed.script_launcher import DistributedLauncher, LaunchConfig, launch_distributed_training
     from distributed.state import History
-    from distributed.trainer import FSDPTrainer, PyTorchDDPTrainer, Trainer
+    from distributed.trainer import (
+        DeepSpeedTrainer,
+        FSDPTrainer,
+        HorovodTrainer,
+        PyTorchDDPTrainer,
+        RayTrainer,
+        TensorFlowDistributedTrainer,
+        Trainer,
+    )
 
 __version__ = "0.1.0"
 __distributed_trainer__ = True  # how the console script knows this package from Dask's of the same name
@@ -49,12 +58,16 @@ _HOMES = {
     "DistributedLauncher": "script_launcher",
     "DistributedSampler": "backends._torch.parallel",
     "EarlyStopping": "callbacks",
+    "DeepSpeedTrainer": "trainer",
     "FSDPTrainer": "trainer",
     "History": "state",
+    "HorovodTrainer": "trainer",
     "LaunchConfig": "script_launcher",
     "PyTorchDDPTrainer": "trainer",
+    "RayTrainer": "trainer",
     "ReduceOp": "comm",
     "ResourceError": "errors",
+    "TensorFlowDistributedTrainer": "trainer",
     "Trainer": "trainer",
     "TrainingError": "errors",
     "TrainingInterrupted": "errors",
@@ -62,6 +75,7 @@ _HOMES = {
     "all_reduce": "comm",
     "barrier": "comm",
     "broadcast": "comm",
+    "checkpoint_scope": "gradient_checkpointing",
     "destroy_process_group": "comm",
     "get_distributed_info": "comm",
     "get_rank": "comm",
@@ -69,6 +83,7 @@ _HOMES = {
     "init_process_group": "comm",
     "is_initialized": "comm",
     "launch_distributed_training": "script_launcher",
+    "memory_pool_scope": "gradient_checkpointing",
     "no_sync": "comm",
     "reduce_scatter": "comm",
 }
@@ -76,6 +91,7 @@ __all__ = [
     "Callback",
     "CheckpointError",
     "ConfigError",
+    "DeepSpeedTrainer",
     "DistributedConfig",
     "DistributedDataParallel",
     "DistributedError",
@@ -84,10 +100,13 @@ __all__ = [
     "EarlyStopping",
     "FSDPTrainer",
     "History",
+    "HorovodTrainer",
     "LaunchConfig",
     "PyTorchDDPTrainer",
+    "RayTrainer",
     "ReduceOp",
     "ResourceError",
+    "TensorFlowDistributedTrainer",
     "Trainer",
     "TrainingError",
     "TrainingInterrupted",
@@ -95,6 +114,7 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "checkpoint_scope",
     "destroy_process_group",
     "get_distributed_info",
     "get_rank",
@@ -102,6 +122,7 @@ __all__ = [
     "init_process_group",
     "is_initialized",
     "launch_distributed_training",
+    "memory_pool_scope",
     "no_sync",
     "reduce_scatter",
 ]

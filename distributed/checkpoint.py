@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from distributed.backends import REGISTRY
 from distributed.backends.base import Backend
 from distributed.errors import CheckpointError, TrainingError
 from distributed.state import TrainState, WorkerContext
@@ -178,7 +179,7 @@ def _seal_file(path: Path) -> FileRecord:
 def _versions() -> dict[str, str]:
     """Versions of the libraries in use that shape what is stored."""
     versions = {"python": sys.version.split()[0], "distributed-trainer": _own_version()}
-    for name in ("numpy", "safetensors", "tensorflow", "torch"):
+    for name in sorted({"numpy", "safetensors", *(name for row in REGISTRY.values() for name in row.requires)}):
         if name in sys.modules:
             versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
     return versions

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distributed.backends import LATER, REGISTRY, backend_row, default_backend, option_class
+from distributed.backends import LATER, REGISTRY, TRANSPORTS, backend_row, default_backend, option_class
 from distributed.errors import ConfigError, nearest
 from distributed.fields import FrozenDict, Rule, check, check_options, rules, setting
 
@@ -49,9 +49,9 @@ class DistributedConfig:
     node_rank: int = setting(0, "this machine's number, 0 to num_nodes - 1", minimum=0, group=RESOURCES)
     master_addr: str = setting("localhost", "host of node 0", group=RESOURCES)
     master_port: int | None = setting(None, "port of node 0 (default, and 0: a free one)", int, minimum=0, maximum=65535, group=RESOURCES)
-    address: str | None = setting(None, "an existing cluster to join (not in this version)", str, group=RESOURCES)
+    address: str | None = setting(None, "an existing cluster to join, as HOST:PORT (default: one of its own)", str, group=RESOURCES)
 
-    communication_backend: str | None = setting(None, "transport: nccl or gloo (default: nccl on GPUs, else gloo)", str, choices=("nccl", "gloo", "mpi"), group=COMMUNICATION)
+    communication_backend: str | None = setting(None, "transport: nccl or gloo (default: nccl on GPUs, else gloo)", str, choices=TRANSPORTS, group=COMMUNICATION)
     timeout_s: float = setting(300.0, "seconds a collective may wait", above=0, maximum=_LONGEST_S, group=COMMUNICATION)
     start_timeout: float = setting(600.0, "seconds all workers may take to join", above=0, maximum=_LONGEST_S, group=COMMUNICATION)
 
@@ -86,6 +86,7 @@ class DistributedConfig:
 
     checkpoint_dir: str | None = setting(None, "where checkpoints go (default: RUN/checkpoints)", str, group=CHECKPOINTS)
     resume_from_checkpoint: str | bool = setting(False, "true: the newest verified one of the run directory; or a path", bool, str, group=CHECKPOINTS)
+    checkpoint_at_start: bool = setting(False, "a checkpoint before the first update too", group=CHECKPOINTS)
     checkpoint_frequency: int | None = setting(1, "epochs between checkpoints (null: none by epoch)", int, minimum=1, optional=True, group=CHECKPOINTS)
     checkpoint_every_n_steps: int | None = setting(None, "updates between checkpoints", int, minimum=1, group=CHECKPOINTS)
     checkpoint_every_s: float | None = setting(None, "seconds between checkpoints", float, above=0, maximum=_LONGEST_S, group=CHECKPOINTS)
@@ -149,9 +150,8 @@ def check_setting(name: str, value: Any, rule: Rule) -> Any:
     """`value` in the type of the field `name`; ConfigError where the field, its group or this version cannot take it."""
     checked = check(name, value, rule)
     if name in GROUPS:
-        if checked:
-            check_options(group_options(name), checked, name)
-        return FrozenDict(checked or {})
+        options = check_options(group_options(name), checked or {}, name)
+        return FrozenDict({option: getattr(options, option) for option in checked or {}})
     if name == "backend" and checked is not None:
         backend_row(checked)
     if checked not in (None, False) and (instead := _NOT_HERE.get((name, checked)) or _NOT_HERE.get(name)):
@@ -163,9 +163,13 @@ def check_setting(name: str, value: Any, rule: Rule) -> Any:
 _METRICS = "is not in this version: drop it; every metric is in RUN/metrics.jsonl"
 _NOT_HERE: Mapping[Any, str] = {
     **dict.fromkeys(("mlflow_tracking", "mlflow_experiment", "tensorboard", "tensorboard_dir"), _METRICS),
-    "address": "names a cluster, which none of the backends here joins: drop it",
-    ("communication_backend", "mpi"): "is not in PyTorch's wheels: set communication_backend='gloo'",
 }
+
+
+def not_in_this_version() -> dict[str, str]:
+    """The settings, or "setting=value", that are known by name and refused on every backend -> what to do instead."""
+    return {name if isinstance(name, str) else "=".join(name): text for name, text in _NOT_HERE.items()}
+
 
 # Words that are no settings, and what does what they ask for.
 _INSTEAD = {

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from distributed.errors import ConfigError, nearest
@@ -25,6 +25,7 @@ class Rule:
     optional: bool = False
     group: str = ""
     default: Any = None
+    convert: Callable[[Any], Any] | None = None  # from other forms of the value, before anything else looks at it
 
 
 def setting(
@@ -37,11 +38,12 @@ def setting(
     maximum: float | None = None,
     optional: bool = False,
     group: str = "",
+    convert: Callable[[Any], Any] | None = None,
 ) -> Any:
     """A dataclass field with its rule. `optional` admits None; `minimum` and `maximum` are inclusive, `above` exclusive."""
     kinds = kinds or (type(default),)
     optional = optional or default is None
-    rule = Rule(kinds, help, choices, minimum, above, maximum, optional, group, default)
+    rule = Rule(kinds, help, choices, minimum, above, maximum, optional, group, default, convert)
     return dataclasses.field(default=default, metadata={"rule": rule})
 
 
@@ -59,7 +61,7 @@ class FrozenDict(dict[str, Any]):
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
+        return hash(frozenset(self))  # a value may be a dict
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FrozenDict, (dict(self),)
@@ -67,6 +69,8 @@ class FrozenDict(dict[str, Any]):
 
 def check(name: str, value: Any, rule: Rule) -> Any:
     """`value` in the field's own type, or ConfigError naming field, value, rule and fix."""
+    if rule.convert is not None and value is not None:
+        value = rule.convert(value)
     if value is None:
         if rule.optional:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -29,11 +30,11 @@ __all__ = [
 HANDOVER_VARIABLE = "DISTRIBUTED_CONFIG"
 # What the launcher itself uses, or every worker: these settings hold for a script without a Trainer too.
 _FOR_ANY_SCRIPT = frozenset({
-    "backend", "num_gpus", "num_nodes", "gpus_per_node", "nproc_per_node", "device", "node_rank", "master_addr",
+    "backend", "address", "num_gpus", "num_nodes", "gpus_per_node", "nproc_per_node", "device", "node_rank", "master_addr",
     "master_port", "timeout_s", "start_timeout", "monitor_interval", "max_restarts", "restart_on_exception", "seed",
     "verbose",
 })  # fmt: skip
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 # What travels to a worker
@@ -142,15 +143,18 @@ def running_script() -> Typed:
 
 def unused_settings() -> list[str]:
     """The typed settings that nobody in this worker has asked for."""
+    from distributed.backends import REGISTRY
+
     if _this.handover is None or _this.is_taken:
         return []
+    used = _FOR_ANY_SCRIPT.union(f"{row.group}.{name}" for row in REGISTRY.values() for name in row.for_launcher)
     names: dict[str, None] = {}  # a set in order
     for typed in (_this.handover.typed.file, _this.handover.typed.flag):
         for name, value in typed.items():
             names.update(
                 dict.fromkeys([f"{name}.{option}" for option in value] if isinstance(value, Mapping) else [name])
             )
-    return [name for name in names if name not in _FOR_ANY_SCRIPT and name not in _this.asked]
+    return [name for name in names if name not in used and name not in _this.asked]
 
 
 def link() -> Link | None:
@@ -187,6 +191,9 @@ class LaunchRequest:
     master_port: int | None = None
     device: str = "cpu"
     preload: tuple[str, ...] = ("torch",)
+    meeting: str | None = None  # "module:Class" of what is opened for the workers of each attempt
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of every worker, unless the user has set it
+    before_script: str = ""  # "module:function" that each worker calls first, see BackendRow
     max_restarts: int = 3
     restart_on_exception: bool = False
     monitor_interval: float = 0.1  # seconds between two looks at the workers
@@ -195,6 +202,8 @@ class LaunchRequest:
     verbose: bool = True
     live: bool | None = None  # a progress bar: None where the output is a terminal
     started_lines: tuple[str, ...] = ()  # shown once, before the workers start
+    launcher: str = "distributed.launching.forkserver"  # the module whose `serve` starts and watches the workers
+    launcher_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what only that launcher reads
 
     @property
     def world_size(self) -> int:
@@ -241,10 +250,16 @@ def thread_count(local_processes: int) -> int:
     return max(1, cores // max(1, local_processes))
 
 
+def set_missing(environ: Mapping[str, str]) -> None:
+    """Set the variables of `environ` that the user has not set."""
+    for name, value in environ.items():
+        os.environ.setdefault(name, value)
+
+
 def set_thread_variables(local_processes: int) -> None:
     """Share the cores of this machine between its processes, unless the user did."""
     threads = str(thread_count(local_processes))
-    for name in _THREAD_VARIABLES:
+    for name in THREAD_VARIABLES:
         os.environ.setdefault(name, threads)
 
 
@@ -253,9 +268,8 @@ def launch(request: LaunchRequest) -> int:
 
     Raises ConfigError or ResourceError, before a framework is imported, for what can be known by then.
     """
-    from distributed.launching.forkserver import serve
-
-    return serve(request)
+    code: int = importlib.import_module(request.launcher).serve(request)
+    return code
 
 
 def start_launcher(request: LaunchRequest) -> int:

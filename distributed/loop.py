@@ -42,6 +42,8 @@ def fit(run: Run) -> None:
     state = run.state
     for callback in run.callbacks:
         callback.on_train_start(state)
+    if run.config.checkpoint_at_start and run.last_saved != (state.step, state.epoch):
+        save(run)
     while state.epoch < run.config.epochs and state.stop_reason is None:
         if not _train_epoch(run) or not _finish_epoch(run):
             break

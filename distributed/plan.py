@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from distributed.backends import backend_row, default_backend
+from distributed.backends import backend_row, default_backend, one_process_reason, require_installed
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 from distributed.gpus import visible_gpus
@@ -96,22 +96,28 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
             )
     else:
         device, processes = "cpu", per_node or 1
-    if device == "cpu" and config.communication_backend == "nccl":
-        raise ConfigError(
-            "communication_backend='nccl' needs GPUs, and this run is on CPUs: set communication_backend='gloo'"
-        )
     return ProcessPlan(nodes, processes, device, choose_backend(config, nodes * processes))
 
 
 def choose_backend(config: DistributedConfig, world_size: int) -> str:
     """The backend of `world_size` processes. ConfigError where the chosen one cannot run that many."""
     backend = config.backend or default_backend(world_size)
+    if config.backend is not None:
+        require_installed(backend_row(backend))
     if backend_row(backend).single_process and world_size > 1:
-        raise ConfigError(
-            f"backend={backend!r} runs one process, not {world_size}:"
-            f" set backend={default_backend(world_size)!r} or nproc_per_node=1"
-        )
+        raise ConfigError(f"backend={backend!r} does not work with {world_size} processes: {one_process_reason()}")
     return backend
+
+
+def mixed_precision(config: DistributedConfig, device: str) -> str:
+    """ "no", "fp16" or "bf16": what `mixed_precision` means on `device`. ConfigError where `dtype` says another."""
+    meant = str(config.mixed_precision)
+    if isinstance(config.mixed_precision, bool):
+        usual = "fp16" if device == "cuda" else "bf16"
+        meant = usual if config.mixed_precision else "no"
+    if meant != "no" and config.dtype == "float64":
+        raise ConfigError(f"mixed_precision={meant!r} contradicts dtype='float64': set mixed_precision='no'")
+    return meant
 
 
 def plan_batch(merged: MergedConfig, data_parallel_size: int, loader_batch_size: int | None = None) -> BatchPlan:
@@ -135,7 +141,7 @@ def plan_batch(merged: MergedConfig, data_parallel_size: int, loader_batch_size:
     if total is None:
         batch, steps = batch or config.batch_size, steps or 1
         return BatchPlan(batch, steps, n, batch * steps * n)
-    if batch is not None and steps is not None and total != batch * steps * n:
+    if batch is not None and steps is not None and batch != -(-total // (steps * n)):  # the largest slice
         raise ConfigError(
             f"global_batch_size={total} is not batch_size={batch} x gradient_accumulation_steps={steps}"
             f" x data_parallel_size={n} = {batch * steps * n}: drop one of the three"

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributed.backends import backend_row
+from distributed.backends import row_in_use
 from distributed.callbacks import load_states
 from distributed.checkpoint import read_state
 from distributed.config import GROUPS
@@ -118,7 +118,7 @@ def _check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_dat
             "fit() starts the workers of one machine only: for several, run the script on each"
             " with 'python -m distributed.cli train --num-nodes N --node-rank R --master-addr HOST'"
         )
-    plan_batch(merged, trainer.plan.world_size, trainer.backend.batch_size_of(train_data))
+    plan_batch(merged, trainer.backend.data_parallel_size, trainer.backend.batch_size_of(train_data))
     check_monitor(merged, val_data)
 
 
@@ -173,10 +173,10 @@ def _portable(data: Any) -> Any:
 
 
 def _pickled(fit: RemoteFit) -> bytes:
-    import cloudpickle
+    from distributed.backends._keras.portable import dumps
 
     try:
-        content: bytes = cloudpickle.dumps(fit)
+        content = dumps(fit)
     except (TypeError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"the trainer cannot be sent to its workers ({error}): pass factories instead of the objects that hold it,"
@@ -187,20 +187,23 @@ def _pickled(fit: RemoteFit) -> bytes:
 
 def _request(trainer: Trainer, merged: MergedConfig, run: RunDirectory, payload: Path, resume: bool) -> LaunchRequest:
     config, plan = merged.config, trainer.plan
+    row = row_in_use(config, plan.backend)
     return LaunchRequest(
         run_dir=str(run.path), typed=dataclasses.replace(trainer._typed, notices=()),  # merged.notices has them
         payload=str(payload), script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
         working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume, nproc_per_node=plan.nproc_per_node,
-        device=plan.device, preload=backend_row(plan.backend).preload, max_restarts=config.max_restarts,
+        device=plan.device, preload=row.preload, meeting=row.meeting,
+        before_script=row.before_script, environ=dict(row.environ), max_restarts=config.max_restarts,
         restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
         start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose, started_lines=merged.notices,
+        launcher=trainer.backend.launcher, launcher_options=trainer.backend.launcher_options(),
     )  # fmt: skip
 
 
 def _failure(code: int, run: RunDirectory, events_before: int) -> DistributedError:
     """The error of a launcher that ended with `code`, with the cause that this fit wrote into the journal."""
     lines = run.events.read_bytes()[events_before:].splitlines() if run.events.exists() else []
-    failed = [event for line in lines if (event := json.loads(line))["event"] == "worker_failed"]
+    failed = [event for line in lines if (event := json.loads(line))["event"] in _FAILURES]
     if not failed:
         return _KINDS.get(code, TrainingError)(f"the launcher of the workers ended with code {code}: it said why")
     cause = failed[-1]
@@ -210,6 +213,7 @@ def _failure(code: int, run: RunDirectory, events_before: int) -> DistributedErr
     return TrainingError("\n".join([text, cause["traceback"]]) if cause.get("traceback") else text)
 
 
+_FAILURES = ("worker_failed", "not_started")
 _KINDS: dict[int, type[DistributedError]] = {2: ConfigError, 3: ResourceError}
 
 

@@ -76,13 +76,14 @@ class Session:
         backend = self.backend
         self._configure(merged)
         loader_batch_size = backend.batch_size_of(train_data)
-        batch = plan_batch(merged, self.context.world_size, loader_batch_size)
+        batch = plan_batch(merged, backend.data_parallel_size, loader_batch_size)
         check_monitor(merged, val_data)
         with backend.own_generators(), contextlib.ExitStack() as leaving:
             leaving.callback(self._reporter.close)
             train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, train=True)))
             batch = train.batch  # a batch sampler's items set its size
             run = self._files.open_run(in_effect(merged, batch, loader_batch_size))
+            backend.run_dir = run.path
             val = None
             if val_data is not None:
                 val = backend.shard(val_data, self._eval_batch(val_data, batch), train=False)
@@ -119,6 +120,7 @@ class Session:
                 save_by_the_clock(common, config.checkpoint_every_s, self.context, fit.saved),
             ):
                 loop.fit(run)
+                self.backend.reassemble()
         except BaseException as error:
             self._note_failure(fit, error)
             raise
@@ -162,7 +164,7 @@ class Session:
 
     def _eval_batch(self, data: Any, batch: BatchPlan) -> BatchPlan:
         size = self.backend.batch_size_of(data) or batch.batch_size
-        return BatchPlan(size, 1, self.context.world_size, size * self.context.world_size)
+        return _one_micro_batch(size, self.backend.data_parallel_size)
 
     def _resume(
         self, merged: MergedConfig, store: CheckpointStore, callbacks: list[Callback], run: RunDirectory
@@ -221,7 +223,8 @@ class Session:
         from distributed.loggers.files import MetricsFile
         from distributed.loggers.progress import ProgressLogger
 
-        return [MetricsFile(run.metrics), ProgressLogger(self._reporter, merged.config, train.updates_per_epoch)]
+        progress = ProgressLogger(self._reporter, merged.config, train.updates_per_epoch, str(run.path))
+        return [MetricsFile(run.metrics), progress]
 
     def _write_checkpoint(self, fit: _Fit) -> bool:
         state, config = fit.state, self.trainer.merged.config
@@ -261,7 +264,7 @@ class Session:
         fit.result.write("running", state, self._checkpoint)
         fit.run.event(
             "started", backend=self.trainer.plan.backend, world_size=self.context.world_size, step=state.step,
-            restart_count=self.context.restart_count,
+            restart_count=self.context.restart_count, batch_dependent=list(self.backend.batch_dependent),
         )  # fmt: skip
 
     def _say_end(self, fit: _Fit) -> None:
@@ -273,7 +276,7 @@ class Session:
             fit.run.event("finished", step=state.step, epoch=state.epoch)
         self._reporter({"kind": "finished", "lines": finished_lines(fit.run, state)})
 
-    # ------------------------------------------------------------------ evaluate, predict, save
+    # ------------------------------------------------------------------ evaluate, predict, average, save
 
     def evaluate(self, data: Any) -> dict[str, float]:
         with self.backend.own_generators(), contextlib.closing(self._sharded(data)) as sharded:
@@ -288,6 +291,9 @@ class Session:
                 if micro.num_samples:
                     mine.append((number, self.context.rank, outputs))
         return self.backend.join_outputs(self.backend.gather(mine))
+
+    def metric_average(self, value: float, name: str) -> float:
+        return self.backend.reduce({name: value})[name] / self.context.world_size
 
     def save(self, path: Path) -> Path:
         self._ensure_prepared(BatchPlan(1, 1, 1, 1))
@@ -306,10 +312,11 @@ class Session:
         return saved
 
     def _sharded(self, data: Any) -> Any:
-        size, world = self.trainer.merged.config.batch_size, self.context.world_size
-        batch = BatchPlan(size, 1, world, size * world)  # a loader's own size counts instead, see _eval_batch
-        self._ensure_prepared(batch)
-        return self.backend.shard(data, self._eval_batch(data, batch), train=False)
+        # A loader's own size counts instead, see _eval_batch.
+        batch = _one_micro_batch(self.trainer.merged.config.batch_size, self.backend.data_parallel_size)
+        sharded = self.backend.shard(data, self._eval_batch(data, batch), train=False)
+        self._ensure_prepared(batch)  # after it: a model may need a batch to be built
+        return sharded
 
     def _ensure_prepared(self, batch: BatchPlan) -> None:
         """The model without what only training needs, where no fit has prepared it."""
@@ -323,6 +330,10 @@ class Session:
             backend.prepare(self.trainer.job, batch)
         backend.unwrap()
         backend.merged, backend.config = merged, merged.config
+
+
+def _one_micro_batch(size: int, data_parallel_size: int) -> BatchPlan:
+    return BatchPlan(size, 1, data_parallel_size, size * data_parallel_size)
 
 
 def _teardown(backend: weakref.ref[Backend[Any]]) -> None:

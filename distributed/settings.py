@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distributed.backends import backend_row
 from distributed.config import ALIASES, GROUPS, SWEEP_ALIASES, DistributedConfig, canonical, check_setting
 from distributed.errors import ConfigError, nearest
 from distributed.fields import rules
@@ -65,7 +66,29 @@ def merge(
             else:
                 values[name] = value
                 sources[name] = layer
-    return MergedConfig(DistributedConfig(**values), sources, dict(hyperparameters or {}), tuple(notices))
+    return _with_implied(
+        MergedConfig(DistributedConfig(**values), sources, dict(hyperparameters or {}), tuple(notices))
+    )
+
+
+def _with_implied(merged: MergedConfig) -> MergedConfig:
+    """With the settings that the chosen backend's options imply (an engine's own config file): both must agree."""
+    if merged.config.backend is None:
+        return merged
+    group = backend_row(merged.config.backend).group
+    options = merged.config.options(group)
+    values: dict[str, Any] = {}
+    for where, name, value in options.implied() if hasattr(options, "implied") else ():
+        ours = getattr(merged.config, name)
+        if merged.is_typed(name) and ours is not None and ours != value:
+            raise ConfigError(
+                f"{name}={ours!r} ({merged.source(name)}) is not {where}: make them agree, set 'auto' there, or drop one"
+            )
+        values[name] = value
+    if not values:
+        return merged
+    sources = {**dict.fromkeys(values, merged.source(group)), **merged.sources}
+    return dataclasses.replace(merged, config=dataclasses.replace(merged.config, **values), sources=sources)
 
 
 def for_evaluation(merged: MergedConfig) -> MergedConfig:

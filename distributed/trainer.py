@@ -6,9 +6,16 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from distributed.backends import backend_class, backend_row, default_backend
+from distributed.backends import (
+    backend_class,
+    backend_row,
+    groups_in_use,
+    make_backend,
+    pinned_backend,
+    row_in_use,
+)
 from distributed.backends.base import Backend, Job
 from distributed.callbacks import Callback
 from distributed.config import DistributedConfig, canonical
@@ -40,7 +47,7 @@ class Trainer:
     Raises ConfigError or ResourceError, in the parent and in every worker, before any of them joins the others.
     """
 
-    _backend: ClassVar[str | None] = None
+    _backend: str | None = None  # of the class: the backend that it pins
 
     def __init__(
         self,
@@ -71,7 +78,9 @@ class Trainer:
         self.plan = self._plan(self.merged)
         self._check_backend()
         self._check_source()
-        self.backend: Backend[Any] = self._make_backend(self.merged, self.plan)
+        self.backend: Backend[Any] = make_backend(self.merged, self.plan)
+        self._is_fit_in_workers = self._worker is None and self.backend.is_fit_in_workers
+        self.backend.check(self.job, here=not self._is_fit_in_workers)
         self.history: History | None = None
         self._session: Any = None  # distributed.session.Session of this process, made by the first fit or evaluate
         self._remote: Any = None  # what a fit in workers of our own left: distributed.remote.Remote
@@ -109,7 +118,7 @@ class Trainer:
         merged = self._merge({name: value for name, value in given.items() if value is not None})
         if train_data is None:
             raise ConfigError("fit() got no training data: pass a DataLoader or a dataset")
-        if self._worker is None and self.plan.world_size > 1:
+        if self._is_fit_in_workers:
             from distributed.remote import fit_in_workers
 
             self.history = fit_in_workers(self, merged, train_data, val_data)
@@ -131,6 +140,20 @@ class Trainer:
         list, one entry per batch. Data that is `data.presharded` comes rank by rank.
         """
         return self._open_session().predict(data)
+
+    def metric_average(self, value: Any, name: str = "metric") -> float:
+        """The mean over all ranks of a number that each of them has; `name` is for messages. All ranks call it.
+
+        Raises ConfigError where `value` is no number.
+        """
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"metric_average({value!r}, name={name!r}) takes one number per rank: pass {name}.item()"
+            ) from None
+        average: float = self._open_session().metric_average(number, name)
+        return average
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the trained state. All ranks call it.
@@ -189,7 +212,11 @@ class Trainer:
                 f"config is a {type(config).__name__}: pass a DistributedConfig, the path of a file or a dict of settings"
             )
         direct, said = canonical(self._flat_options(settings))
-        return joined(code, direct), sweep, others, notices + said
+        code = joined(code, direct)
+        if self._backend is not None:
+            self._backend, option = pinned_backend(self._backend, code)
+            said += [] if option is None else [f"{option} selects backend {self._backend}"]
+        return code, sweep, others, notices + said
 
     def _flat_options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """On a subclass that pins the backend its options may be given flat."""
@@ -234,10 +261,10 @@ class Trainer:
 
     def _check_backend(self) -> None:
         """Options of a backend that is not chosen are inert; typed as a flag they are an error."""
-        chosen = backend_row(self.plan.backend).group
+        used = (*groups_in_use(self.merged.config, self.plan.backend), "data")
         for name, source in self.merged.sources.items():
             group, _, option = name.partition(".")
-            if option and group not in (chosen, "data"):
+            if option and group not in used:
                 if source == "flag":
                     raise ConfigError(
                         f"{name} is an option of another backend than {self.plan.backend!r}: drop it, or set --backend"
@@ -255,17 +282,14 @@ class Trainer:
 
             check_source(source)
 
-    def _make_backend(self, merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
-        row = backend_row(plan.backend)
-        return backend_class(plan.backend)(merged, merged.config.options(row.group), plan)
-
     def _open_session(self) -> Any:
         from distributed.session import Session
 
         if self._session is None:
-            if self._worker is None and self.plan.world_size > 1:  # evaluate, predict, save beside a fit in workers
-                self.backend = self._make_backend(
-                    for_evaluation(self.merged), ProcessPlan(1, 1, self.plan.device, default_backend(1))
+            if self._is_fit_in_workers:  # evaluate, predict, save beside it
+                self.backend = make_backend(
+                    for_evaluation(self.merged),
+                    ProcessPlan(1, 1, self.plan.device, row_in_use(self.merged.config, self.plan.backend).alone),
                 )
             self._session = Session(self)
         return self._session
@@ -327,3 +351,27 @@ class FSDPTrainer(Trainer):
     """Trainer on PyTorch FSDP2; its options may be given flat (`cpu_offload=True`)."""
 
     _backend = "fsdp"
+
+
+class RayTrainer(Trainer):
+    """Trainer whose processes Ray Train starts; its options may be given flat (`engine="fsdp"`)."""
+
+    _backend = "ray"
+
+
+class DeepSpeedTrainer(Trainer):
+    """Trainer on DeepSpeed ZeRO; its options may be given flat (`zero_stage=3`)."""
+
+    _backend = "deepspeed"
+
+
+class HorovodTrainer(Trainer):
+    """Trainer on Horovod; its options may be given flat (`compression=hvd.Compression.fp16`)."""
+
+    _backend = "horovod"
+
+
+class TensorFlowDistributedTrainer(Trainer):
+    """Trainer for Keras models on TensorFlow; its options may be given flat."""
+
+    _backend = "tensorflow"

@@ -25,11 +25,13 @@ from typing import Any
 
 import pytest
 
+from distributed.backends import backend_row, missing_libraries
+
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "DISTRIBUTED_TEST_COMMAND"
 # What a launcher or a cluster sets: a test that ran under one would see workers that are not its own.
 _FOREIGN = re.compile(
-    r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_|ROLE_|NODE_RANK|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI"
+    r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_|ROLE_|NODE_RANK|MASTER_|TORCHELASTIC_|SLURM_|TF_CONFIG$|KERAS_BACKEND$|OMPI_|PMI"
     r"|DISTRIBUTED_|COLUMNS$|LINES$|FORCE_COLOR|NO_COLOR|PYTEST_)"
 )
 
@@ -142,6 +144,17 @@ def describe(pids: Sequence[int]) -> str:
             command = "(gone)"
         lines.append(f"{pid}: {command}")
     return "; ".join(lines)
+
+
+def needs_backend(name: str) -> None:
+    """Skip the test where a library of backend `name` is missing; fail it where REQUIRE_BACKENDS names that backend."""
+    missing = missing_libraries(backend_row(name))
+    if not missing:
+        return
+    reason = f"backend {name} needs {', '.join(missing)}, which is not installed here"
+    if name in re.split(r"[,\s]+", os.environ.get("REQUIRE_BACKENDS", "")):
+        pytest.fail(f"{reason}, and REQUIRE_BACKENDS names it")
+    pytest.skip(reason)
 
 
 def poll(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distributed.errors import ConfigError, nearest
+from distributed.errors import ConfigError, ResourceError, nearest
 
 if TYPE_CHECKING:
     from distributed.backends.base import Backend
+    from distributed.config import DistributedConfig
+    from distributed.plan import ProcessPlan
+    from distributed.settings import MergedConfig
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,17 @@ class BackendRow:
     is_default: bool = (
         False  # chosen where nobody says which: for one process if it is single_process, else for several
     )
+    meeting: str | None = None  # "module:Class" of what our launcher opens for the workers of each attempt
+    alone: str = "single"  # the backend that evaluates and predicts in one process, beside a fit in several
+    # "module:function" called in each worker before the user's script, as `(LaunchRequest, WorkerEnvironment, report)`.
+    before_script: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, flat: spelling -> option
+    for_launcher: tuple[str, ...] = ()  # options that its launcher reads: they hold for a script without a Trainer too
+    instead_of: str | None = None  # a trainer that pins that backend runs on this one where ...
+    chosen_by: tuple[str, ...] = ()  # ... one of these options of this one is given in code
+    # What its workers have in their environment before the script runs, where the user has not set it: Keras asks for its
+    # engine when it is imported, and cannot change it afterwards.
+    environ: Mapping[str, str] = field(default_factory=lambda: {"KERAS_BACKEND": "torch"})
 
 
 # AdamW and DDP import torch._dynamo on first use, which costs a worker a second: the fork server does it once.
@@ -56,25 +70,58 @@ REGISTRY: dict[str, BackendRow] = {
             (*_TORCH_PRELOAD, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"), ("torch",), _TORCH_INSTALL,
             "PyTorch FSDP2: parameters, gradients and optimizer state cut over the processes",
         ),
+        BackendRow(
+            "ray", "distributed.backends.ray", "RayBackend", "ray", _TORCH_PRELOAD, ("torch", "ray"),
+            "pip install 'distributed-trainer[ray]'",
+            "Ray Train starts the processes, on its own or an existing cluster; the step is DDP's or FSDP2's",
+            for_launcher=("cpus_per_worker",),
+        ),
+        BackendRow(
+            "deepspeed", "distributed.backends.deepspeed", "DeepSpeedBackend", "deepspeed", _TORCH_PRELOAD,
+            ("torch", "deepspeed"), "pip install 'distributed-trainer[deepspeed]'",
+            "DeepSpeed ZeRO: optimizer state, gradients and parameters cut over the processes, by stage",
+            aliases={"zero_stage": "zero_stage", "deepspeed_config": "deepspeed_config"},
+            instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
+            before_script="distributed.backends._deepspeed.loading:before_script",
+        ),
+        BackendRow(
+            "horovod", "distributed.backends.horovod", "HorovodBackend", "horovod", _TORCH_PRELOAD, ("torch", "horovod"),
+            "'make horovod' (builds it for the installed torch)",
+            "Horovod: a full copy of the model in every process, over Gloo or MPI",
+            meeting="distributed.backends._horovod.rendezvous:Rendezvous",
+        ),
+        BackendRow(
+            "tensorflow", "distributed.backends.tensorflow", "TensorFlowBackend", "tensorflow", (), ("torch", "tensorflow", "keras"),
+            "pip install 'distributed-trainer[tensorflow]'",
+            "Keras 3 models on TensorFlow: MultiWorkerMirroredStrategy over the processes", alone="tensorflow",
+            before_script="distributed.backends._tensorflow.start:before_script",
+            environ={"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"},
+        ),
     )
 }  # fmt: skip
 
 # Backends of a later version, so that their names are not taken for misspelt ones.
-LATER = ("deepspeed", "horovod", "ray", "tensorflow", "tensor-parallel", "pipeline")
-_TRANSPORTS = ("nccl", "gloo", "mpi", "ucc")
+LATER = ("tensor-parallel", "pipeline")
+TRANSPORTS = ("nccl", "gloo", "mpi")  # the values of `communication_backend`
 
 
 def backend_row(name: str) -> BackendRow:
     """The registry row of `name`; ConfigError with the nearest name where there is none."""
     if name in REGISTRY:
         return REGISTRY[name]
-    if name in _TRANSPORTS:
+    if name in TRANSPORTS:
         raise ConfigError(
             f"backend={name!r} is a transport, not a backend: set communication_backend={name!r} (--communication-backend {name})"
         )
     if name in LATER:
         raise ConfigError(f"backend={name!r} is not in this version: choose one of {', '.join(REGISTRY)}")
     raise ConfigError(f"backend={name!r} is not known{nearest(name, REGISTRY)}: choose one of {', '.join(REGISTRY)}")
+
+
+def row_in_use(config: DistributedConfig, name: str) -> BackendRow:
+    """The registry row of `name` as its options make it."""
+    row = backend_row(name)
+    return backend_class(name).row(row, config.options(row.group))
 
 
 def backend_class(name: str) -> type[Backend[Any]]:
@@ -84,9 +131,52 @@ def backend_class(name: str) -> type[Backend[Any]]:
     return cls
 
 
+def make_backend(merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
+    """The adapter of `plan.backend` for these settings. Raises ConfigError for what it cannot honour."""
+    row = row_in_use(merged.config, plan.backend)
+    require_installed(row)
+    return backend_class(row.name).make(merged, merged.config.options(row.group), plan)
+
+
+def missing_libraries(row: BackendRow) -> tuple[str, ...]:
+    """What the backend needs and this environment has not. Imports nothing."""
+    return tuple(name for name in row.requires if importlib.util.find_spec(name) is None)
+
+
+def require_installed(row: BackendRow) -> None:
+    """ResourceError with the command that installs them where libraries of the backend are missing. Imports nothing."""
+    missing = missing_libraries(row)
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        raise ResourceError(
+            f"backend {row.name!r} needs {' and '.join(missing)}, which {are} not installed: run {row.install}"
+        )
+
+
+def pinned_backend(name: str, code: Mapping[str, Any]) -> tuple[str, str | None]:
+    """(the backend of a trainer that pins `name`, the option in `code` that makes it another one)."""
+    for row in REGISTRY.values():
+        given = [option for option in row.chosen_by if option in (code.get(row.group) or {})]
+        if row.instead_of == name and given:
+            return row.name, f"{row.group}.{given[0]}"
+    return name, None
+
+
+def groups_in_use(config: DistributedConfig, name: str) -> tuple[str, ...]:
+    """The groups of options that count under backend `name`: its own first."""
+    row = backend_row(name)
+    further = backend_class(name).groups(config.options(row.group))
+    return (row.group, *(backend_row(each).group for each in further))
+
+
 def default_backend(world_size: int) -> str:
     """The backend of a run of `world_size` processes for which nobody chose one."""
     return next(row.name for row in REGISTRY.values() if row.is_default and row.single_process == (world_size == 1))
+
+
+def one_process_reason() -> str:
+    """Why a backend of `single_process` refuses several, and what to use instead."""
+    return f"it runs one process: set backend={default_backend(2)!r}, or nproc_per_node=1 on one node"
 
 
 def option_class(group: str) -> type[Any]:

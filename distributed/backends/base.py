@@ -7,14 +7,40 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from distributed.plan import BatchPlan, ProcessPlan
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError
+from distributed.launcher import WorkerEnvironment
+from distributed.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.settings import MergedConfig
 from distributed.state import Group, MicroBatch, StepResult, WorkerContext
 
+if TYPE_CHECKING:
+    from distributed.backends import BackendRow
+
 OptionsT = TypeVar("OptionsT")
 Key = TypeVar("Key")
+TARGET_NAMES = (
+    "labels",
+    "label",
+    "targets",
+    "target",
+    "y",
+)  # of the entry of a dict batch that `loss_fn` compares with
+_NO_CLUSTER = "no cluster is joined: drop it, or set backend='ray'"
+
+
+@dataclasses.dataclass(frozen=True)
+class If:
+    """A refusal that holds under a condition alone."""
+
+    when: str  # in the words of the table and of the error: "on CPUs"
+    holds: Callable[[Any], bool]  # asked with the adapter, whose settings, options and processes are known
+    reason: str
+
+
+Refusals = Mapping[str, str | tuple[If, ...]]
 
 
 @dataclasses.dataclass
@@ -54,12 +80,90 @@ class Backend(abc.ABC, Generic[OptionsT]):
     """One engine. `distributed.testing` holds one without a framework, for tests of what stands on the adapters."""
 
     Options: ClassVar[type[Any]]  # frozen dataclass of the settings only this backend has, checked by the config
+    # "setting" or "setting=value" -> why this engine refuses it and what to use instead, always or under conditions: refused
+    # before any process starts, and what `distributed backends` shows.
+    refuses: ClassVar[Refusals] = {}
+    joins_cluster: ClassVar[bool] = False  # whether its launcher knows what to do with `address`
+    launcher: str = "distributed.launching.forkserver"  # the module whose `serve` starts its workers
+    devices_per_process: int = 1  # devices that a process trains on, each with a slice of every micro-batch
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if not cls.joins_cluster:
+            cls.refuses = {"address": _NO_CLUSTER, **cls.refuses}
+
+    @classmethod
+    def make(cls, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> Backend[Any]:
+        """The adapter for these settings: of this class, unless its options name another one."""
+        return cls(merged, options, plan)
+
+    @classmethod
+    def row(cls, row: BackendRow, options: OptionsT) -> BackendRow:
+        """`row` of the registry as these options make it: another engine needs another environment in its workers."""
+        return row
+
+    @classmethod
+    def groups(cls, options: OptionsT) -> tuple[str, ...]:
+        """Names of the further backends whose groups of options count too."""
+        return ()
 
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         """Cheap; refuses what it cannot honour. Called in the parent too, before any process starts."""
         self.merged, self.config, self.options, self.plan = merged, merged.config, options, plan
+        self.mixed_precision = mixed_precision(merged.config, plan.device)
+        self._refuse()
         self.model: Any = None  # the user's module, once it is prepared
+        self.batch_dependent: Sequence[str] = ()  # its parts whose output differs with the split of a batch; then known
+        self.run_dir: Path | None = None  # for an engine's own files; known before `prepare` where there is a fit
         self.report: Callable[[dict[str, Any]], None] = lambda event: None  # notices and warnings, to the display
+
+    def _refuse(self) -> None:
+        for refused, why in self.refuses.items():
+            name, _, wanted = refused.partition("=")
+            value, default = self._value(name)
+            meant = self.mixed_precision if name == "mixed_precision" else value
+            if not (str(meant) == wanted if wanted else meant != default):
+                continue
+            said = f"{name}={value!r} does not work with backend={self.plan.backend!r}"
+            if isinstance(why, str):
+                raise ConfigError(f"{said}: {why}")
+            for each in why:
+                if each.holds(self):
+                    raise ConfigError(f"{said} {each.when}: {each.reason}")
+
+    def _value(self, name: str) -> tuple[Any, Any]:
+        """(value, default) of a setting, or of an option in a group that every backend shares."""
+        group, _, option = name.rpartition(".")
+        holder = self.config.options(group) if group else self.config
+        return getattr(holder, option), type(holder).__dataclass_fields__[option].default
+
+    @property
+    def is_fit_in_workers(self) -> bool:
+        """Whether a `fit` outside of a worker starts workers. Else it trains where it was called."""
+        return self.plan.world_size > 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many slices a micro-batch is cut."""
+        return self.plan.world_size * self.devices_per_process
+
+    def launcher_options(self) -> dict[str, Any]:
+        """What `launcher` must know beside the settings of a run. JSON-able."""
+        return {}
+
+    @classmethod
+    def join(
+        cls, plan: ProcessPlan, config: DistributedConfig, warn: Callable[[str], None], transport: str | None = None,
+        found: WorkerEnvironment | None = None, call: str = "fit()",
+    ) -> Any:  # fmt: skip
+        """The World of a script without a Trainer, for engines that have one."""
+        raise ConfigError(
+            f"{call} joins processes for torch tensors, and backend={config.backend!r} has others: use Trainer"
+        )
+
+    def check(self, job: Job, *, here: bool) -> None:
+        """Refuse what can be known to be wrong with `job` by now; `here`: this process will train it. Called by Trainer, in
+        the parent too."""
 
     @abc.abstractmethod
     def setup(self) -> WorkerContext:
@@ -148,6 +252,9 @@ class Backend(abc.ABC, Generic[OptionsT]):
     @abc.abstractmethod
     def join_outputs(self, parts: list[list[tuple[int, int, Any]]]) -> Any:
         """`predict`'s answer out of every rank's (number of the group, rank, outputs), in the order of the samples."""
+
+    def reassemble(self) -> None:
+        """After training that did not fail: what lies cut over the ranks and is the user's to hold becomes whole again."""
 
     @abc.abstractmethod
     def unwrap(self) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distributed.backends.base import Job
-from distributed.backends.torch_base import TorchBackend
+from distributed.backends.base import If, Job, Refusals
+from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
 from distributed.errors import ConfigError
 from distributed.fields import setting
 from distributed.plan import BatchPlan, ProcessPlan
@@ -21,9 +22,10 @@ from distributed.state import Group, StepResult
 if TYPE_CHECKING:
     import torch
 
+    from distributed.backends._torch.comm_hooks import CommHook
     from distributed.backends._torch.objective import Loss
-    from distributed.backends._torch.powersgd import PowerSGD
-    from distributed.backends._torch.world import World
+
+_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"  # where DDP looks, in the model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,48 +37,80 @@ class DDPOptions:
         None, "megabytes of gradients per all-reduce (default: torch's 25)", float, above=0
     )
     static_graph: bool = setting(False, "promise that the graph is the same in every step")
-    comm_hook: str | None = setting(None, "compress gradients on the wire", str, choices=("fp16", "bf16", "powersgd"))
+    comm_hook: str | None = setting(
+        None, "how gradients travel (default: one all-reduce per bucket)", str,
+        choices=("fp16", "bf16", "powersgd", "topk", "hierarchical"),
+    )  # fmt: skip
     powersgd_rank: int | None = setting(None, "rank of PowerSGD's approximation (default: torch's 1)", int, minimum=1)
     powersgd_start_step: int | None = setting(
         None, "updates with whole gradients before PowerSGD begins (default: torch's 1000)", int, minimum=2
     )
+    topk_ratio: float | None = setting(
+        None, "part of each gradient that topk sends (default: 0.01)", float, above=0, maximum=1
+    )
+    hierarchical_group_size: int | None = setting(
+        None, "ranks that hierarchical sums first (default: those of a node)", int, minimum=2
+    )
+
+
+OF_HOOKS: Refusals = {
+    "dtype=float64": (
+        If(
+            "with ddp.comm_hook='powersgd'",
+            lambda own: own.options.comm_hook == "powersgd",
+            "that hook is lossy: drop one of them",
+        ),
+    ),
+    "mixed_precision=fp16": (
+        If(
+            "with ddp.comm_hook='powersgd' or 'topk'",
+            lambda own: own.options.comm_hook in ("powersgd", "topk"),
+            "they keep what they left out in the units of its loss scale, which changes: use mixed_precision='bf16', or"
+            " ddp.comm_hook='fp16'",
+        ),
+    ),
+}
 
 
 class DDPBackend(TorchBackend[DDPOptions]):
     """The torch step with DistributedDataParallel around the model."""
 
     Options: ClassVar[type[Any]] = DDPOptions
+    refuses: ClassVar[Refusals] = {**PROCESS_GROUPS, **OF_HOOKS}
 
     def __init__(self, merged: MergedConfig, options: DDPOptions, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
-        if options.comm_hook == "powersgd" and merged.config.dtype == "float64":
-            raise ConfigError("ddp.comm_hook='powersgd' is lossy, which contradicts dtype='float64': drop one of them")
-        if options.comm_hook == "powersgd" and options.bucket_cap_mb is not None:
-            raise ConfigError(
-                f"ddp.bucket_cap_mb={options.bucket_cap_mb} has no effect with ddp.comm_hook='powersgd', which takes all"
-                " gradients in one bucket: drop one of them"
-            )
-        for name in ("powersgd_rank", "powersgd_start_step"):
-            if getattr(options, name) is not None and options.comm_hook != "powersgd":
-                raise ConfigError(
-                    f"ddp.{name}={getattr(options, name)} has no effect without ddp.comm_hook='powersgd': set it, or drop this"
-                )
+        self._check_hook()
         if options.static_graph and options.find_unused_parameters:
             raise ConfigError(
                 "ddp.static_graph=true finds unused parameters by itself: drop ddp.find_unused_parameters"
             )
-        self._powersgd: PowerSGD | None = None
+        self._hook: CommHook | None = None
+        self._watched: _Watch | None = None
 
-    def _join(self) -> World:
-        from distributed.backends._torch.world import ProcessGroup
-
-        return ProcessGroup(self.plan, self.config, lambda text: self.report({"kind": "warning", "text": text}))
+    def _check_hook(self) -> None:
+        options, name = self.options, self.options.comm_hook
+        for option in ("powersgd_rank", "powersgd_start_step", "topk_ratio", "hierarchical_group_size"):
+            value, its_hook = getattr(options, option), option.partition("_")[0]
+            if value is not None and name != its_hook:
+                raise ConfigError(
+                    f"ddp.{option}={value} has no effect without ddp.comm_hook={its_hook!r}: set it, or drop this"
+                )
+        if name == "powersgd" and options.bucket_cap_mb is not None:
+            raise ConfigError(
+                f"ddp.bucket_cap_mb={options.bucket_cap_mb} has no effect with ddp.comm_hook='powersgd', which takes all"
+                " gradients in one bucket: drop one of them"
+            )
+        if options.hierarchical_group_size and self.plan.world_size % options.hierarchical_group_size:
+            raise ConfigError(
+                f"ddp.hierarchical_group_size={options.hierarchical_group_size} does not divide"
+                f" world_size={self.plan.world_size}: use a divisor of it"
+            )
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         notices = super().prepare(job, batch)
-        if self._powersgd is not None:
-            first = self._powersgd.first_compressed
-            notices.append(f"ddp.comm_hook=powersgd compresses from update {first} on; gradients are whole before")
+        if self._hook is not None and self._hook.notice is not None:
+            notices.append(self._hook.notice)
         return notices
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -89,30 +123,63 @@ class DDPBackend(TorchBackend[DDPOptions]):
         if options.comm_hook == "powersgd":
             # With several buckets gloo mixes up the messages of PowerSGD's chained all-reduces (gloo::EnforceNotMet).
             capacity = 1 + sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            **_buffer_sync(DistributedDataParallel, any(True for _ in model.buffers())),
-            gradient_as_bucket_view=True,
-            find_unused_parameters=options.find_unused_parameters,
-            static_graph=options.static_graph,
-            bucket_cap_mb=capacity,
-        )
+        with self._leaving_out_sparse(model):
+            wrapped = DistributedDataParallel(
+                model,
+                device_ids=[self.device.index] if self.device.type == "cuda" else None,
+                **_buffer_sync(DistributedDataParallel, any(True for _ in model.buffers())),
+                gradient_as_bucket_view=True,
+                find_unused_parameters=options.find_unused_parameters,
+                static_graph=options.static_graph,
+                bucket_cap_mb=capacity,
+            )
         self._is_first_group = True
         if options.comm_hook is not None:
-            self._register_hook(wrapped, options.comm_hook)
+            hook = self._hook = self._hook or self._make_hook(options.comm_hook, model)
+            # DDP compares annotations with its own types, and ours are words (`from __future__ import annotations`).
+            wrapped.register_comm_hook(None, lambda state, bucket: hook.average(bucket))
         return wrapped
 
-    def _register_hook(self, wrapped: Any, name: str) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    @contextlib.contextmanager
+    def _leaving_out_sparse(self, model: torch.nn.Module) -> Iterator[None]:
+        """A wrapper made within leaves to `sparse.average` what torch cannot exchange: a sparse gradient is right as its only
+        one."""
+        from distributed.backends._torch.modules import sparse_names
 
-        hook: Callable[..., Any] = default_hooks.fp16_compress_hook if name == "fp16" else _bf16_hook
-        if name == "powersgd":
-            if self._powersgd is None:
-                self._powersgd = _powersgd_of(wrapped.module, self.options)
-            hook = self._powersgd.hook
-        # DDP compares annotations with its own types, and ours are words (`from __future__ import annotations`).
-        wrapped.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        names = sorted(sparse_names(model) & trained.keys())
+        if len(names) == len(trained):
+            names = names[1:]
+        self._sparse = [trained[name] for name in names]
+        for parameter in self._sparse:  # as DDP does for all others
+            self.world.copy_from(parameter.detach(), 0)
+        own = vars(model).get(_LEFT_OUT)
+        setattr(model, _LEFT_OUT, names)
+        try:
+            yield
+        finally:  # the user's own wrapper would leave them out too
+            delattr(model, _LEFT_OUT) if own is None else setattr(model, _LEFT_OUT, own)
+
+    def _make_hook(self, name: str, model: torch.nn.Module) -> CommHook:
+        from distributed.backends._torch import comm_hooks
+        from distributed.backends._torch.tensors import named_parameters
+        from distributed.backends._torch.topk import TopK
+
+        if name in ("fp16", "bf16"):
+            return comm_hooks.Cast(self.torch.float16 if name == "fp16" else self.torch.bfloat16)
+        if name == "hierarchical":
+            groups = comm_hooks.near_ranks(self.world, self.options.hierarchical_group_size)
+            return comm_hooks.Hierarchical(groups, self.config.timeout_s)
+        parameters = [(name, p) for name, p in named_parameters(model) if p.requires_grad]
+        if name == "topk":
+            return TopK(parameters, self.options.topk_ratio)
+        return _powersgd_of(parameters, self.options)
+
+    def unwrap(self) -> None:
+        super().unwrap()
+        if self._hook is not None and not self._hook.has_memory:
+            self._hook.close()
+            self._hook = None
 
     def _without_sync(self) -> contextlib.AbstractContextManager[None]:
         if self.options.static_graph and self._is_first_group:
@@ -126,12 +193,20 @@ class DDPBackend(TorchBackend[DDPOptions]):
         """After its first backward DDP orders its buckets anew, and three or more terms sum up differently in another
         order. A wrapper that goes on with a run learns the order in a pass without weight, before its first update."""
         is_further = self._step > 0 and self.context.world_size > 2
-        if is_further and self._powersgd is None and not self.options.find_unused_parameters:
-            self._weightless(group.micro_batches[0], group, None, [], False)
+        has_memory = self._hook is not None and self._hook.has_memory
+        if is_further and not has_memory and not self.options.find_unused_parameters:
+            with self.kind.without_draws():
+                self._weightless(group.micro_batches[0], group, None, [], False)
             self._is_first_group = False
             for parameter in self._parameters:
                 parameter.grad = None
         self._watch_first_call()
+        self._watched = None if self.options.static_graph else _Watch(self.plain)  # a static graph waits for all pieces
+
+    def _backward(self, value: torch.Tensor) -> None:
+        super()._backward(value)
+        if self._watched is not None:
+            self._watched.end_backward()
 
     def _watch_first_call(self) -> None:
         """Gradients are exchanged for what the wrapper computes alone: a training_step may go around it."""
@@ -152,31 +227,72 @@ class DDPBackend(TorchBackend[DDPOptions]):
                 "training_step never called its argument `model`, so no gradient was exchanged between the processes: compute"
                 " the loss from model(...), not from one of its parts or a model of the script"
             )
+        if self._watched is not None:
+            self._watched.close()
+            self._watched = None
         try:
             self._wrapped.reducer._check_reducer_finalized()  # type: ignore[operator, union-attr]
         except RuntimeError as error:  # torch itself says it in the next forward, after an update with local gradients
             raise ConfigError(_unused(self.plain, str(error))) from None
+        if self._sparse:
+            from distributed.backends._torch import sparse
+
+            sparse.average(self._sparse, self.world)
         super()._finish_update(group, losses, result)
 
     def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         super()._on_non_finite(group, losses, result)
-        if self._powersgd is not None:
-            self._powersgd.forget()
+        if self._hook is not None:
+            self._hook.forget()
 
     def save(self, directory: Path) -> dict[str, Any]:
         extra = super().save(directory)
-        if self._powersgd is not None:
-            extra["powersgd"] = self._powersgd.save(directory, self.context.rank)
+        if self._hook is not None and self._hook.has_memory:
+            memory = self._hook.save(directory, self.context.rank)
+            extra["comm_hook"] = {"name": self.options.comm_hook, **memory}
         return extra
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
         super().load(directory, state)
-        if self._powersgd is None:
+        if self._hook is None or not self._hook.has_memory:
             return
-        if state.get("powersgd") and int(state["world_size"]) == self.context.world_size:
-            self._powersgd.load(directory, self.context.rank, state["powersgd"])
+        kept, name = state.get("comm_hook") or {}, self.options.comm_hook
+        if kept.get("name") == name and int(state["world_size"]) == self.context.world_size:
+            self._hook.load(directory, self.context.rank, kept)
         else:
-            self._notice("the checkpoint has no powersgd memory for this world size: it starts anew")
+            self._notice(f"the checkpoint has no {name} memory for this world size: it starts anew")
+
+
+class _Watch:
+    """Of the first update: DDP averages the first piece of a gradient that comes in two, and loses the second in silence."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._seen: set[str] = set()
+        self._twice: list[str] = []
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(functools.partial(self._see, name))  # type: ignore[no-untyped-call]
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
+
+    def _see(self, name: str, parameter: torch.Tensor) -> None:
+        if name in self._seen:
+            self._twice.append(name)
+        self._seen.add(name)
+
+    def end_backward(self) -> None:
+        """Raises ConfigError where a parameter got two pieces."""
+        self._seen.clear()
+        if self._twice:
+            raise ConfigError(
+                f"{min(self._twice)} got a second gradient in one backward pass, as where it is shared by parts recomputed with"
+                " use_reentrant=True: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or set"
+                " ddp.static_graph=true"
+            )
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, Any]:
@@ -187,11 +303,9 @@ def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, Any]:
     return {"forward_sync_buffers" if has_new_word else "broadcast_buffers": False}
 
 
-def _powersgd_of(model: torch.nn.Module, options: DDPOptions) -> PowerSGD:
+def _powersgd_of(parameters: list[tuple[str, torch.nn.Parameter]], options: DDPOptions) -> CommHook:
     from distributed.backends._torch.powersgd import PowerSGD
-    from distributed.backends._torch.tensors import named_parameters
 
-    parameters = [(name, p) for name, p in named_parameters(model) if p.requires_grad]
     kinds = sorted({str(p.dtype) for _, p in parameters})
     if len(kinds) > 1:
         raise ConfigError(
@@ -211,20 +325,3 @@ def _unused(model: torch.nn.Module, error: str) -> str:
         f"no gradient for {', '.join(names[:3]) or 'some parameters'}{more}: a forward that does not use every parameter needs"
         " ddp.find_unused_parameters=true (--set ddp.find_unused_parameters=true), or requires_grad=False on those"
     )
-
-
-def _bf16_hook(state: Any, bucket: Any) -> Any:
-    """Gradients as bfloat16 on the wire. torch's own hook refuses gloo, whose bfloat16 all-reduce works."""
-    import torch
-    import torch.distributed as dist
-
-    group = dist.group.WORLD
-    assert group is not None
-    compressed = bucket.buffer().to(torch.bfloat16).div_(group.size())
-    future = dist.all_reduce(compressed, group=group, async_op=True).get_future()
-
-    def decompress(done: Any) -> torch.Tensor:
-        buffer: torch.Tensor = bucket.buffer()
-        return buffer.copy_(done.value()[0])
-
-    return future.then(decompress)

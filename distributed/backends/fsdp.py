@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from distributed.backends._torch.gradients import Gradients
-    from distributed.backends._torch.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +44,7 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
     """The torch step over a sharded model. The optimizer is built after sharding."""
 
     Options: ClassVar[type[Any]] = FSDPOptions
+    refuses_keras: ClassVar[str] = "fully_shard replaces the parameters under Keras's variables; use pytorch-ddp"
 
     def __init__(self, merged: MergedConfig, options: FSDPOptions, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
@@ -60,13 +60,8 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
             )
         self._replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
 
-    def _join(self) -> World:
-        from distributed.backends._torch.world import ProcessGroup
-
-        transport = "cpu:gloo,cuda:nccl" if self.plan.device == "cuda" else "gloo"
-        return ProcessGroup(
-            self.plan, self.config, lambda text: self.report({"kind": "warning", "text": text}), transport
-        )
+    def _transport(self) -> str | None:
+        return "cpu:gloo,cuda:nccl" if self.plan.device == "cuda" else None
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         notices = super().prepare(job, batch)
@@ -88,6 +83,11 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
         fully_sharded.shard(model, self.options, self.device, self.mixed_precision)
         self._replaced = dict(zip(before, model.parameters(), strict=True))
         return model
+
+    def _compile(self) -> None:
+        from distributed.backends._torch import fully_sharded
+
+        fully_sharded.compile_forwards(self.plain)
 
     def _bind(self, optimizer: Any) -> Any:
         from distributed.backends._torch import fully_sharded

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from distributed.backends.torch_base import NoOptions, TorchBackend
+from distributed.backends.base import If, Refusals
+from distributed.backends.torch_base import PROCESS_GROUPS, NoOptions, TorchBackend
 
 if TYPE_CHECKING:
     from distributed.backends._torch.world import World
@@ -12,6 +13,18 @@ if TYPE_CHECKING:
 
 class SingleBackend(TorchBackend[NoOptions]):
     """Training in one process."""
+
+    refuses: ClassVar[Refusals] = {
+        **PROCESS_GROUPS,
+        # Chosen by itself for a run of one process it stands for the engine that a run of several would have.
+        "communication_backend": (
+            If(
+                "where the backend is chosen by name",
+                lambda own: own.config.backend == own.plan.backend,
+                "one process has no transport: drop it",
+            ),
+        ),
+    }
 
     def _join(self) -> World:
         from distributed.backends._torch.world import OneProcess

@@ -5,7 +5,6 @@ torch is loaded in `setup()`, so that this file imports without it.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import gc
@@ -15,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distributed.backends.base import Backend, Job, Key, OptionsT, ShardedData
+from distributed.backends.base import Backend, If, Job, Key, OptionsT, Refusals, ShardedData
+from distributed.backends.non_finite import NanPolicy, describe, vote
 from distributed.data import DataOptions, sample_seed
 from distributed.errors import ConfigError
 from distributed.plan import BatchPlan, ProcessPlan
@@ -27,7 +27,19 @@ if TYPE_CHECKING:
 
     from distributed.backends._torch.gradients import Gradients
     from distributed.backends._torch.objective import Loss
+    from distributed.backends._torch.precision import Precision
     from distributed.backends._torch.world import World
+    from distributed.config import DistributedConfig
+    from distributed.launcher import WorkerEnvironment
+
+
+# Of every engine that talks through a torch process group.
+PROCESS_GROUPS: Refusals = {
+    "communication_backend=mpi": "it is not in PyTorch's wheels: use gloo, or backend='horovod' under mpirun",
+    "communication_backend=nccl": (
+        If("on CPUs", lambda own: own.plan.device == "cpu", "set communication_backend='gloo'"),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,22 +51,34 @@ class TorchBackend(Backend[OptionsT]):
     """Forward, backward, clipping, NaN check, update, schedule, metrics and tensors for torch modules."""
 
     Options: ClassVar[type[Any]] = NoOptions
+    refuses: ClassVar[Refusals] = PROCESS_GROUPS
+    refuses_keras: ClassVar[str] = ""  # why Keras models do not work under this engine, where they do not
+    other_keras: ClassVar[str] = "choose another backend"  # what to do for Keras on another engine than torch
 
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
-        self.mixed_precision = _mixed_precision(merged, plan.device)
-        if merged.config.dtype == "float64" and self.mixed_precision != "no":
-            raise ConfigError(
-                f"mixed_precision={self.mixed_precision!r} contradicts dtype='float64': set mixed_precision='no'"
-            )
         self._is_training: bool | None = None
         self._step = 0  # updates done, for warm-up and messages
+        self._first_data: ShardedData | None = None
 
     # ------------------------------------------------------------------ hooks of the torch family
 
-    @abc.abstractmethod
+    @classmethod
+    def join(
+        cls, plan: ProcessPlan, config: DistributedConfig, warn: Callable[[str], None], transport: str | None = None,
+        found: WorkerEnvironment | None = None, call: str = "fit()",
+    ) -> World:  # fmt: skip
+        """Join the other processes, for a Trainer and for scripts without one; the arguments are `ProcessGroup`'s."""
+        from distributed.backends._torch.world import ProcessGroup
+
+        return ProcessGroup(plan, config, warn, transport, found, call)
+
     def _join(self) -> World:
-        """Join the other processes."""
+        return self.join(self.plan, self.config, self._warn, self._transport())
+
+    def _transport(self) -> str | None:
+        """torch's word for how processes talk where `communication_backend` is unset; None: nccl on GPUs, else gloo."""
+        return None
 
     def _build(self, given: Any) -> torch.nn.Module:
         """The user's model on this rank's device, before `_wrap`."""
@@ -66,9 +90,18 @@ class TorchBackend(Backend[OptionsT]):
         """The module to call in training."""
         return model
 
+    def _compile(self) -> None:
+        """Let torch compile the model, as `_wrap` left it."""
+        self.kind.compile()
+
     def _bind(self, optimizer: Any) -> Any:
         """The user's optimizer, around the parameters as `_wrap` left them."""
         return optimizer
+
+    def _make_precision(self) -> Precision:
+        from distributed.backends._torch.precision import Precision
+
+        return Precision(self.mixed_precision, self.device, self.config)
 
     def _make_gradients(self) -> Gradients:
         from distributed.backends._torch.gradients import Gradients
@@ -86,6 +119,18 @@ class TorchBackend(Backend[OptionsT]):
         """Once after each `_wrap`, when the first batch is known."""
 
     # ------------------------------------------------------------------ set-up
+
+    def check(self, job: Job, *, here: bool) -> None:
+        self._check_model(job.model, here=here)
+
+    def _check_model(self, model: Any, *, here: bool) -> None:
+        from distributed.backends._keras import models
+
+        if not models.is_model(model):
+            return
+        if self.refuses_keras:
+            raise ConfigError(f"backend={self.plan.backend!r} does not take Keras models: {self.refuses_keras}")
+        models.check_engine("torch", self.plan.backend, here=here, otherwise=self.other_keras)
 
     def setup(self) -> WorkerContext:
         import torch
@@ -106,24 +151,28 @@ class TorchBackend(Backend[OptionsT]):
         return self.context
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
-        from distributed.backends._torch import modules
-        from distributed.backends._torch.precision import Precision
+        from distributed.backends._torch import kinds
 
         notices: list[str] = []
-        self.model = self.plain = self._build(job.model)
+        self.plain = self._build(job.model)
+        self.kind = kinds.kind_of(self.plain, self.context)
+        self._check_model(self.kind.model, here=True)
+        self.kind.finish(self._example, self.device, self.config)
+        self.model = self.kind.model
         if self.config.activation_checkpointing:
-            count = modules.checkpoint_activations(self.plain)
+            count = self.kind.checkpoint_activations()
             notices.append(f"activation checkpointing on {count} block{'s' * (count > 1)}")
         self._wrapped = self._wrap(self.plain)
         self._is_new_wrapper = True
         if self.config.compile:
-            modules.compile_calls(self.plain)
-        self.precision = Precision(self.mixed_precision, self.device, self.config)
+            self._compile()
+        self.precision = self._make_precision()
         self._prepare_updates(job, batch, notices.append)
         self._prepare_losses(job)
         if self.mixed_precision != "no":
             notices.append(f"mixed precision {self.mixed_precision} on {self.device.type}")
-        if split := modules.batch_dependent(self.plain):
+        self.batch_dependent = split = self.kind.batch_dependent()
+        if split:
             notices.append(
                 "results depend on the split of a batch because of "
                 + ", ".join(split[:3])
@@ -134,14 +183,11 @@ class TorchBackend(Backend[OptionsT]):
 
     def _prepare_updates(self, job: Job, batch: BatchPlan, notice: Callable[[str], None]) -> None:
         """Optimizer, then schedule, and what an update needs beside them."""
-        from distributed.backends._torch import gradients, optim
+        from distributed.backends._torch import optim
         from distributed.backends._torch.schedule import Schedule
 
-        self.optimizer = optim.build_optimizer(self._bind(job.optimizer), self.plain, self.merged)
-        if job.optimizer is not None:
-            optim.replace_rate(self.optimizer, job.scheduler, self.merged, notice)
-        scheduler = optim.build_scheduler(job.scheduler, self.optimizer, job.optimizer)
-        optim.scale_rates(self.optimizer, scheduler, self.merged, batch, notice)
+        self.optimizer = self.kind.optimizer(self._bind(job.optimizer), job.scheduler, self.merged, notice)
+        scheduler = self.kind.scheduler(job, self.optimizer, self.merged, batch, notice)
         self.schedule = Schedule(scheduler, self.optimizer, self.merged)
         if text := self.schedule.notice():
             notice(text)
@@ -150,25 +196,26 @@ class TorchBackend(Backend[OptionsT]):
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._trainable = {name: p.requires_grad for name, p in self.plain.named_parameters()}
         self._gradients = self._make_gradients()
-        self._nan_policy = gradients.NanPolicy(self.config.nan_policy, lambda event: self.report(event))
+        self._nan_policy = NanPolicy(self.config.nan_policy, lambda event: self.report(event))
         self._clipped_norm: torch.Tensor | None = None  # of the newest update, before clipping
 
     def _prepare_losses(self, job: Job) -> None:
         """From batches to losses and metrics."""
         from distributed.backends._torch.averages import Averages
-        from distributed.backends._torch.objective import Objective
 
         if isinstance(job.loss_fn, self.torch.nn.Module):  # its class weights, say
             job.loss_fn.to(self.device, self.torch.float64 if self.config.dtype == "float64" else None)
-        self.objective = Objective(job.loss_fn, job.training_step, self.plain, notice=self._notice)
+        self.objective = self.kind.objective(job, self._notice)
         self._settled = False
-        self._averages = Averages(job.metrics, self.device)
+        self._averages = Averages(self.kind.metrics(job), self.device)
         self._total: torch.Tensor | None = None  # the count of a (sum, count) loss, while it is being summed
         self._to_dtype = self.torch.float64 if self.config.dtype == "float64" else None
         self._moves = self.device.type != "cpu" or self._to_dtype is not None
 
     def _seed_generators(self) -> None:
-        self._generators.seed(sample_seed(self.config.seed, self._step, self.context.rank))
+        value = sample_seed(self.config.seed, self._step, self.context.rank)
+        self._generators.seed(value)
+        self.kind.seed(value)
 
     def _forked(self) -> contextlib.AbstractContextManager[None]:
         from distributed.backends._torch.generators import forked
@@ -187,7 +234,7 @@ class TorchBackend(Backend[OptionsT]):
         from distributed.backends._torch.loading import shard
 
         options: DataOptions = self.config.options("data")
-        return shard(
+        sharded = shard(
             data,
             batch=batch,
             context=self.context,
@@ -196,6 +243,19 @@ class TorchBackend(Backend[OptionsT]):
             train=train,
             reduce=self.reduce,
         )
+        self._first_data = self._first_data or sharded
+        return sharded
+
+    def _example(self) -> Any:
+        """A batch of the data that came first, for a model that cannot be built without. Leaves no trace."""
+        if self._first_data is None:
+            raise ConfigError(
+                "the model has no weights before it has seen data: call fit() first, or build it with an Input"
+            )
+        with self._generators.untouched():
+            batch = next(self._first_data.epoch(0)).micro_batches[0].batch
+            self._first_data.close()
+        return batch
 
     # ------------------------------------------------------------------ the step
 
@@ -283,15 +343,14 @@ class TorchBackend(Backend[OptionsT]):
         """All-reduce the count of a (sum, count) loss while the last backward runs."""
         counts = [loss.count for loss in losses]
         total = self.torch.as_tensor(sum(counts), dtype=self.torch.float64, device=self.device).reshape(1)
-        self._total, self._counting = total, self.world.sum(total)
+        self._total, self._counting = total, self.world.combine(total, "sum")
 
     def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         """Rescale, clip, look for NaN, then the one update."""
         self.precision.unscale(self.optimizer)
         gradients = self._gradients.views()
         if self._total is not None:
-            if self._counting is not None:
-                self._counting.wait()
+            self._counting.wait()
             self._gradients.rescale(gradients, group.num_samples / self._total)
             self._total = None
         if self.config.gradient_clipping is not None:
@@ -308,26 +367,25 @@ class TorchBackend(Backend[OptionsT]):
         self._step += 1
 
     def _apply_gradients(self) -> None:
-        if self._step < self.config.warmup_steps:
-            with self.schedule.warming_up(self._step):
-                self._update()
-        else:
+        with self._warming_up():
             self._update()
         if self.schedule.follows_updates:
             self.schedule.step()
 
+    def _warming_up(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the rates are those of the coming update."""
+        is_warm = self._step >= self.config.warmup_steps
+        return contextlib.nullcontext() if is_warm else self.schedule.warming_up(self._step)
+
     def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         """Every rank comes here together, because the synchronised gradients are the same everywhere."""
-        from distributed.backends._torch.gradients import describe, vote
-
-        mine, world = vote(losses), range(self.context.world_size)
+        mine, world = vote(float(loss.value.detach()) for loss in losses), range(self.context.world_size)
         votes = self.reduce({rank: mine if rank == self.context.rank else 0.0 for rank in world})
         if not any(votes.values()) and self.precision.may_overflow():
             result.skipped = True  # the scaler lowers its scale
             return
         where = describe(self._step + 1, group, votes)
-        # A scaler leaves such an update out by itself.
-        self._nan_policy.apply(self._step, where, result, can_be_made=self.precision.scaler is None)
+        self._nan_policy.apply(self._step, where, result, can_be_made=not self.precision.leaves_out)
 
     # ------------------------------------------------------------------ results
 
@@ -378,9 +436,7 @@ class TorchBackend(Backend[OptionsT]):
         if self.context.world_size == 1 or not sums:
             return dict(sums)
         values = self.torch.tensor(list(sums.values()), dtype=self.torch.float64, device=self.device)
-        handle = self.world.sum(values)
-        if handle is not None:
-            handle.wait()
+        self.world.combine(values, "sum").wait()
         return dict(zip(sums, values.tolist(), strict=True))
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
@@ -397,7 +453,7 @@ class TorchBackend(Backend[OptionsT]):
 
     def _sync_buffers(self) -> None:
         for buffer in self.plain.buffers():
-            self.world.copy_from_main(buffer)
+            self.world.copy_from(buffer, 0)
 
     # ------------------------------------------------------------------ schedule, state, end
 
@@ -414,9 +470,8 @@ class TorchBackend(Backend[OptionsT]):
         extra: dict[str, Any] = {"world_size": self.context.world_size, "step": self._step}
         extra["loss_form"] = self.objective.form if self._settled else None
         extra["metrics"] = self._averages.names
-        extra["model"] = tensors.save_model(self.plain, directory, self.context)
-        parameters = tensors.named_parameters(self.plain)
-        extra["optimizer"] = tensors.save_optimizer(self.optimizer, parameters, directory, self.context)
+        extra["model"] = self.kind.save_model(directory)
+        extra["optimizer"] = self.kind.save_optimizer(self.optimizer, directory)
         extra |= self.schedule.state()
         extra["scaler"] = self.precision.state()
         tensors.save_rng(directory, self.context.rank)
@@ -425,31 +480,34 @@ class TorchBackend(Backend[OptionsT]):
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
         from distributed.backends._torch import tensors
 
-        tensors.load_model(self.plain, directory)
-        tensors.load_optimizer(self.optimizer, tensors.named_parameters(self.plain), directory, state["optimizer"])
+        self.kind.load_model(directory, state.get("model") or {})
+        self.kind.load_optimizer(self.optimizer, directory, state["optimizer"])
         self.schedule.load(state, self._notice)
         self.precision.load(state.get("scaler"))
         self._step = int(state["step"])
         self._averages.names = list(state.get("metrics", ()))  # sums of three ranks round by their place among them
         if form := state.get("loss_form"):  # found anew in another batch, it could be another one
             self.objective.form, self._settled = form, True
-        if int(state["world_size"]) == self.context.world_size:
-            tensors.load_rng(directory, self.context.rank)
-        else:
+        is_same = int(state["world_size"]) == self.context.world_size
+        if not is_same or not tensors.load_rng(directory, self.context.rank):
             self._seed_generators()
 
     def export(self, path: Path) -> None:
-        from distributed.backends._torch import tensors
-
-        tensors.save_weights(self.plain, path, self.context)
+        self.kind.export(path)
         self.barrier()
 
     def take_weights(self, model: Any, directory: Path) -> Any:
         import torch
 
+        from distributed.backends._keras import files
+        from distributed.backends._keras.models import is_model
         from distributed.backends._torch import modules, tensors
 
-        built = modules.build_model(model, self.config, torch.device("cpu"))
+        made = modules.make_model(model, self.config, torch.device("cpu"))
+        if is_model(made):  # of whatever engine this process has
+            files.load_model(made, directory)
+            return made
+        built = modules.build_model(made, self.config, torch.device("cpu"))
         tensors.load_model(built, directory)
         return built
 
@@ -493,8 +551,7 @@ class TorchBackend(Backend[OptionsT]):
         counts = [self.objective.label_count(micro.batch) for micro in micros if micro.num_samples]
         known = [count for count in counts if count is not None]
         total = self.torch.as_tensor(sum(known), dtype=self.torch.float64, device=self.device).reshape(1)
-        if (handle := self.world.sum(total)) is not None:
-            handle.wait()
+        self.world.combine(total, "sum").wait()
         return total.reshape(())
 
     def _move(self, batch: Any) -> Any:
@@ -502,13 +559,9 @@ class TorchBackend(Backend[OptionsT]):
 
         return move(batch, self.device, self._to_dtype) if self._moves else batch
 
+    def _warn(self, text: str) -> None:
+        self.report({"kind": "warning", "text": text})
+
     def _notice(self, text: str) -> None:
         if self.context.is_main_process:
             self.report({"kind": "notice", "text": text})
-
-
-def _mixed_precision(merged: MergedConfig, device: str) -> str:
-    value = merged.config.mixed_precision
-    if value is True:
-        return "fp16" if device == "cuda" else "bf16"
-    return "no" if value is False else str(value)

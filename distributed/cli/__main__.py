@@ -12,6 +12,12 @@ from distributed.errors import ConfigError, DistributedError, nearest
 # verb -> (module, its typer app or command function, what `--help` says)
 VERBS = {
     "train": ("distributed.cli.train", "train", "run a script on one or many processes"),
+    "backends": ("distributed.cli.backends", "backends", "show the backends, and which setting works on which"),
+    "parity": (
+        "distributed.cli.parity",
+        "parity",
+        "run a script on every backend and show how far the numbers are apart",
+    ),
     "checkpoint": ("distributed.cli.checkpoint", "app", "list, verify and export checkpoints"),
     "doctor": ("distributed.cli.doctor", "doctor", "say what works on this machine, and what would make the rest work"),
 }

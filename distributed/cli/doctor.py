@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from distributed.backends import REGISTRY, BackendRow
+from distributed.backends import REGISTRY, BackendRow, missing_libraries
 from distributed.gpus import visible_gpus
 
 OK, BAD, MISSING, INFO = "ok", "bad", "missing", "info"
@@ -95,7 +95,7 @@ def examine() -> Iterator[Check]:
 
 def check_backend(row: BackendRow, is_default: bool) -> Check:
     """Whether the libraries of a backend are installed, or the command that installs them."""
-    absent = [name for name in row.requires if importlib.util.find_spec(name) is None]
+    absent = missing_libraries(row)
     if absent:
         return Check(row.name, BAD if is_default else MISSING, f"no {', '.join(absent)}: run {row.install}")
     versions = ", ".join(f"{name} {_version(name) or '(version unknown)'}" for name in row.requires)
@@ -104,8 +104,9 @@ def check_backend(row: BackendRow, is_default: bool) -> Check:
 
 def check_dask() -> Check:
     """Dask's own project of the name `distributed` installs a package of our name; the two overwrite each other."""
-    version = _version("distributed")
-    if version is None:
+    try:
+        version = importlib.metadata.version("distributed")  # of that project; the package of the name is ours too
+    except importlib.metadata.PackageNotFoundError:
         return Check("Dask", OK, "its package 'distributed' is not in this environment")
     cure = "pip uninstall distributed, then install distributed-trainer again"
     return Check("Dask", BAD, f"its package 'distributed' {version} overwrites ours: {cure}")
@@ -177,10 +178,11 @@ def _library(name: str, needed: bool) -> Check:
 
 
 def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """Of the distribution `name`, or of one that brings a module of that name (tensorflow-cpu)."""
+    for distribution in (name, *importlib.metadata.packages_distributions().get(name, ())):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return None
 
 
 def _memory() -> str:

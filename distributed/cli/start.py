@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distributed.backends import backend_class, backend_row
+from distributed.backends import groups_in_use, make_backend, row_in_use
+from distributed.backends.base import Backend
 from distributed.config import GROUPS
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import (
@@ -19,11 +20,12 @@ from distributed.launcher import (
     check_script,
     launch,
     node_environment,
+    set_missing,
     set_thread_variables,
     thread_count,
     worker_environment,
 )
-from distributed.plan import ProcessPlan, plan_batch, plan_processes
+from distributed.plan import ProcessPlan, choose_backend, plan_batch, plan_processes
 from distributed.run_dir import RunDirectory, choose_run_dir
 from distributed.settings import MergedConfig, Typed, merge
 from distributed.storage.manifest import check_source
@@ -40,9 +42,9 @@ def start(typed: Typed, *, run_dir: str | None, resume: bool, dry_run: bool) -> 
     if environment is not None and not dry_run:
         return _run_as_worker(typed, merged, environment, run_dir, resume)
     plan = plan_processes(merged.config)
-    request = _checked_request(typed, merged, plan, run_dir, resume)
+    backend, request = _checked_request(typed, merged, plan, run_dir, resume)
     if dry_run:
-        sys.stdout.write("\n".join(_dry_run_lines(merged, plan, request)) + "\n")
+        sys.stdout.write("\n".join(_dry_run_lines(merged, backend, request)) + "\n")
         return 0
     if merged.source("checkpoint_dir") == "flag":  # else the script may name another
         RunDirectory(str(merged.config.checkpoint_dir), "checkpoint_dir", "--checkpoint-dir").check(resume=True)
@@ -53,14 +55,16 @@ def launch_request(typed: Typed, run_dir: str | None) -> LaunchRequest:
     """What `start` would launch from a process that is no worker. Raises DistributedError for what is wrong."""
     typed = _with_slurm_node(typed)
     merged = merge(typed, {})
-    return _checked_request(typed, merged, plan_processes(merged.config), run_dir, False)
+    return _checked_request(typed, merged, plan_processes(merged.config), run_dir, False)[1]
 
 
 def _checked_request(
     typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool
-) -> LaunchRequest:
-    _refuse(typed, merged, plan, run_dir, resume)
-    return _request(typed, merged, plan, run_dir, resume)
+) -> tuple[Backend[Any], LaunchRequest]:
+    backend = _refuse(typed, merged, plan, run_dir, resume)
+    request = _request(typed, merged, plan, run_dir, resume)
+    started = dataclasses.replace(request, launcher=backend.launcher, launcher_options=backend.launcher_options())
+    return backend, started
 
 
 def _with_slurm_node(typed: Typed) -> Typed:
@@ -86,21 +90,25 @@ def _run_as_worker(
     script = _script(typed)
     check_script(script)
     set_thread_variables(environment.local_world_size)
+    if merged.config.backend is not None:
+        set_missing(row_in_use(merged.config, merged.config.backend).environ)
     from distributed.launching.worker import run_here
 
-    return run_here(Handover(typed, run_dir, resume, environment.restart_count), environment)
+    row = row_in_use(merged.config, choose_backend(merged.config, environment.world_size))
+    given = Handover(typed, run_dir, resume, environment.restart_count)
+    return run_here(given, environment, row.before_script)
 
 
-def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool) -> None:
+def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool) -> Backend[Any]:
     """What can be known to be wrong before anything starts. Arithmetic first."""
-    plan_batch(merged, plan.world_size)
-    row = backend_row(plan.backend)
-    backend_class(row.name)(merged, merged.config.options(row.group), plan)
+    backend = make_backend(merged, plan)
+    plan_batch(merged, backend.data_parallel_size)
     if merged.is_typed("backend"):
+        used = (*groups_in_use(merged.config, plan.backend), "data")
         for group in GROUPS:
-            if group not in (row.group, "data") and typed.flag.get(group):
+            if group not in used and typed.flag.get(group):
                 option = f"{group}.{next(iter(typed.flag[group]))}"
-                raise ConfigError(f"--set {option} has no effect with backend={row.name!r}: drop it")
+                raise ConfigError(f"--set {option} has no effect with backend={plan.backend!r}: drop it")
     if resume and run_dir is None:
         raise ConfigError("--resume needs the run to go on with: add --run-dir RUN")
     _refuse_sources(merged, RunDirectory(run_dir) if resume and run_dir is not None else None)
@@ -112,6 +120,7 @@ def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str 
     check_script(_script(typed))
     if merged.config.master_port and merged.config.node_rank == 0:
         _check_port(merged.config.master_port)
+    return backend
 
 
 def _check_port(port: int) -> None:
@@ -141,15 +150,23 @@ def _script(typed: Typed) -> str:
 def _request(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool) -> LaunchRequest:
     config = merged.config
     where = run_dir if run_dir is not None else str(choose_run_dir(_script(typed)))
+    row = row_in_use(config, plan.backend)
     lines = (*merged.notices, _plan_line(plan), f"run directory: {where}") if config.node_rank == 0 else ()
     return LaunchRequest(
         run_dir=where, typed=dataclasses.replace(typed, notices=()), script=typed.script, script_args=typed.script_args,
         resume=resume, nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes, node_rank=config.node_rank,
         master_addr=config.master_addr, master_port=config.master_port, device=plan.device,
-        preload=backend_row(plan.backend).preload, max_restarts=config.max_restarts,
+        preload=row.preload, meeting=row.meeting,
+        before_script=row.before_script,
+        environ=_environ(merged, plan), max_restarts=config.max_restarts,
         restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
         start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose, started_lines=lines,
     )  # fmt: skip
+
+
+def _environ(merged: MergedConfig, plan: ProcessPlan) -> dict[str, str]:
+    """The environment of the backend that was typed: a script that chooses, or makes no Trainer, knows best without one."""
+    return dict(row_in_use(merged.config, plan.backend).environ) if merged.config.backend is not None else {}
 
 
 def _plan_line(plan: ProcessPlan) -> str:
@@ -159,7 +176,8 @@ def _plan_line(plan: ProcessPlan) -> str:
     return f"{processes}{nodes}, device {plan.device}, {threads} thread{'s' * (threads > 1)} each"
 
 
-def _dry_run_lines(merged: MergedConfig, plan: ProcessPlan, request: LaunchRequest) -> list[str]:
+def _dry_run_lines(merged: MergedConfig, backend: Backend[Any], request: LaunchRequest) -> list[str]:
+    plan = backend.plan
     values = merged.config.to_dict()
     names = sorted(values, key=lambda name: not merged.is_typed(name))
     width = max(map(len, names))
@@ -169,7 +187,7 @@ def _dry_run_lines(merged: MergedConfig, plan: ProcessPlan, request: LaunchReque
         "settings (value, source):",
         *settings,
         "batch:",
-        f"  {plan_batch(merged, plan.world_size)}",
+        f"  {plan_batch(merged, backend.data_parallel_size)}",
         "  (a loader's own batch_size counts where none was typed)",
         "launch:",
         f"  script         {Path(request.script or '')} {' '.join(request.script_args)}".rstrip(),

@@ -16,10 +16,10 @@ _PEER_GONE = (
     "Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Socket Timeout",
     "recvValue failed", "sendBytes failed", "recvBytes failed", "failed to recv", "timed out after",
     "Timed out waiting", "wait timeout", "connectFullMesh failed", "remote process exited",
-    "NCCL communicator was aborted", "unhandled system error",
+    "NCCL communicator was aborted", "unhandled system error", "Horovod has been shut down",
 )  # fmt: skip
 _PEER_GONE_TYPES = {"DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError"}
-_DISTRIBUTED_TYPES = {"RuntimeError", "DistBackendError", "DistError"}  # whose message decides
+_DISTRIBUTED_TYPES = {"RuntimeError", "DistBackendError", "DistError", "HorovodInternalError"}  # whose message decides
 _OUR_DIRECTORY = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from distributed.errors import ResourceError
 
@@ -26,7 +28,7 @@ class WorkerEnvironment:
     master_addr: str
     master_port: int
     restart_count: int
-    source: str  # "environment" (torchrun, ours, RANK set by hand), "slurm" or "openmpi"
+    source: str  # "environment" (torchrun, ours, RANK set by hand), "slurm", "openmpi", "horovodrun" or "TF_CONFIG"
 
     def to_environ(self) -> dict[str, str]:
         """The variables that a plain torchrun script reads."""
@@ -38,6 +40,24 @@ class WorkerEnvironment:
             "GROUP_RANK": str(self.node_rank),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
+        }
+
+    def to_torchrun_environ(
+        self, *, num_nodes: int, max_restarts: int, run_id: str, error_file: Path
+    ) -> dict[str, str]:
+        """All that torchrun gives to its workers."""
+        return {
+            **self.to_environ(),
+            "GROUP_WORLD_SIZE": str(num_nodes),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "ROLE_NAME": "default",
+            "TORCHELASTIC_RESTART_COUNT": str(self.restart_count),
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TORCHELASTIC_ERROR_FILE": str(error_file.absolute()),
         }
 
 
@@ -56,27 +76,32 @@ def worker_environment(
 ) -> WorkerEnvironment | None:
     """What this process is as a worker, or None where it is to launch workers itself.
 
-    RANK and WORLD_SIZE win; then a step of `srun`; then Open MPI. One Slurm task per node that is asked for
-    `nproc_per_node` > 1 launches its node (see `node_environment`). Raises ResourceError where the variables make no
-    sense.
+    RANK and WORLD_SIZE win; then Open MPI; then horovodrun; then a step of `srun`, as `mpirun` and `horovodrun` may stand
+    in one (in the shell of `srun --pty`); then a TF_CONFIG of several workers, which wins over a step of one task too. One
+    Slurm task per node that is asked for `nproc_per_node` > 1 launches its node (see `node_environment`). Raises
+    ResourceError where the variables make no sense.
     """
     environ = os.environ if environ is None else environ
     argv = sys.argv if argv is None else argv
     if environ.get("RANK", "") != "" and environ.get("WORLD_SIZE", "") != "":
         return _from_variables(environ, argv)
+    if _is_openmpi(environ):
+        return _from_openmpi(environ)
+    if _is_horovod(environ):
+        return _from_horovod(environ)
     if _is_slurm_step(environ):
         if (nproc_per_node or 1) > 1 and _one_task_per_node(environ):
             return None
-        return _from_slurm(environ)
-    if "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ:
-        return _from_openmpi(environ)
-    return None
+        is_alone = _number(environ, "SLURM_NTASKS", 1) == 1
+        return (_from_tensorflow(environ) if is_alone else None) or _from_slurm(environ)
+    return _from_tensorflow(environ)
 
 
 def node_environment(environ: Mapping[str, str] | None = None) -> NodeEnvironment | None:
     """This node among the nodes of an `srun` step with one task per node, or None."""
     environ = os.environ if environ is None else environ
-    if environ.get("RANK", "") != "" or not _is_slurm_step(environ) or not _one_task_per_node(environ):
+    has_rank = environ.get("RANK", "") != "" or _is_openmpi(environ) or _is_horovod(environ)
+    if has_rank or not _is_slurm_step(environ) or not _one_task_per_node(environ):
         return None
     addr, port = _slurm_meeting_point(environ)
     return NodeEnvironment(_number(environ, "SLURM_NTASKS", 1), _number(environ, "SLURM_PROCID"), addr, port)
@@ -125,6 +150,14 @@ def is_local_rank(argument: str) -> bool:
 
 def _local_rank_in(argv: Sequence[str], default: int) -> int:
     return next((int(argument.partition("=")[2]) for argument in argv if is_local_rank(argument)), default)
+
+
+def _is_openmpi(environ: Mapping[str, str]) -> bool:
+    return "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ
+
+
+def _is_horovod(environ: Mapping[str, str]) -> bool:
+    return "HOROVOD_RANK" in environ and "HOROVOD_SIZE" in environ
 
 
 def _is_slurm_step(environ: Mapping[str, str]) -> bool:
@@ -182,6 +215,67 @@ def _from_openmpi(environ: Mapping[str, str]) -> WorkerEnvironment:
         rank, _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", rank), world_size, local_world_size,
         rank // max(1, local_world_size), addr, _number(environ, "MASTER_PORT", _derived_port(job)), 0, "openmpi",
     )  # fmt: skip
+
+
+def _from_horovod(environ: Mapping[str, str]) -> WorkerEnvironment:
+    """horovodrun over Gloo (over MPI it is mpirun). Its own server is where others may meet too."""
+    server = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") or "127.0.0.1"
+    job = f"{server}:{environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT', '')}"
+    is_one_node = _number(environ, "HOROVOD_CROSS_SIZE", 1) == 1
+    return WorkerEnvironment(
+        _number(environ, "HOROVOD_RANK"), _number(environ, "HOROVOD_LOCAL_RANK", 0), _number(environ, "HOROVOD_SIZE"),
+        _number(environ, "HOROVOD_LOCAL_SIZE", 1), _number(environ, "HOROVOD_CROSS_RANK", 0),
+        environ.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else server),
+        _number(environ, "MASTER_PORT", _derived_port(job)), 0, "horovodrun",
+    )  # fmt: skip
+
+
+def _from_tensorflow(environ: Mapping[str, str]) -> WorkerEnvironment | None:
+    """None where TF_CONFIG names one worker or makes no sense, which is the business of TensorFlow's backend."""
+    text = environ.get("TF_CONFIG", "")
+    cluster = read_tf_config(text) if text else None
+    if not isinstance(cluster, TFCluster) or len(cluster.addresses) < 2:
+        return None
+    hosts = [address.rpartition(":")[0] for address in cluster.addresses]
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[cluster.rank]]
+    port = _number(environ, "MASTER_PORT", _derived_port(",".join(cluster.addresses)))
+    return WorkerEnvironment(
+        cluster.rank, here.index(cluster.rank), len(hosts), len(here), list(dict.fromkeys(hosts)).index(hosts[cluster.rank]),
+        hosts[0], port, 0, "TF_CONFIG",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TFCluster:
+    """What TF_CONFIG says: the workers' addresses, a chief first, and which of them this process is."""
+
+    addresses: tuple[str, ...]
+    rank: int
+
+
+def read_tf_config(text: str) -> TFCluster | str:
+    """The cluster that the value of TF_CONFIG describes, or what is wrong with it."""
+    try:
+        content = json.loads(text)
+        cluster, task = content.get("cluster", {}), content.get("task", {})
+        kinds = {kind: list(cluster[kind]) for kind in cluster}
+        kind, index = str(task.get("type", "worker")), int(task.get("index", 0))
+    except (ValueError, TypeError, AttributeError):
+        return (
+            'it is not of the form {"cluster": {"worker": ["HOST:PORT", ...]}, "task": {"type": "worker", "index": 0}}'
+        )
+    if other := kinds.keys() - {"chief", "worker"}:
+        return f"its cluster has tasks of the type {min(other)!r}, and only 'worker' and 'chief' train here"
+    addresses = [*kinds.get("chief", []), *kinds.get("worker", [])]
+    if not all(isinstance(address, str) and re.fullmatch(r"\S+:\d+", address) for address in addresses):
+        return "an address in its cluster is not of the form 'HOST:PORT'"
+    if len(set(addresses)) < len(addresses):
+        return "its cluster names an address twice"
+    if not addresses:
+        return TFCluster((), 0)
+    if not 0 <= index < len(kinds.get(kind, [])):
+        return f"its task is {kind} {index}, which its cluster does not have"
+    return TFCluster(tuple(addresses), index + (len(kinds.get("chief", [])) if kind == "worker" else 0))
 
 
 def _derived_port(job: str) -> int:

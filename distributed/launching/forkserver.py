@@ -7,23 +7,21 @@ its memory, die with it, and it alone reaps them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import importlib
 import json
 import os
-import select
 import selectors
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from distributed.launcher import LaunchRequest, check_script, set_thread_variables
-from distributed.launching.processes import STOP_SIGNALS, die_with_parent, heeded_signals
+from distributed.launching.processes import STOP_SIGNALS, die_with_parent
+from distributed.launching.stopping import Signals, Stop
 from distributed.run_dir import RunDirectory
 
 _AGENT_GRACE_S = 10.0  # for the agent to print and leave once every worker is gone
@@ -36,7 +34,7 @@ def serve(request: LaunchRequest) -> int:
     _check(request, run)
     set_thread_variables(request.nproc_per_node)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart can read stale addresses
-    with _Signals() as signals:
+    with Signals() as signals:
         gc.disable()  # imports make no garbage worth looking for, and a collection would unshare pages
         importlib.import_module("torch")  # the agent's; the only import of it in the whole tree
         server, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -59,7 +57,7 @@ def _check(request: LaunchRequest, run: RunDirectory) -> None:
 
 
 def _agent(
-    request: LaunchRequest, run: RunDirectory, side: socket.socket, server: socket.socket, signals: _Signals
+    request: LaunchRequest, run: RunDirectory, side: socket.socket, server: socket.socket, signals: Signals
 ) -> int:
     server.close()
     signals.ignore()  # the launcher gets them and says so
@@ -95,82 +93,13 @@ def _fork(child: Callable[[], int]) -> int:
         os._exit(code)
 
 
-class _Signals:
-    """Signals as bytes on a descriptor, for a select loop."""
-
-    def __enter__(self) -> _Signals:
-        self._read, self._write = os.pipe()
-        for fd in (self._read, self._write):
-            os.set_blocking(fd, False)
-        self._old = {number: signal.signal(number, _noted) for number in (*heeded_signals(), signal.SIGCHLD)}
-        self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        # Who started this process may have held them back until now.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._old_fd)
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-        self._close()
-
-    def fileno(self) -> int:
-        return self._read
-
-    def read(self) -> list[int]:
-        """The signals since the last call, in order."""
-        try:
-            return list(os.read(self._read, 4096))
-        except BlockingIOError:
-            return []
-
-    def are_waiting(self) -> bool:
-        """Whether `read` would return any."""
-        return bool(select.select([self._read], [], [], 0)[0])
-
-    def restore(self) -> None:
-        """In a forked worker: what a fresh interpreter has."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._end_here(*(number for number in self._old if number != signal.SIGINT))
-
-    def ignore(self) -> None:
-        """In the forked agent: the launcher decides."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        self._end_here(signal.SIGCHLD)
-
-    def _end_here(self, *defaults: signal.Signals) -> None:
-        signal.set_wakeup_fd(-1)
-        for number in defaults:
-            signal.signal(number, signal.SIG_DFL)
-        self._close()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
-
-    def _close(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
-
-
-def _noted(number: int, frame: FrameType | None) -> None:
-    """The byte on the wake-up descriptor says it all."""
-
-
-@dataclasses.dataclass
-class _Stop:
-    """A stop that was asked for: by which signal, how often, and when patience ends (monotonic seconds)."""
-
-    signum: int
-    kill_at: float
-    count: int = 1
-
-
 class ForkServer:
     """The loop of the launcher process: orders of the agent, signals from outside, ends of children."""
 
-    def __init__(self, request: LaunchRequest, channel: socket.socket, agent: int, signals: _Signals) -> None:
+    def __init__(self, request: LaunchRequest, channel: socket.socket, agent: int, signals: Signals) -> None:
         self._request, self._channel, self._agent, self._signals = request, channel, agent, signals
         self._workers: dict[int, int] = {}  # process id -> local rank
-        self._stop: _Stop | None = None
+        self._stop = Stop(request.timeout_s)
         self._code: int | None = None  # what the agent says the run ends with
         self._agent_status: int | None = None
         self._agent_deadline: float | None = None
@@ -206,8 +135,8 @@ class ForkServer:
     def _exit_code(self) -> int:
         if self._code is not None:
             return self._code
-        if self._stop is not None:
-            return 128 + (signal.SIGINT if self._stop.signum == signal.SIGINT else signal.SIGTERM)
+        if self._stop.signum:
+            return self._stop.exit_code
         status = self._agent_status or 0
         how = f"was killed by signal {-status}" if status < 0 else f"ended with code {status}"
         sys.stderr.write(f"error: the agent of this run (process {self._agent}) {how}: all workers were stopped\n")
@@ -238,7 +167,7 @@ class ForkServer:
             self._channel.send(json.dumps(message).encode())
 
     def _start_worker(self, order: dict[str, Any], fds: list[int]) -> None:
-        if self._stop is not None:  # too late: nothing may start any more
+        if self._stop.signum:  # too late: nothing may start any more
             self._tell(op="exit", local_rank=order["local_rank"], status=-self._stop.signum, time=time.time())
         else:
             pid = _fork(lambda: self._worker(order, fds))
@@ -284,33 +213,25 @@ class ForkServer:
     def _note_signal(self, number: int) -> None:
         if number not in STOP_SIGNALS:
             return
-        if number == signal.SIGHUP:  # the terminal has gone, and with it who could say more
-            number = signal.SIGTERM
-        if self._stop is None:
-            self._stop = _Stop(number, time.monotonic() + self._request.timeout_s)
+        if self._stop.note(number):
             for pid in self._workers:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-        else:
-            self._stop.count += 1
+                    os.kill(pid, self._stop.signum)
         self._tell(op="stop", signum=self._stop.signum, count=self._stop.count)
-        if number == signal.SIGINT and self._stop.count >= 3:
-            self._stop.kill_at = time.monotonic()
 
     def _patience(self) -> float | None:
         """Seconds until something must be killed; None where nothing waits."""
         ends = [self._agent_deadline] if self._agent_deadline is not None else []
-        if self._stop is not None and self._workers:
+        if self._stop.kill_at is not None and self._workers:
             ends.append(self._stop.kill_at)
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def _run_out_of_patience(self) -> None:
         now = time.monotonic()
-        if self._stop is not None and not self._workers and self._agent_deadline is None:
+        if self._stop.signum and not self._workers and self._agent_deadline is None:
             self._agent_deadline = now + _AGENT_GRACE_S
-        if self._stop is not None and now >= self._stop.kill_at:
+        if self._stop.is_due():
             self._kill_workers()
-            self._stop.kill_at = now + self._request.timeout_s
         if self._agent_deadline is not None and now >= self._agent_deadline and self._agent_status is None:
             os.kill(self._agent, signal.SIGKILL)
             self._agent_deadline = now + _AGENT_GRACE_S

@@ -62,12 +62,15 @@ class Pipe:
 
 
 class WorkerOutput:
-    """One thread that reads every pipe and the launcher's channel. `on_message` is called in that thread."""
+    """One thread that reads every pipe and the launcher's channel. In that thread `on_message` gets what a launcher must know,
+    and `on_event` what rank 0 shows."""
 
     def __init__(
-        self, run: RunDirectory, display: Display, channel: socket.socket, on_message: Callable[[Message], None]
-    ) -> None:
+        self, run: RunDirectory, display: Display, channel: socket.socket, on_message: Callable[[Message], None],
+        on_event: Callable[[Message], None] = lambda event: None,
+    ) -> None:  # fmt: skip
         self._run, self._display, self._channel, self._on_message = run, display, channel, on_message
+        self._on_event = on_event
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ)
         self._logs: dict[int, RankLog] = {}
@@ -158,3 +161,4 @@ class WorkerOutput:
             self._on_message({"op": "report", **event, "rank": rank})
         elif rank == 0:
             self._display.handle(event)
+            self._on_event(event)

@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO, cast
 
 from distributed.launcher import HANDOVER_VARIABLE, LaunchRequest
-from distributed.launching.processes import STOP_SIGNALS, heeded_signals
+from distributed.launching.processes import STOP_SIGNALS, die_with_parent, heeded_signals
 
 
 def run_launcher(request: LaunchRequest, out: TextIO, err: TextIO) -> int:
@@ -33,6 +33,28 @@ def run_launcher(request: LaunchRequest, out: TextIO, err: TextIO) -> int:
             code = process.wait()
     if signal.SIGINT in seen:
         raise KeyboardInterrupt
+    return 128 - code if code < 0 else code
+
+
+def run_command(arguments: Sequence[str], output: IO[bytes]) -> int:
+    """`python ARGUMENTS` with both its streams in `output`; returns the exit code. It dies with this process.
+
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to it. KeyboardInterrupt when it has ended and SIGINT was among them.
+    """
+    seen: list[int] = []
+    parent = os.getpid()
+    with _held_back() as let_go:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent),
+        )  # fmt: skip
+        with _passed_on(process, seen):
+            let_go()
+            code = process.wait()
+    if signal.SIGINT in seen:
+        raise KeyboardInterrupt
+    if seen:
+        raise SystemExit(128 + seen[0])
     return 128 - code if code < 0 else code
 
 

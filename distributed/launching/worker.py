@@ -19,8 +19,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distributed.config import DistributedConfig
 from distributed.errors import DistributedError, TrainingInterrupted
-from distributed.launcher import Handover, LaunchRequest, WorkerEnvironment, link, tell, unused_settings
+from distributed.launcher import (
+    Handover,
+    LaunchRequest,
+    WorkerEnvironment,
+    link,
+    set_missing,
+    tell,
+    unused_settings,
+    worker_environment,
+)
 from distributed.launching.causes import full_traceback, short_traceback
 from distributed.launching.processes import flush_c_streams
 from distributed.settings import Typed
@@ -32,6 +42,7 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
     """The life of a forked worker. `order` holds its environment, `fds` its stdout, stderr and control pipe."""
     _take_streams(fds)
     os.environ.update(order["environ"])
+    set_missing(request.environ)
     tell(Handover(request.typed, request.run_dir, request.resume, order["restart_count"]), fds[2])
     _seed_generators(request.typed)
     rank = int(order["environ"]["RANK"])
@@ -48,11 +59,14 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
     return code
 
 
-def run_here(given: Handover, environment: WorkerEnvironment) -> int:
+def run_here(given: Handover, environment: WorkerEnvironment, before_script: str = "") -> int:
     """Run the typed script in this process, which another launcher started as a worker; returns its exit code."""
     os.environ.update({name: value for name, value in environment.to_environ().items() if not os.environ.get(name)})
     tell(given)
-    request = LaunchRequest(given.run_dir or "", script=given.typed.script, script_args=given.typed.script_args)
+    request = LaunchRequest(
+        given.run_dir or "", typed=given.typed, script=given.typed.script, script_args=given.typed.script_args,
+        before_script=before_script, **_limits(given.typed),
+    )  # fmt: skip
     if importlib.util.find_spec("torch") is not None:
         importlib.import_module("torch")  # its generator is seeded below, as in the workers that we start
     _seed_generators(given.typed)
@@ -68,7 +82,7 @@ def run_here(given: Handover, environment: WorkerEnvironment) -> int:
         text = f"error: {event['message']}" if event["is_message_enough"] else event["traceback"]
         sys.stderr.write(text + "\n")
 
-    code = _run(request, report)
+    code = _run(request, report, environment)
     if code == 0 and environment.rank == 0:
         _say_unused(request, report)
     return code
@@ -80,11 +94,12 @@ def _say_unused(request: LaunchRequest, report: Report) -> None:
         report({"kind": "warning", "text": f"{request.script} made no Trainer, so nobody used {', '.join(names)}"})
 
 
-def _run(request: LaunchRequest, report: Report) -> int:
+def _run(request: LaunchRequest, report: Report, found: WorkerEnvironment | None = None) -> int:
     """Run what the request names. Reports how it failed, and returns the exit code."""
     try:
         if request.working_dir is not None:
             os.chdir(request.working_dir)
+        _before_script(request, found or worker_environment(), report)
         if request.payload is not None:
             _run_payload(request)
         else:
@@ -101,6 +116,20 @@ def _run(request: LaunchRequest, report: Report) -> int:
     except BaseException as error:  # the top frame of a worker: whatever it is, the launcher must hear of it
         return _failed(error, report)
     return 0
+
+
+def _before_script(request: LaunchRequest, found: WorkerEnvironment | None, report: Report) -> None:
+    """What the backend does in a worker before the user's script can touch its engine."""
+    module, _, function = request.before_script.partition(":")
+    if function and found is not None:
+        getattr(importlib.import_module(module), function)(request, found, report)
+
+
+def _limits(typed: Typed) -> dict[str, Any]:
+    """What was typed of the settings that `before_script` needs."""
+    names = ("device", "start_timeout", "timeout_s")
+    config = DistributedConfig(**{n: v for n, v in {**typed.file, **typed.flag}.items() if n in names})
+    return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
 
 
 def _failed(error: BaseException, report: Report) -> int:

@@ -17,9 +17,14 @@ class ProgressLogger(Callback):
     """Sends `progress`, `log` and `epoch` events to `report`."""
 
     def __init__(
-        self, report: Callable[[Mapping[str, Any]], None], config: DistributedConfig, updates_per_epoch: int | None
+        self,
+        report: Callable[[Mapping[str, Any]], None],
+        config: DistributedConfig,
+        updates_per_epoch: int | None,
+        run: str,
     ) -> None:
-        self._report, self._config = report, config
+        """`run` names the run directory: a script may have several."""
+        self._report, self._config, self._run = report, config, run
         self._per_epoch = updates_per_epoch
         self._next = 0.0
         self._start = time.perf_counter()
@@ -46,7 +51,7 @@ class ProgressLogger(Callback):
             )
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-        self._report({"kind": "epoch", "row": {**metrics, "epochs": self._config.epochs}})
+        self._report({"kind": "epoch", "run": self._run, "row": {**metrics, "epochs": self._config.epochs}})
 
     def on_train_end(self, state: TrainState) -> None:
         row = state.rows[-1] if state.rows else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import re
 import socket
 from pathlib import Path
@@ -60,6 +61,12 @@ def test_dask_clash_is_named(tmp_path, monkeypatch):
     assert check.status == doctor.BAD
     assert "'distributed' 2026.1.0" in check.detail
     assert "pip uninstall distributed" in check.detail
+
+
+def test_our_own_package_as_users_install_it_is_no_clash(monkeypatch):
+    """Not editable, it is the distribution that brings a package `distributed`."""
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: {"distributed": ["distributed-trainer"]})
+    assert doctor.check_dask().status == doctor.OK
 
 
 def test_missing_library_of_an_optional_backend_is_no_failure():

@@ -1,4 +1,4 @@
-"""What two runs of jobs/resume.py must have in common when one of them was hurt."""
+"""What two runs of jobs/resume.py, or of a job like it, must have in common when one of them was hurt."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ CLOCKS = {"total_time", "train_time_s", "samples_per_second", "time"}
 
 
 def arguments(
-    out: Path, faults: Sequence[Any] = (), *more: str, workers: int = 0, run: str = "run", world: int = 2
+    out: Path,
+    faults: Sequence[Any] = (),
+    *more: str,
+    workers: int = 0,
+    run: str = "run",
+    world: int = 2,
+    job: Path = JOB,
 ) -> list[str]:
     """Of `distributed train`; `more` are flags."""
     return [
-        "train", "--script", str(JOB), "--run-dir", str(out / run), "--nproc-per-node", str(world),
+        "train", "--script", str(job), "--run-dir", str(out / run), "--nproc-per-node", str(world),
         "--epochs", "3", "--gradient-accumulation-steps", "2", "--checkpoint-every-n-steps", "3", "--log-every-n-steps", "2",
         "--max-restarts", "20", *more, "--", str(out), str(workers), json.dumps(list(faults)),
     ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -90,10 +89,17 @@ def test_gathered_parameters_are_freed_after_the_forward_unless_told_otherwise(s
 
 
 def test_mixed_precision_moves_weights_by_its_rounding_alone(worlds):
-    for case in ("bf16", "bf16-sums", "fp16"):
+    for case in ("bf16", "bf16-normed", "bf16-sums", "fp16"):
         assert 0 < moved(worlds, case) < 0.05, case
     assert worlds["fsdp"][0][0]["fp16"]["skipped"] == []
     assert moved(worlds, "bf16-sums", "bf16") != moved(worlds, "bf16")
+
+
+def test_a_batch_norm_keeps_fp32_weights_beside_its_statistics(sharded, worlds):
+    assert sharded["bf16-normed"]["sharded"] == ["", "layers.0", "layers.1", "norm"]
+    here, there = (load_file(worlds[name][1] / "bf16-normed.safetensors") for name in ("fsdp", "pytorch-ddp"))
+    for name in ("norm.running_mean", "norm.running_var"):
+        assert numpy.allclose(here[name], there[name], rtol=0.02, atol=0.005), name
 
 
 def test_all_ranks_leave_out_the_same_updates(worlds):
@@ -151,7 +157,8 @@ def test_a_checkpoint_goes_on_under_any_backend_and_number_of_processes(run_cli_
     for first in ("single", "fsdp-2"):
         (tmp_path / first).mkdir()
         train(tmp_path / first, first, "--max-steps", "10")
-    for first, then in itertools.product(("single", "fsdp-2"), kinds):
+    ways = (("single", "fsdp-3"), ("fsdp-2", "ddp"), ("fsdp-2", "single"))  # all others: test_every_backend.py
+    for first, then in ways:
         out = tmp_path / f"{first}-{then}"
         shutil.copytree(tmp_path / first, out)
         done, weights = train(out, then, "--resume")

@@ -10,7 +10,7 @@ import torch
 from tests.conformance.jobs import losses as job
 from tests.conformance.jobs.recording import distance, read
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 # Batch norm sees the slices of a batch, and the rest are errors.
 DIFFER = {
     "empty-slices", "predicted", "no-default", "one-column", "one-column-classes", "column-of-classes", "whole-numbers",
@@ -39,7 +39,7 @@ def worlds(tmp_path_factory, run_cli_once):
                 str(out),
                 names,
             ],
-            timeout=100,
+            timeout=250,
         )
         assert done.returncode == 0, done.output[-3000:]
         found[world] = (read(out, world), done.stdout + done.stderr)

@@ -14,7 +14,7 @@ import torch
 
 from distributed.config import GROUPS, DistributedConfig, group_options
 from distributed.launcher import LaunchRequest
-from distributed.launching.agent import ForkAgent
+from distributed.launching.verdicts import Verdict, Verdicts
 from tests.conformance.jobs import options as job
 from tests.conformance.jobs.recording import distance, read
 
@@ -262,6 +262,10 @@ def test_sparse_gradients_are_rescaled_clipped_and_measured_as_dense_ones(seen):
     assert norms[0] == pytest.approx(norms[1], abs=1e-9) and min(norms[0]) > 0.3
 
 
+def test_a_trained_model_with_sparse_gradients_is_as_it_was_for_a_wrapper_of_the_scripts(worlds):
+    assert worlds[2][0]["sparse-afterwards"][0]["left out"] == [None, ["head.0.bias"]]
+
+
 def test_shuffle_changes_the_order(seen):
     assert distance(seen["plain"], seen["shuffled"]) > 1e-6
 
@@ -291,6 +295,7 @@ def steps_of(case):
 def test_checkpoints_come_when_asked_and_go_where_asked(seen):
     assert steps_of(seen["by-epochs"]) == [8, 12]
     assert steps_of(seen["by-steps"]) == [5, 10, 12]
+    assert steps_of(seen["at-start"]) == [0, 12]
     assert len(steps_of(seen["elsewhere"])) == 3
 
 
@@ -329,6 +334,12 @@ def test_static_graph_is_told_to_ddp_and_changes_no_number(ddp):
     assert ddp["static"]["static_graph"] and not ddp["one-bucket"]["static_graph"]
     assert distance(ddp["static"], ddp["one-bucket"]) == 0
     assert distance(ddp["static-accumulated"], ddp["one-bucket"]) < 1e-12
+
+
+def test_a_gradient_in_two_pieces_is_refused_or_waited_for(worlds):
+    one, two = by_case(worlds, 1), by_case(worlds, 2)
+    assert two["twice"]["error"].startswith("ConfigError: shared.bias got a second gradient in one backward pass")
+    assert distance(two["twice-static"], one["twice"]) < 1e-9
 
 
 def test_unused_parameters_need_their_option(ddp):
@@ -437,8 +448,8 @@ def test_monitor_interval_is_the_longest_wait_between_two_looks():
         wait = staticmethod(waited.append)
 
     request = LaunchRequest("run", monitor_interval=0.7)
-    agent = types.SimpleNamespace(_changed=Condition(), _is_news=lambda: False, _request=request)
-    ForkAgent._monitor_workers(agent, None)
+    verdicts = types.SimpleNamespace(_changed=Condition(), _is_news=lambda: False, _request=request)
+    assert Verdicts.judge(verdicts, 0) is Verdict.AT_WORK
     assert waited == [0.7]
 
 
@@ -457,6 +468,12 @@ KEPT = HERE_TESTS + "test_the_newest_checkpoints_are_kept_and_the_best"
 JOINED = HERE_TESTS + "test_nodes_that_do_not_come_are_waited_for_no_longer_than_start_timeout"
 BATCHES = CONFIG + "test_any_two_of_the_three_give_the_third"
 SHARDED = "conformance/test_fsdp.py::"
+RAY = "conformance/test_ray.py::"
+ZERO = "conformance/test_deepspeed.py::"
+MIRRORED = "conformance/test_tensorflow.py::test_two_devices_of_one_process_give_the_weights_of_one"
+ZERO_FILES = "conformance/test_deepspeed_files.py::"
+HOOKS = "conformance/test_comm_hooks.py::"
+HOROVOD = "conformance/test_horovod.py::"
 TESTED = {  # setting -> a test of its effect, or of its refusal
     "backend": PROCESSES,
     "num_gpus": PROCESSES,
@@ -467,8 +484,8 @@ TESTED = {  # setting -> a test of its effect, or of its refusal
     "node_rank": LAUNCH + "test_two_nodes_run_and_restart_together",
     "master_addr": JOINED,
     "master_port": LAUNCH + "test_two_nodes_run_and_restart_together",
-    "address": REFUSED,
-    "communication_backend": CONFIG + "test_processes_that_do_not_fit_are_an_error_with_the_fix",
+    "address": RAY + "test_an_existing_cluster_is_joined_by_its_address",
+    "communication_backend": "cli/test_capabilities.py::test_a_condition_is_what_refuses",
     "timeout_s": FAILURES + "test_a_rank_that_stays_away_is_waited_for_no_longer_than_timeout_s",
     "start_timeout": JOINED,
     "monitor_interval": HERE_TESTS + "test_monitor_interval_is_the_longest_wait_between_two_looks",
@@ -499,6 +516,7 @@ TESTED = {  # setting -> a test of its effect, or of its refusal
     "compile": HERE_TESTS + "test_compile_compiles_and_changes_only_rounding",
     "checkpoint_dir": ASKED,
     "resume_from_checkpoint": RESUME + "test_a_path_to_resume_from_may_be_a_run_or_a_checkpoint",
+    "checkpoint_at_start": ASKED,
     "checkpoint_frequency": ASKED,
     "checkpoint_every_n_steps": ASKED,
     "checkpoint_every_s": HERE_TESTS + "test_checkpoints_by_the_clock_never_keep_training_from_going_on",
@@ -516,6 +534,8 @@ TESTED = {  # setting -> a test of its effect, or of its refusal
     "ddp.comm_hook": HERE_TESTS + "test_a_compressing_hook_is_close_to_none_and_not_equal",
     "ddp.powersgd_rank": HERE_TESTS + "test_powersgd_begins_when_asked_and_keeps_as_much_as_asked",
     "ddp.powersgd_start_step": HERE_TESTS + "test_powersgd_begins_when_asked_and_keeps_as_much_as_asked",
+    "ddp.topk_ratio": HOOKS + "test_topk_sends_no_more_than_its_part",
+    "ddp.hierarchical_group_size": HOOKS + "test_the_groups_are_those_asked_for_or_the_nodes",
     "fsdp.wrap_classes": SHARDED + "test_the_options_choose_what_is_cut_on_its_own",
     "fsdp.min_num_params": SHARDED + "test_the_options_choose_what_is_cut_on_its_own",
     "fsdp.reshard_after_forward": SHARDED
@@ -523,6 +543,22 @@ TESTED = {  # setting -> a test of its effect, or of its refusal
     "fsdp.cpu_offload": SHARDED
     + "test_offloaded_parameters_train_as_others_and_on_cpus_it_is_said_that_nothing_is_freed",
     "fsdp.reduce_dtype": SHARDED + "test_mixed_precision_moves_weights_by_its_rounding_alone",
+    "ray.engine": RAY + "test_fit_of_a_plain_script_brings_the_weights_back",
+    "ray.cpus_per_worker": RAY + "test_an_existing_cluster_is_joined_by_its_address",
+    "ray.callbacks": RAY + "test_killed_it_starts_again_ends_in_the_bits_of_ddp_and_tells_ray_of_each_epoch_once",
+    "horovod.compression": HOROVOD
+    + "test_compressed_gradients_are_close_and_not_equal_by_word_and_by_horovods_own_object",
+    "horovod.adasum": HOROVOD + "test_adasum_combines_as_its_paper_says_under_mpirun_and_is_refused_elsewhere",
+    "horovod.timeline": HOROVOD + "test_the_timeline_is_a_file_of_the_run_and_whole",
+    "tensorflow.strategy": MIRRORED,
+    "tensorflow.num_devices": MIRRORED,
+    "horovod.keras_backend": "conformance/test_keras_engines.py::test_a_keras_script_trains_as_in_one_process_on_torch",
+    "deepspeed.zero_stage": ZERO + "test_the_optimizer_state_is_cut_over_the_processes",
+    "deepspeed.offload_optimizer": ZERO + "test_any_number_of_processes_and_offloading_change_no_number",
+    "deepspeed.offload_param": ZERO + "test_any_number_of_processes_and_offloading_change_no_number",
+    "deepspeed.native_checkpoint": ZERO_FILES + "test_deepspeeds_tools_find_our_weights_without_our_package",
+    "deepspeed.cpu_adam": ZERO + "test_the_cxx_adam_is_compiled_once_though_a_build_was_killed_before",
+    "deepspeed.deepspeed_config": ZERO + "test_the_users_own_config_trains_as_settings_of_ours_that_say_the_same",
     "data.presharded": "unit/test_loading_streams.py::test_uneven_presharded_parts_are_used_once",
 }
 

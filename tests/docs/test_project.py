@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import distributed
+from distributed.backends import REGISTRY
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,10 +47,30 @@ def test_torch_is_not_needed_to_install():
     assert any(line.startswith("torch") for line in PROJECT["optional-dependencies"]["torch"])
 
 
+def test_the_install_command_of_a_backend_brings_all_that_it_needs():
+    """torch too, whatever the engine: the launcher is its elastic agent."""
+    extras = PROJECT["optional-dependencies"]
+    for row in REGISTRY.values():
+        assert "torch" in row.requires, row.name
+        if extra := re.search(r"\[([\w-]+)\]", row.install):
+            lines = [
+                *extras[extra.group(1)],
+                *(extras["torch"] if "distributed-trainer[torch]" in extras[extra.group(1)] else ()),
+            ]
+            brought = {re.match(r"[\w-]+", line).group() for line in lines}
+            assert set(row.requires) <= brought, (row.name, brought)
+
+
 def test_changelog_names_this_version():
     first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M).group(1)
 
     assert first == distributed.__version__
+
+
+def test_continuous_integration_skips_no_backend():
+    (line,) = re.findall(r"^export REQUIRE_BACKENDS=(\S+)", (ROOT / ".ci" / "run").read_text(), re.M)
+
+    assert line.split(",") == list(REGISTRY)
 
 
 def test_demo_installs_once_and_again_when_a_pin_moves(tmp_path):

@@ -21,7 +21,8 @@ COMMANDS = [
     for language, _, code in BLOCKS
     if language == "bash"
 ]
-EXECUTED = [lines for lines in COMMANDS if any(" doctor" in line or " checkpoint " in line for line in lines)]
+RUN = (" doctor", " checkpoint ", " backends", " parity ")
+EXECUTED = [lines for lines in COMMANDS if any(verb in line for line in lines for verb in RUN)]
 UNDERSTOOD = [line for lines in COMMANDS if lines not in EXECUTED for line in lines]  # their runs take minutes
 
 
@@ -71,11 +72,15 @@ def test_command_line_samples_run_one_after_another(run_cli, tmp_path):
     said = {}
     for command in itertools.chain(*EXECUTED):
         _, _, _, *arguments = shlex.split(command)
-        done = run_cli(arguments, cwd=tmp_path)
+        done = run_cli(arguments, timeout=120, cwd=tmp_path)
         assert done.returncode == 0, done.output
         said[" ".join(arguments[:2])] = done.stdout
 
-    assert said.keys() == {"doctor", "train --script", "checkpoint list", "checkpoint verify", "checkpoint export"}
+    assert said.keys() == {
+        "doctor", "train --script", "checkpoint list", "checkpoint verify", "checkpoint export", "backends", "backends fsdp",
+        "parity --script",
+    }  # fmt: skip
+    assert "fsdp.NAME" in said["backends fsdp"] and said["parity --script"].endswith("all agree\n")
     assert [line.split()[1] for line in said["checkpoint list"].splitlines()[1:]] == ["1", "2"]  # epochs
     assert said["checkpoint verify"].endswith("all as saved\n")
     assert len(load_file(tmp_path / "digits.safetensors")) == 8

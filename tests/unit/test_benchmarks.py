@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,13 +73,32 @@ def benchmark_modules(monkeypatch):
 def test_startup_times_both_and_counts_memory(benchmark_modules):
     import startup
 
-    torchrun, ours = (startup.run_once(startup.CONTESTANTS[name]) for name in (startup.BASE, startup.OURS))
+    torchrun, ours = (
+        startup.run_once([sys.executable, *startup.CONTESTANTS[name]]) for name in (startup.BASE, startup.OURS)
+    )
 
     for run in (torchrun, ours):
         assert 0 < run["first"] < run["whole"]
         assert run["pss"] > 100  # three processes at least, two of them with torch
     assert ours["first"] < 1.3 * torchrun["first"]  # about 0.55
     assert ours["pss"] < 0.9 * torchrun["pss"]  # about 0.61
+
+
+def test_a_run_that_gets_stuck_leaves_no_process(benchmark_modules, monkeypatch):
+    import whole_runs
+
+    marks = []
+    monkeypatch.setattr(whole_runs, "LIMIT_S", 1)
+    monkeypatch.setattr(whole_runs.uuid, "uuid4", lambda make=whole_runs.uuid.uuid4: marks.append(make()) or marks[0])
+    worker = "import subprocess, sys, time; subprocess.Popen([sys.executable, *sys.argv[1:]]); time.sleep(60)"
+
+    with pytest.raises(SystemExit, match="did not come to its pause"):
+        whole_runs.run_once([sys.executable, "-c", worker, "-c", "import time; time.sleep(60)"])
+
+    deadline = time.monotonic() + 5
+    while (left := list(whole_runs._tree(marks[0].hex))) and time.monotonic() < deadline:
+        time.sleep(0.01)  # killed ones are gone in a moment
+    assert left == []
 
 
 def test_ratios_are_taken_within_a_round(benchmark_modules):
@@ -148,7 +168,7 @@ def test_startup_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, c
     import startup
 
     def run_once(arguments):
-        is_ours = arguments is startup.CONTESTANTS[startup.OURS]
+        is_ours = "distributed.cli" in arguments
         return {"first": first, "whole": 1.0, "pss": pss} if is_ours else {"first": 1.0, "whole": 2.0, "pss": 1.0}
 
     monkeypatch.setattr(startup, "run_once", run_once)
@@ -168,3 +188,74 @@ def test_all_reduces_are_counted_per_bucket(start, tmp_path):
         done = rank.finish()
         assert done.returncode == 0, done.output
         assert "counts 9 3" in done.stdout, done.output
+
+
+# ------------------------------------------------------------------ backends
+
+
+def test_a_backend_runs_against_its_bare_loop_and_absent_ones_are_named(benchmark_modules, run_python, tmp_path):
+    command = [
+        str(BENCHMARKS / "backends.py"),
+        "--backends",
+        "fsdp,pipeline",
+        "--workload",
+        "mlp",
+        "--rounds",
+        "1",
+        "--quick",
+    ]
+    refused = run_python(command, cwd=tmp_path)
+    assert refused.returncode != 0 and "there is no bare loop for it" in refused.output
+
+    command[2] = "fsdp"
+    done = run_python(command, timeout=150, cwd=tmp_path)
+
+    assert done.returncode == 0, done.output
+    rows = rows_of(done.stdout)
+    assert {"bare", "Trainer", "bare again"} <= rows.keys()
+    for cells in (rows[name] for name in ("bare", "Trainer", "bare again")):
+        first, step, wall, peak = (float(cells[column]) for column in (0, 2, 4, 6))
+        assert first > 0.1 and 10 < step < 1e6 and 10 < wall < 1e6 and peak > 100
+        assert all("(" in cells[column] for column in (1, 3, 5, 7))
+
+
+def test_a_backend_whose_library_is_missing_is_left_out_with_a_line(benchmark_modules, monkeypatch, capsys):
+    import backends
+
+    monkeypatch.setattr(backends, "missing_libraries", lambda row: ("torch",))
+
+    assert not backends.is_here("fsdp")
+    assert capsys.readouterr().out.startswith("fsdp is left out: torch is not installed: pip install")
+
+
+def test_every_backend_has_a_bare_loop(benchmark_modules):
+    import backends
+
+    assert set(backends.REGISTRY) <= set(backends.BARE_COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "ours", "code"),
+    [
+        ("fsdp", "gpt", {"cpu": 1.01}, 0),
+        ("fsdp", "gpt", {"cpu": 1.04}, 1),
+        ("fsdp", "mlp", {"cpu": 2.0}, 0),  # where a step is nearly all overhead, only told
+        ("ray", "mlp", {"first": 1.1}, 1),
+        ("ray", "mlp", {"first": 0.9}, 0),
+    ],
+)
+def test_backends_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, capsys, name, workload, ours, code):
+    import backends
+
+    def run_once(command):
+        bare = {"first": 1.0, "cpu": 1.0, "wall": 1.0, "peak": 1.0}
+        return bare | ours if "distributed.cli" in command else bare
+
+    monkeypatch.setattr(backends, "run_once", run_once)
+    monkeypatch.setattr(backends, "is_here", lambda name: True)
+    monkeypatch.setattr(backends, "libraries", lambda names: [])
+    monkeypatch.setitem(backends.REGISTRY, "ray", backends.REGISTRY["fsdp"])
+    monkeypatch.setattr(sys, "argv", ["backends.py", "--backends", name, "--workload", workload, "--rounds", "2"])
+
+    assert backends.main() == code
+    assert ("MISSED" in capsys.readouterr().out) == (code == 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from distributed.errors import ResourceError
@@ -45,6 +47,18 @@ def test_torchruns_variables():
 
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size, found.node_rank) == (3, 1, 4, 2, 1)
     assert (found.master_addr, found.master_port, found.restart_count) == ("h", 1234, 2)
+
+
+def test_a_given_tensorflow_cluster_wins_over_the_one_task_of_an_interactive_step():
+    text = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"index": 1}}'
+    interactive = {**STEP, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"}
+
+    assert (worker({**interactive, "TF_CONFIG": text}).rank, worker({**interactive, "TF_CONFIG": text}).world_size) == (
+        1,
+        2,
+    )
+    assert worker({**interactive, "TF_CONFIG": "{"}).world_size == 1
+    assert worker({**STEP, "TF_CONFIG": text}).source == "slurm"
 
 
 def test_explicit_variables_win_over_slurm_and_open_mpi():
@@ -112,6 +126,34 @@ def test_open_mpi_on_several_nodes_must_say_where_to_meet():
     assert worker({**environ, "MASTER_ADDR": "n1"}).master_addr == "n1"
 
 
+def test_horovodrun_over_gloo():
+    environ = {
+        "HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "2",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "h1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
+    }  # fmt: skip
+
+    found = worker(environ)
+
+    assert (found.rank, found.local_rank, found.world_size, found.local_world_size, found.node_rank) == (3, 1, 4, 2, 1)
+    assert (found.master_addr, found.source) == ("h1", "horovodrun")
+    assert found.master_port != worker({**environ, "HOROVOD_GLOO_RENDEZVOUS_PORT": "4712"}).master_port
+    assert worker({**environ, **MPI}).source == "openmpi"
+
+
+@pytest.mark.parametrize(
+    ("inner", "source"), [(MPI, "openmpi"), ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, "horovodrun")]
+)
+def test_mpirun_and_horovodrun_count_in_the_shell_of_an_srun_step(inner, source):
+    shell = {**STEP, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
+
+    found = worker({**shell, **inner})
+
+    assert (found.rank, found.world_size, found.source) == (1, 2, source)
+    assert node_environment(shell) is not None
+    assert node_environment({**shell, **inner}) is None
+
+
 @pytest.mark.parametrize("wrong", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}])
 def test_impossible_variables_are_an_error(wrong):
     with pytest.raises(ResourceError, match="RANK="):
@@ -137,3 +179,19 @@ def test_what_a_plain_script_reads():
         "MASTER_ADDR": "gpu07",
         "MASTER_PORT": "",
     }  # fmt: skip
+
+
+def test_a_tf_config_of_several_workers_makes_this_process_one_of_them():
+    def found(kind, index, **cluster):
+        text = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+        return worker_environment({"TF_CONFIG": text}, [])
+
+    workers = ["a:1", "b:2", "b:3"]
+    third = found("worker", 1, chief=["a:1"], worker=workers[1:])
+    assert (third.rank, third.world_size, third.local_rank, third.local_world_size, third.node_rank) == (2, 3, 1, 2, 1)
+    assert third.master_addr == "a" and third.source == "TF_CONFIG"
+    assert found("chief", 0, chief=["a:1"], worker=workers[1:]).rank == 0
+    assert {found("worker", rank, worker=workers).master_port for rank in range(3)} == {third.master_port}
+    assert found("worker", 0, worker=["a:1"]) is None
+    assert found("worker", 0, ps=["a:1"], worker=workers) is None  # the backend says why
+    assert worker_environment({"TF_CONFIG": "{", "RANK": "1", "WORLD_SIZE": "2"}, []).rank == 1

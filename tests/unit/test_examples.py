@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import runpy
@@ -111,3 +112,22 @@ def test_gpt_refuses_impossible_shapes(run_python, arguments, problem):
 
     assert done.returncode == 2
     assert problem in done.stderr
+
+
+def test_keras_digits_reach_097_on_two_processes(run_cli, tmp_path):
+    if importlib.util.find_spec("keras") is None:
+        pytest.skip("keras is not installed here")
+    command = [
+        "train",
+        "--script",
+        str(EXAMPLES / "train_keras.py"),
+        "--backend",
+        "pytorch-ddp",
+        "--nproc-per-node",
+        "2",
+    ]
+
+    done = run_cli(command, timeout=120, cwd=tmp_path)
+
+    assert done.returncode == 0, done.output
+    assert float(re.search(r"^held-out accuracy ([\d.]+)", done.stdout, re.M).group(1)) >= 0.97

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.conftest import needs_backend
+
 SLEEP = "import time; time.sleep(100)"
 
 
@@ -41,3 +43,16 @@ def test_waits_for_text_and_says_when_it_cannot_come(start):
     assert command.finish().returncode == -signal.SIGTERM
     with pytest.raises(pytest.fail.Exception, match="did not come"):
         command.wait_for("goodbye")
+
+
+def test_a_missing_library_skips_unless_the_backend_is_required(monkeypatch):
+    monkeypatch.setattr("distributed.backends.importlib.util.find_spec", lambda name: None)
+    monkeypatch.delenv("REQUIRE_BACKENDS", raising=False)
+
+    with pytest.raises(pytest.skip.Exception, match="backend fsdp needs torch"):
+        needs_backend("fsdp")
+    monkeypatch.setenv("REQUIRE_BACKENDS", "single, fsdp")
+    with pytest.raises(pytest.fail.Exception, match="REQUIRE_BACKENDS names it"):
+        needs_backend("fsdp")
+    monkeypatch.undo()
+    needs_backend("fsdp")  # installed: nothing happens

@@ -16,12 +16,12 @@ from distributed.backends._torch.objective import (
     scores,
     weighted,
 )
+from distributed.backends.non_finite import Row, without_weight
 from distributed.state import MicroBatch, StepResult
 
 # Outputs up to this many numbers are kept until the next log line, where metrics are computed on all of them at once.
 _SMALL_OUTPUTS = 1 << 16
 
-Row = tuple[str, Any, float, Any]  # (name, value, scale, count) as in StepResult.averages
 Kept = tuple[Any, Any, int]  # (outputs, targets, samples)
 Reduce = Callable[[Mapping[tuple[str, str], float]], dict[tuple[str, str], float]]
 Gather = Callable[[list[str]], list[list[str]]]
@@ -139,11 +139,6 @@ def _numbers(sums: Mapping[str, tuple[float, float]], names: Sequence[str]) -> d
         total, count = sums.get(name, (0.0, 0.0))
         numbers |= {(name, "sum"): total, (name, "count"): count, (name, "ranks"): float(name in sums)}
     return numbers
-
-
-def without_weight(rows: list[Row]) -> list[Row]:
-    """The names of `rows` with nothing in them."""
-    return [(name, 0.0, 0.0, 0.0) for name, _, _, _ in rows]
 
 
 def _is_small(outputs: Any) -> bool:

@@ -40,7 +40,7 @@ class ClassLoss:
 
 def class_loss(loss_fn: Any) -> ClassLoss | None:
     """`loss_fn` as a ClassLoss if it is one of torch's. ConfigError for a module of torch that sums."""
-    if loss_fn in (F.cross_entropy, F.nll_loss):
+    if loss_fn is F.cross_entropy or loss_fn is F.nll_loss:  # == of an object of the user's may be anything
         return ClassLoss(loss_fn)
     if isinstance(loss_fn, nn.modules.loss._Loss) and loss_fn.reduction == "sum":
         name = type(loss_fn).__name__

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from distributed.backends._torch import modules
 from distributed.backends._torch.gradients import Gradients
-from distributed.backends._torch.sharding import local
+from distributed.backends._torch.sharding import local, whole
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, nearest
 
@@ -28,13 +29,34 @@ def is_sharded_model(model: torch.nn.Module) -> bool:
 
 def build(given: Any, config: DistributedConfig, device: torch.device, *, is_main: bool) -> torch.nn.Module:
     """The user's model, on the CPU. What a factory makes has memory on the main process alone: `shard` sends its values."""
-    if isinstance(given, torch.nn.Module) or is_main:
+    if isinstance(given, torch.nn.Module) or is_main or "keras" in sys.modules:  # Keras cannot build without memory
         return modules.build_model(given, config, device)
     with torch.device("meta"):
         model = modules.build_model(given, config, device)
     if _has_hidden_meta(model):
         return modules.build_model(given, config, device)
     return model
+
+
+def compile_forwards(model: torch.nn.Module) -> None:
+    """Let torch compile what each module that is sharded on its own does between its hooks.
+
+    torch.compile of the whole stops at the hooks of the first such module, and of a Sequential nothing would be compiled.
+    """
+    codes: dict[Any, CodeType] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.forward = _compiled(module.forward, codes, (type(module), module is model))
+
+
+def _compiled(forward: Callable[..., Any], codes: dict[Any, CodeType], kind: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:  # Dynamo skips frames of files in torch.nn
+        return forward(*args, **kwargs)
+
+    # What Dynamo has compiled, and what it gave up, it remembers by code: equal blocks share it, others do not.
+    call.__code__ = codes.setdefault(kind, call.__code__.replace(co_name=f"call_{len(codes)}"))
+    compiled: Callable[..., Any] = torch.compile(call)
+    return compiled
 
 
 def _has_hidden_meta(model: torch.nn.Module) -> bool:
@@ -44,11 +66,16 @@ def _has_hidden_meta(model: torch.nn.Module) -> bool:
 
 def shard(model: torch.nn.Module, options: FSDPOptions, device: torch.device, mixed_precision: str) -> None:
     """Cut the model in place, bottom up, and give every rank its part of the main process' weights. All ranks call it."""
+    check_parameters(model)
     blocks = _blocks(model, options)
     weights = model.state_dict() if dist.get_rank() == 0 else {}
     arguments = _arguments(options, device, mixed_precision)
+    norms = _with_statistics(model) if mixed_precision != "no" else []
+    for norm in norms:
+        fully_shard(norm, **{**arguments, "mp_policy": MixedPrecisionPolicy()})
     for block in blocks:
-        fully_shard(block, **arguments)
+        if block not in norms:
+            fully_shard(block, **arguments)
     fully_shard(model, **arguments)
     home = torch.device("cpu") if options.cpu_offload else device
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
@@ -62,6 +89,21 @@ def shard(model: torch.nn.Module, options: FSDPOptions, device: torch.device, mi
     )
     for buffer in model.buffers():  # those that no state_dict holds, too
         dist.broadcast(buffer, src=0)
+
+
+def check_parameters(model: torch.nn.Module) -> None:
+    """Raise ConfigError for a parameter that fully_shard cannot cut."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigError(
+                f"{name} is a single number without a dimension, which fully_shard cannot cut: make it one of shape [1],"
+                " torch.nn.Parameter(torch.ones(1)), or use backend='pytorch-ddp'"
+            )
+        if not parameter.is_contiguous():
+            raise ConfigError(
+                f"{name} is not contiguous in memory, so fully_shard cannot cut it: build it with .contiguous(), or use"
+                " backend='pytorch-ddp'"
+            )
 
 
 def _set_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
@@ -102,6 +144,14 @@ def _blocks(model: torch.nn.Module, options: FSDPOptions) -> list[torch.nn.Modul
         repeated = modules.repeated_blocks(model)
         chosen = [module for module in below if any(module is block for block in repeated)]
     return [module for module in chosen if _is_callable_alone(module) and not _shares(module, model)]
+
+
+def _with_statistics(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """BatchNorm and its like below the model. Their statistics stay fp32 and so must their weights, as under autocast: with
+    weights of 16 bits beside them torch's CPU kernels refuse to work, and others lose precision."""
+    kinds = torch.nn.modules.batchnorm._NormBase
+    norms = [module for module in model.modules() if isinstance(module, kinds) and module is not model]
+    return [module for module in norms if any(True for _ in module.parameters()) and not _shares(module, model)]
 
 
 def _by_size(below: list[torch.nn.Module], least: int) -> list[torch.nn.Module]:
@@ -158,14 +208,8 @@ class ShardedGradients(Gradients):
         return bad.item() == 0.0
 
     def clip(self, views: list[torch.Tensor], limit: float) -> torch.Tensor:
-        return _full(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
+        return whole(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
 
     def norm(self) -> float | None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        return float(_full(torch.nn.utils.get_total_norm(gradients))) if gradients else None
-
-
-def _full(norm: torch.Tensor) -> torch.Tensor:
-    with contextlib.suppress(AttributeError):
-        return norm.full_tensor()  # type: ignore[attr-defined, no-any-return]
-    return norm
+        return float(whole(torch.nn.utils.get_total_norm(gradients))) if gradients else None

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 import torch
 
+from distributed.backends._keras.randomness import common_state
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.tensor_io import read_file, write_file
 from distributed.errors import CheckpointError, TrainingError
@@ -56,6 +57,15 @@ class OwnGenerators:
             self._own = self._state()
             self._restore(callers)
 
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """What is drawn within, by whichever generator, leaves no trace."""
+        before = self._state()
+        try:
+            yield
+        finally:
+            self._restore(before)
+
     def seed(self, value: int) -> None:
         """Seed all of them from one 64-bit number."""
         seed_torch(value, self._device)
@@ -86,6 +96,8 @@ def save_rng(directory: Path, rank: int) -> None:
         states["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
         states |= _numpy_state(sys.modules["numpy"])
+    if (state := common_state()) is not None:
+        states["keras"] = torch.from_numpy(state.numpy().astype("int64"))
     write_file(rng_file(directory, rank), states, {"python.version": str(version)})
 
 
@@ -95,6 +107,8 @@ def load_rng(directory: Path, rank: int) -> bool:
     if not path.exists():
         return False
     states, metadata = read_file(path)
+    if "torch" not in states:  # saved on an engine without torch
+        return False
     try:
         torch.set_rng_state(states["torch"])
         gauss = states["python.gauss"].tolist()
@@ -104,6 +118,8 @@ def load_rng(directory: Path, rank: int) -> bool:
             torch.cuda.set_rng_state(states["cuda"])
         if "numpy.key" in states:
             _set_numpy_state(states)
+        if "keras" in states and (state := common_state(create=True)) is not None:
+            state.assign(states["keras"].numpy())
     except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{path} does not hold generator states: {error}") from None
     return True

@@ -1,17 +1,10 @@
-"""The gradients of an update: their norm, whether they are finite, and what to say and do when they are not."""
+"""The gradients of an update: their norm, and whether they are finite."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-
-from distributed.backends._torch.averages import without_weight
-from distributed.backends._torch.objective import Loss
-from distributed.errors import TrainingError
-from distributed.state import Group, StepResult
 
 
 class Gradients:
@@ -75,47 +68,3 @@ def _view(parameter: torch.nn.Parameter) -> torch.Tensor:
         parameter.grad = gradient.coalesce()
         gradient = parameter.grad.values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
-
-
-class NanPolicy:
-    """`nan_policy`: what happens to an update whose gradients are not finite."""
-
-    def __init__(self, policy: str, report: Callable[[dict[str, Any]], None]) -> None:
-        self._policy, self._report = policy, report
-        self._last_step, self._in_a_row = -1, 0
-
-    def apply(self, step: int, where: str, result: StepResult, can_be_made: bool) -> None:
-        """Stop, or mark the update as left out, or let it be made with a warning."""
-        if self._policy == "stop":
-            raise TrainingError(
-                f"{where}: stopped before the update. Lower learning_rate, set gradient_clipping, or set nan_policy=skip"
-            )
-        self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 1
-        self._last_step = step
-        if self._in_a_row in (1, 10, 100, 1000):
-            is_made = self._policy == "warn" and can_be_made
-            text = f"{where}: {'update made anyway' if is_made else 'update left out'}"
-            self._report({"kind": "warning", "text": text})
-        if self._policy == "skip":  # what is reported are means over the updates that were made
-            result.skipped, result.averages, result.deferred = True, without_weight(result.averages), []
-
-
-_BAD = ("nan", "inf", "-inf")  # how `vote` numbers them, from 1 on
-
-
-def vote(losses: Sequence[Loss]) -> float:
-    """0 where all losses are finite, else the number of the first one that is not: what a rank tells the others."""
-    values = (float(loss.value.detach()) for loss in losses)
-    bad = next((value for value in values if not math.isfinite(value)), None)
-    return 0.0 if bad is None else 1.0 + _BAD.index(str(bad))
-
-
-def describe(step: int, group: Group, votes: Mapping[int, float]) -> str:
-    """Where and what: the step, the ranks (by their votes) whose loss it was, and the samples of the update."""
-    bad = {rank: _BAD[int(number) - 1] for rank, number in votes.items() if number}
-    if bad:
-        here = f"the loss is {next(iter(bad.values()))} on rank {', '.join(map(str, bad))}"
-    else:
-        here = "a gradient is NaN or infinite"
-    last = group.position + group.num_samples - 1
-    return f"step {step}: {here} (samples at positions {group.position} to {last} of the epoch)"

@@ -111,7 +111,7 @@ class MapData(ShardedData):
         else:
             self._keys(0)
             if source.batch_sampler is not None:
-                self.batch = _of_items(batch, max([1, *map(len, self._drawn[1])]))  # type: ignore[index] # drawn above
+                self.batch = _of_items(batch, max([1, *map(len, self._items(0))]))
 
     @property
     def updates_per_epoch(self) -> int | None:
@@ -128,8 +128,9 @@ class MapData(ShardedData):
             starts = whole if isinstance(starts, range) else [skip, *(start for start in starts if start > skip)]
         read = self._from_workers if self._source.num_workers else self._in_process
         first = starts.index(skip) if skip < self.num_samples else len(starts)
-        self._running = read(epoch, keys, starts[first:])
-        return self._running  # type: ignore[no-any-return]
+        running = read(epoch, keys, starts[first:])
+        self._running = running
+        return running
 
     def close(self) -> None:
         """Stop loader processes."""
@@ -150,15 +151,20 @@ class MapData(ShardedData):
             count = sample_count(source.dataset, source.name)
             self._lay_out(count, None)
             return epoch_order(count, self._seed, epoch, source.shuffle)
-        if self._drawn is None or self._drawn[0] != epoch:
-            self._drawn = epoch, draw_stream(own, source.dataset, self._seed, epoch, source.name)
-        items = self._drawn[1]
+        items = self._items(epoch)
         self._agree(zlib.crc32(repr(items).encode()) & 0xFFFFFF, f"draw different samples from {type(own).__name__}")
         if source.batch_sampler is None:
             self._lay_out(len(items), None)
             return _as_array(items)
         self._lay_out(sum(map(len, items)), [len(item) for item in items if len(item)])
         return _as_array([key for item in items for key in item])
+
+    def _items(self, epoch: int) -> list[Any]:
+        """What the user's sampler yields in `epoch`; drawn once."""
+        if self._drawn is None or self._drawn[0] != epoch:
+            source = self._source
+            self._drawn = epoch, draw_stream(self._own_sampler, source.dataset, self._seed, epoch, source.name)
+        return self._drawn[1]
 
     def _lay_out(self, count: int, sizes: list[int] | None) -> None:
         """Set how many samples an epoch has and where its updates start; `sizes` where a batch sampler makes them."""

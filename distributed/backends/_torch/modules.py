@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
-import functools
+import random
 from typing import Any
 
+import numpy
 import torch
-from torch.utils.checkpoint import checkpoint
 
+from distributed.backends._keras.models import is_model
 from distributed.backends._torch.generators import forked, seed_torch
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError
 
 
 def build_model(given: Any, config: DistributedConfig, device: torch.device) -> torch.nn.Module:
-    """The module that was given, or what the given factory makes of the seed; in `dtype`. `device` may be drawn on."""
-    model = given
-    if not isinstance(given, torch.nn.Module):
-        with forked(device):
-            seed_torch(config.seed, device)
-            model = given()
+    """The module that was given, or what the given factory makes of the seed; in `dtype`. `device` may be drawn on.
+
+    A Keras model comes as a module around it, empty as yet.
+    """
+    model = make_model(given, config, device)
+    if is_model(model):
+        from distributed.backends._torch.keras_module import KerasModule
+
+        return KerasModule(model)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"the model factory returned a {type(model).__name__}: return a torch.nn.Module")
     return model.double() if config.dtype == "float64" else model
+
+
+def make_model(given: Any, config: DistributedConfig, device: torch.device) -> Any:
+    """The model that was given, of torch or Keras, or what the given factory makes of the seed."""
+    if isinstance(given, torch.nn.Module) or is_model(given):
+        return given
+    before = random.getstate(), numpy.random.get_state()
+    with forked(device):
+        seed_torch(config.seed, device)
+        random.seed(config.seed)  # Keras draws the seeds of its initializers from it
+        numpy.random.seed(config.seed & 0xFFFFFFFF)
+        try:
+            return given()
+        finally:
+            random.setstate(before[0])
+            numpy.random.set_state(before[1])
+
+
+def sparse_names(model: torch.nn.Module) -> frozenset[str]:
+    """The names of the parameters whose gradients come sparse: those of modules with `sparse=True`."""
+    owned = {id(p) for module in model.modules() if getattr(module, "sparse", False) for p in module.parameters(False)}
+    return frozenset(name for name, p in model.named_parameters() if id(p) in owned)
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -35,32 +61,6 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
         if any(True for _ in block.children()) and any(True for _ in block.parameters())
     ]
     return [b for b in blocks if not any(b is not other and _contains(other, b) for other in blocks)]
-
-
-def checkpoint_activations(model: torch.nn.Module) -> int:
-    """Recompute the activations of the model's repeated blocks in the backward pass. Returns how many blocks.
-
-    A Hugging Face model brings its own switch. Names in `state_dict` do not change.
-    """
-    own = getattr(model, "gradient_checkpointing_enable", None)
-    if own is not None:
-        own(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return 1
-    blocks = repeated_blocks(model)
-    if not blocks:
-        raise ConfigError(
-            "activation_checkpointing=True found no repeated block (a ModuleList or Sequential of modules with sub-modules):"
-            " use torch.utils.checkpoint in the model's forward, or drop it"
-        )
-    for block in blocks:
-        block.forward = functools.partial(_checkpointed, block.forward)
-    return len(blocks)
-
-
-def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _contains(outer: torch.nn.Module, inner: torch.nn.Module) -> bool:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from distributed.backends._torch.counted import ClassLoss, class_loss
+from distributed.backends.base import TARGET_NAMES
 from distributed.errors import ConfigError, TrainingError
 
-_TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 _EXAMPLE = (
     "give one, for example Trainer(model, loss_fn=torch.nn.functional.cross_entropy), or a training_step(model, batch)"
 )
@@ -97,20 +97,21 @@ class Objective:
 
     def compare(self, outputs: Any, targets: Any) -> Loss:
         """The loss of `outputs` against `targets` by the user's loss, or the default one."""
-        if self._loss_fn is None and self._default is None:
-            self._default = self._choose_default(outputs, targets)
-            self._class_loss = class_loss(self._default)
+        loss_fn = self._loss_fn or self._default
+        if loss_fn is None:
+            loss_fn = self._default = self._choose_default(outputs, targets)
+            self._class_loss = class_loss(loss_fn)
         if self._class_loss is not None and (self.counts or not torch.is_grad_enabled()) and _are_classes(targets):
             value: Any = self._class_loss(outputs, targets)
         else:
-            value = (self._loss_fn or self._default)(outputs, targets)  # type: ignore[misc]
+            value = loss_fn(outputs, targets)
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             return Loss(value, None, outputs, targets)
         return dataclasses.replace(as_loss(value), outputs=outputs, targets=targets)
 
     def target_name(self, batch: Mapping[str, Any]) -> str | None:
         """The key of a named batch that `loss_fn` compares with and the model does not get; None without a loss_fn."""
-        return next((name for name in _TARGET_NAMES if name in batch), None) if self._loss_fn is not None else None
+        return next((name for name in TARGET_NAMES if name in batch), None) if self._loss_fn is not None else None
 
     def predict(self, model: Callable[..., Any], batch: Any) -> Any:
         """The model's outputs for `batch` without its targets."""
@@ -197,7 +198,7 @@ class Objective:
             if name is None:
                 keys = ", ".join(map(str, batch))
                 raise ConfigError(
-                    f"the batch has the keys {keys} and none of {', '.join(_TARGET_NAMES)}, so loss_fn has no targets:"
+                    f"the batch has the keys {keys} and none of {', '.join(TARGET_NAMES)}, so loss_fn has no targets:"
                     " rename one, or use training_step(model, batch)"
                 )
             return self.compare(model(**{key: value for key, value in batch.items() if key != name}), batch[name])

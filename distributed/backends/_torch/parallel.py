@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
-from distributed import comm
+from distributed import comm, membership
 from distributed.errors import ConfigError, DistributedError
 
 
@@ -45,14 +45,15 @@ class DistributedDataParallel(torch.nn.Module):
         capacity = _capacity(bucket_cap_mb, bucket_size_mb)
         if capacity is not None:
             options["bucket_cap_mb"] = capacity
-        world = comm._world()
+        world = membership.current_world()
         is_trained = any(parameter.requires_grad for parameter in module.parameters())
         self.module = module
         # Not a sub-module: names stay those of torch's wrapper, which must be gone when the group ends.
         self.__dict__["_wrapped"] = world.wrap(module, **options) if is_trained else module
+        self.__dict__["_world"] = world
         self._is_static, self._has_synced = static_graph, False
         self._is_held = self._is_local = self._is_released = False
-        comm._this.wrappers.add(self)
+        membership.wrappers().add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs."""
@@ -94,6 +95,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def release(self) -> None:
         """Drop torch's wrapper, so that the group can end; the model then is this process' alone."""
+        self.__dict__["_world"].unwrap(self.__dict__["_wrapped"])
         self.__dict__["_wrapped"] = self.module
         self._is_released = True
 
@@ -159,8 +161,8 @@ class DistributedSampler(TorchSampler[Any]):
             raise ConfigError(f"dataset is a {type(dataset).__name__} without a length: slice it in its own __iter__")
         if dataset_size is not None and dataset_size < 0:
             raise ConfigError(f"dataset_size={dataset_size} is below 0: give the number of samples")
-        size = comm.get_world_size() if num_replicas is None else num_replicas
-        mine = comm.get_rank() if rank is None else rank
+        size = membership.get_world_size() if num_replicas is None else num_replicas
+        mine = membership.get_rank() if rank is None else rank
         if not 0 <= mine < size:
             raise ConfigError(f"rank={mine} is not below num_replicas={size}: number parts from 0")
         sized: Any = dataset if dataset is not None else range(dataset_size or 0)

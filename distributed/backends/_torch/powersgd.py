@@ -7,22 +7,26 @@ the first update, so they are kept here by parameter name: Vogels et al., PowerS
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
+from distributed.backends._torch.comm_hooks import CommHook
 from distributed.backends._torch.tensor_io import read_file, write_file
 
 _ERROR, _FACTOR = "error.", "factor."
 
 
-class PowerSGD:
+class PowerSGD(CommHook):
     """The hook of one model, whose gradients come in one bucket. `num_updates` counts over resumes.
 
     `rank` and `start_step` are those of the options; None: torch's.
     """
+
+    has_memory = True
 
     def __init__(
         self, parameters: list[tuple[str, torch.nn.Parameter]], rank: int | None, start_step: int | None
@@ -32,6 +36,8 @@ class PowerSGD:
         self._names = {id(parameter): name for name, parameter in parameters}
         self._memory: dict[str, torch.Tensor] = {}  # `error.NAME` and `factor.NAME`, flat, while no bucket holds them
         self._start()
+        first = int(self._state.start_powerSGD_iter) + 1
+        self.notice = f"ddp.comm_hook=powersgd compresses from update {first} on; gradients are whole before"
 
     def _start(self, num_updates: int = 0) -> None:
         self._state = powerSGD_hook.PowerSGDState(process_group=None, **self._given)
@@ -39,16 +45,10 @@ class PowerSGD:
         self._layout: list[tuple[str, torch.Size]] = []
 
     @property
-    def first_compressed(self) -> int:
-        """The update that is the first to be compressed, counted from 1."""
-        return int(self._state.start_powerSGD_iter) + 1
-
-    @property
     def num_updates(self) -> int:
         return int(self._state.iter)
 
-    def hook(self, state: Any, bucket: Any) -> Any:
-        """DDP's communication hook. `state` is not used."""
+    def average(self, bucket: Any) -> Any:
         layout = [(self._names[id(p)], p.shape) for p in bucket.parameters()]
         if layout != self._layout:
             self._memory = self.memory()
@@ -58,7 +58,6 @@ class PowerSGD:
         return powerSGD_hook.powerSGD_hook(self._state, bucket)
 
     def forget(self) -> None:
-        """Drop the memory, which a gradient that was not finite has spoilt. All ranks."""
         self._memory = {}
         self._start(self.num_updates)
 
@@ -75,12 +74,10 @@ class PowerSGD:
         return kept
 
     def save(self, directory: Path, rank: int) -> dict[str, Any]:
-        """Write this rank's memory. Every rank; returns the rest for state.json."""
         write_file(directory / "comm_hook" / f"rank-{rank}.safetensors", self.memory(), {})
         return {"num_updates": self.num_updates}
 
-    def load(self, directory: Path, rank: int, state: dict[str, Any]) -> None:
-        """Take up what `save` wrote at the same world size."""
+    def load(self, directory: Path, rank: int, state: Mapping[str, Any]) -> None:
         self._memory, _ = read_file(directory / "comm_hook" / f"rank-{rank}.safetensors")
         self._start(int(state["num_updates"]))
 

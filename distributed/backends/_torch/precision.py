@@ -12,7 +12,7 @@ import torch
 from distributed.backends._torch import optim
 from distributed.config import DistributedConfig
 
-_MIN_LOSS_SCALE = 2.0**-20
+MIN_LOSS_SCALE = 2.0**-20
 
 
 class Precision:
@@ -55,9 +55,14 @@ class Precision:
         if self.scaler is not None:
             self.scaler.update()
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether an update with gradients that are not finite is left out by what makes the updates."""
+        return self.scaler is not None
+
     def may_overflow(self) -> bool:
         """Whether gradients that are not finite may come from the scale alone."""
-        return self.scaler is not None and self.scaler.get_scale() > _MIN_LOSS_SCALE
+        return self.scaler is not None and self.scaler.get_scale() > MIN_LOSS_SCALE
 
     def state(self) -> dict[str, Any] | None:
         """What `load` takes, as JSON."""

@@ -29,7 +29,8 @@ class Schedule:
 
     def notice(self) -> str | None:
         """When the schedule steps, to be said once; None where the settings say it, or there is none."""
-        if not self.follows_updates or self._merged.is_typed("scheduler_interval"):
+        says_itself = getattr(self._scheduler, "counts_updates", False)
+        if says_itself or not self.follows_updates or self._merged.is_typed("scheduler_interval"):
             return None
         kind = type(self._scheduler).__name__
         return f"{kind} steps after every update: set scheduler_interval='epoch' where it counts epochs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,29 +13,35 @@ from distributed.backends._torch.tensor_io import tensor_of, write_file
 from distributed.state import WorkerContext
 from distributed.storage.shards import Box, StoredTensor, sharding_metadata
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether `tensor` is a DTensor. Loads nothing: where its module is not loaded, there are none."""
+    """Whether `tensor` is a DTensor."""
+    return _dtensor(tensor) is not None
+
+
+def _dtensor(tensor: Any) -> DTensor | None:
+    """`tensor`, if it is a DTensor. Loads nothing: where its module is not loaded, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of `tensor`, without a copy."""
-    if not is_sharded(tensor):
-        return tensor
-    part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return part
+    sharded = _dtensor(tensor)
+    return tensor if sharded is None else sharded.to_local()
 
 
 def box(tensor: torch.Tensor) -> Box:
     """Where this rank's part lies in the whole."""
-    if not is_sharded(tensor):
+    sharded = _dtensor(tensor)
+    if sharded is None:
         return (0,) * tensor.dim(), tuple(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    shape, start = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    shape, start = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
     return tuple(start), tuple(shape)
 
 
@@ -64,21 +70,19 @@ def write(
 
 def read(stored: StoredTensor, like: torch.Tensor | None = None) -> torch.Tensor:
     """A stored tensor in its own element type, on the CPU: whole, or the part that this rank has of `like`, cut as that is."""
-    if like is None or not is_sharded(like):
+    cut = _dtensor(like)
+    if cut is None:
         return tensor_of(stored.dtype, stored.shape, stored.read())
     from torch.distributed.tensor import DTensor
 
-    part = box(like)
-    piece = tensor_of(stored.dtype, part[1], stored.read(part)).to(local(like).device)
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    part = box(cut)
+    piece = tensor_of(stored.dtype, part[1], stored.read(part)).to(local(cut).device)
     return DTensor.from_local(
-        piece, mesh, placements, run_check=False, shape=torch.Size(stored.shape), stride=like.stride()
+        piece, cut.device_mesh, cut.placements, run_check=False, shape=torch.Size(stored.shape), stride=cut.stride()
     )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of `tensor`. A collective where it is sharded."""
-    if not is_sharded(tensor):
-        return tensor
-    full: torch.Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
-    return full
+    sharded = _dtensor(tensor)
+    return tensor if sharded is None else sharded.full_tensor()

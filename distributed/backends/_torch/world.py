@@ -8,35 +8,40 @@ import gc
 import importlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from distributed.backends._torch.meeting import meet
+from distributed.backends._torch.modules import sparse_names
 from distributed.config import DistributedConfig
-from distributed.errors import ResourceError
+from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import WorkerEnvironment, worker_environment
 from distributed.plan import ProcessPlan
 from distributed.state import WorkerContext
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Until its result may be used."""
 
 
 class World(abc.ABC):
     """All verbs are collectives: every rank calls them, in the same order."""
 
     context: WorkerContext
+    transport: str | None = None  # nccl, gloo or mpi; None in a world of one
+
+    def is_alive(self) -> bool:
+        """Whether nobody has ended it. No collective."""
+        return True
 
     @abc.abstractmethod
-    def sum(self, values: torch.Tensor) -> Any:
-        """Sum `values` in place over all ranks; returns a handle with `.wait()`, or None when it is done."""
-
-    @abc.abstractmethod
-    def copy_from_main(self, tensor: torch.Tensor) -> None:
-        """Give `tensor` the main process' values, in place."""
-
-    @abc.abstractmethod
-    def combine(self, tensor: torch.Tensor, operation: str) -> None:
-        """Combine contiguous tensors of one shape in place over all ranks: "sum", "product", "min" or "max"."""
+    def combine(self, tensor: torch.Tensor, operation: str) -> Pending:
+        """Begin to combine contiguous tensors of one shape in place over all ranks: "sum", "product", "min" or "max"."""
 
     @abc.abstractmethod
     def copy_from(self, tensor: torch.Tensor, src: int) -> None:
@@ -53,6 +58,9 @@ class World(abc.ABC):
     @abc.abstractmethod
     def wrap(self, module: torch.nn.Module, **options: Any) -> torch.nn.Module:
         """`module` with its gradients averaged over all ranks in each backward pass. `options`: of torch's DDP."""
+
+    def unwrap(self, wrapped: torch.nn.Module) -> None:
+        """The end of what `wrap` made: its module is this process' alone. No collective."""
 
     @abc.abstractmethod
     def broadcast(self, value: Any, src: int) -> Any:
@@ -72,7 +80,18 @@ class World(abc.ABC):
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """Leave the others; nobody waits."""
+        """Leave the others, where it was not the user who joined them; nobody waits."""
+
+    def end(self) -> None:
+        """Leave the others, whoever joined them; nobody waits."""
+        self.leave()
+
+
+class _Done:
+    """Nothing to wait for."""
+
+    def wait(self) -> None:
+        return None
 
 
 class OneProcess(World):
@@ -83,14 +102,8 @@ class OneProcess(World):
         device = "cuda:0" if plan.device == "cuda" else "cpu"
         self.context = WorkerContext(0, 1, 0, 1, 0, device, found.restart_count if found else 0)
 
-    def sum(self, values: torch.Tensor) -> Any:
-        return None
-
-    def copy_from_main(self, tensor: torch.Tensor) -> None:
-        return None
-
-    def combine(self, tensor: torch.Tensor, operation: str) -> None:
-        return None
+    def combine(self, tensor: torch.Tensor, operation: str) -> Pending:
+        return _Done()
 
     def copy_from(self, tensor: torch.Tensor, src: int) -> None:
         return None
@@ -148,6 +161,10 @@ class ProcessGroup(World):
             torch.cuda.set_device(found.local_rank)
         self._is_ours = not dist.is_initialized()
         if self._is_ours:
+            if config.communication_backend == "mpi":
+                raise ConfigError(
+                    "backend='mpi' is not in PyTorch's wheels: use gloo, or --backend horovod under mpirun"
+                )
             usual = transport or ("nccl" if plan.device == "cuda" else "gloo")
             _join(found, config.communication_backend or usual, config, warn, call)
             atexit.register(leave_group)
@@ -155,15 +172,14 @@ class ProcessGroup(World):
             found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, self._device,
             found.restart_count,
         )  # fmt: skip
+        self.transport = dist.get_backend()
 
-    def sum(self, values: torch.Tensor) -> Any:
-        return dist.all_reduce(values, async_op=True)
+    def is_alive(self) -> bool:
+        return dist.is_initialized()
 
-    def copy_from_main(self, tensor: torch.Tensor) -> None:
-        dist.broadcast(tensor, src=0)
-
-    def combine(self, tensor: torch.Tensor, operation: str) -> None:
-        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()))
+    def combine(self, tensor: torch.Tensor, operation: str) -> Pending:
+        work: Pending = dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()), async_op=True)
+        return work
 
     def copy_from(self, tensor: torch.Tensor, src: int) -> None:
         dist.broadcast(tensor, src=src)
@@ -183,6 +199,12 @@ class ProcessGroup(World):
     def wrap(self, module: torch.nn.Module, **options: Any) -> torch.nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
+        trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        if len(trained) > 1 and (sparse := sparse_names(module)):
+            raise ConfigError(
+                f"{min(sparse)} has sparse gradients, which torch's DistributedDataParallel mixes up with others: build it with"
+                " sparse=False, or train with Trainer"
+            )
         devices = {parameter.device for parameter in module.parameters()}
         is_on_one_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
         return DistributedDataParallel(module, device_ids=list(devices) if is_on_one_gpu else None, **options)
@@ -206,6 +228,9 @@ class ProcessGroup(World):
     def leave(self) -> None:
         if self._is_ours:
             leave_group()
+
+    def end(self) -> None:
+        leave_group()
 
 
 def _join(

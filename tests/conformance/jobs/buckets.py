@@ -1,5 +1,9 @@
-"""A model of several DDP buckets on three processes; rank 1 is killed once at the step given. Writes the final weights."""
+"""A model of several DDP buckets on three processes; rank 1 is killed once at the step given. Writes the final weights.
 
+Arguments: where to, the step, and options of DDP as JSON.
+"""
+
+import json
 import os
 import signal
 import sys
@@ -32,7 +36,12 @@ def model():
 generator = torch.Generator().manual_seed(0)
 data = TensorDataset(torch.randn(203, 8, generator=generator), torch.randint(0, 3, (203,), generator=generator))
 trainer = Trainer(
-    model, epochs=2, batch_size=8, checkpoint_every_n_steps=3, callbacks=[KillOnce()], ddp={"bucket_cap_mb": 0.5}
+    model,
+    epochs=2,
+    batch_size=8,
+    checkpoint_every_n_steps=3,
+    callbacks=[KillOnce()],
+    ddp={"bucket_cap_mb": 0.5, **json.loads(sys.argv[3])},
 )
 trainer.fit(data)
 if trainer.is_main_process:

@@ -92,17 +92,48 @@ class SecondHeadAtFirst(TwoHeads):
 
 
 class Embedded(torch.nn.Module):
-    """Looks up a code of each sample; rows of the table that are asked for twice get two gradients."""
+    """Looks up a code of each sample; rows of the table that are asked for twice get two gradients.
+
+    Dense layers above the table and below it: torch's own DDP leaves those below it wrong.
+    """
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(5)
             self.table = torch.nn.Embedding(10, FEATURES, sparse=sparse)
+            self.body = torch.nn.Linear(FEATURES, FEATURES)
         self.head = net()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x + self.table((x[:, 0] > 0).long() + 3))
+        return self.head(self.body(x) + self.table((x[:, 0] > 0).long() + 3))
+
+
+def sparse_afterwards() -> dict[str, Any]:
+    """What a script's own wrapper around the trained model leaves out."""
+    model = Embedded(True)
+    model._ddp_params_and_buffers_to_ignore = ["head.0.bias"]
+    trainers = [Trainer(given, **BASE, max_steps=1) for given in (lambda: Embedded(True), lambda: model)]
+    for trainer in trainers:
+        trainer.fit(data())
+    return {"left out": [vars(t.model).get("_ddp_params_and_buffers_to_ignore") for t in trainers]}
+
+
+class Twice(torch.nn.Module):
+    """A layer that is used twice and recomputed in the way that gives its gradient in two pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.shared = torch.nn.Linear(FEATURES, FEATURES)
+        self.head = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x.clone().requires_grad_()
+        for _ in range(2):
+            hidden = torch.tanh(torch.utils.checkpoint.checkpoint(self.shared, hidden, use_reentrant=True))
+        return self.head(hidden)
 
 
 def dropping() -> torch.nn.Module:
@@ -468,6 +499,8 @@ CASES = {
     "logged-once": logged_twice,
     "logged-twice": logged_twice,
     "profiled": profiled,
+    "twice": case(Twice),
+    "twice-static": case(Twice, ddp={"static_graph": True}),
     "sparse": case(lambda: Embedded(True), loss_fn=pair, gradient_clipping=0.3, gradient_accumulation_steps=2),
     "dense": case(lambda: Embedded(False), loss_fn=pair, gradient_clipping=0.3, gradient_accumulation_steps=2),
     "max-steps": case(max_steps=5),
@@ -480,6 +513,7 @@ CASES = {
     "batch-norm": validated_by_hand,
     "by-epochs": checkpoints(checkpoint_frequency=2),
     "by-steps": checkpoints(checkpoint_every_n_steps=5),
+    "at-start": checkpoints(checkpoint_at_start=True, checkpoint_frequency=None),
     "by-time": checkpoints(checkpoint_every_s=0.01, epochs=60, keep_latest_k=10_000),
     "elsewhere": checkpoints(checkpoint_frequency=1, to="elsewhere"),
     "newest": checkpoints(checkpoint_frequency=1, epochs=5, keep_latest_k=2, keep_best=False, val=inverted),
@@ -507,6 +541,7 @@ DDP_CASES = {
     "powersgd-twice": after_each_other,
     "powersgd-spoilt": spoilt_powersgd,
     "powersgd-buckets": case(**FP32, ddp={"comm_hook": "powersgd", "bucket_cap_mb": 1}),
+    "sparse-afterwards": sparse_afterwards,
     "unused-found": case(TwoHeads, ddp={"find_unused_parameters": True}),
     "unused-at-last": case(SecondHeadAtFirst, gradient_accumulation_steps=3),
     "unused": case(TwoHeads),  # last: DDP's reducer is left unfinished

@@ -56,6 +56,18 @@ class Hidden(Net):
         return super().forward(x) + 0.01 * self.table
 
 
+class Normed(Net):
+    """With a BatchNorm, whose statistics are buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(7)
+
+    def forward(self, x):
+        x = self.layers[0](self.embed(x))
+        return self.head(self.layers[1](self.norm(x.transpose(1, 2)).transpose(1, 2)))
+
+
 class Watch(Callback):
     """Looks at the model in the middle of training."""
 
@@ -90,6 +102,7 @@ CASES = {
     "offload": FLOAT64 | {"fsdp": {"cpu_offload": True}},
     "recompute": FLOAT64 | {"activation_checkpointing": True},
     "bf16": {"mixed_precision": "bf16"},
+    "bf16-normed": {"mixed_precision": "bf16"},
     "bf16-sums": {"mixed_precision": "bf16", "fsdp": {"reduce_dtype": "bfloat16"}},
     "fp16": {"mixed_precision": "fp16", "scaler_init_scale": 1024.0},  # no update overflows
     "overflow": {"mixed_precision": "fp16", "scaler_init_scale": 2.0**60},
@@ -102,8 +115,12 @@ CASES = {
 def run(name, settings):
     fsdp = settings.pop("fsdp", {}) if BACKEND == "fsdp" else settings.pop("fsdp", {}) and {}
     torch.manual_seed(1)
-    model = Hidden if name == "hidden" else Net
+    model = {"hidden": Hidden, "bf16-normed": Normed}.get(name, Net)
     optimizer = None
+    if (
+        model is Normed
+    ):  # Adam would make whole steps of what rounding leaves of a gradient of zero, that of a bias before the norm
+        optimizer = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
     if name in ("object", "used-optimizer"):
         model = Net()
         optimizer = optimizer_of(model)

@@ -17,6 +17,7 @@ from distributed import (
     all_reduce,
     barrier,
     broadcast,
+    checkpoint_scope,
     destroy_process_group,
     get_distributed_info,
     get_rank,
@@ -74,7 +75,7 @@ def check_collectives(world, rank):
     assert all(each.eq(r).all() for r, each in enumerate(uneven))
     if world > 1:
         kind = torch.int32 if rank else torch.float32
-        assert "another type on rank 1" in refused(all_gather, torch.ones(2, dtype=kind))
+        assert "int32 on rank 1 and torch.float32 on rank 0" in refused(all_gather, torch.ones(2, dtype=kind))
     barrier()
 
 
@@ -136,6 +137,10 @@ def check_gradients(world, rank):
     model.sync_gradients()
     model.sync_gradients()
     assert agrees()
+    with checkpoint_scope(model.module[0]):
+        for step in range(4):
+            loss(step).backward()
+    assert agrees()
     sum(p.sum() * 0 for p in model.parameters()).backward()  # what a rank without a batch does
     model.zero_grad()
     static = DistributedDataParallel(network(), static_graph=True)
@@ -147,6 +152,9 @@ def check_gradients(world, rank):
     assert "drop one of them" in refused(DistributedDataParallel, network(), bucket_cap_mb=1, bucket_size_mb=2)
     assert "the model is on cpu" in refused(DistributedDataParallel, network(), device_ids=[0])
     assert DistributedDataParallel(torch.nn.Flatten())(torch.ones(2, 2)).shape == (2, 2)
+    if torch.distributed.is_initialized():
+        table = torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True), torch.nn.Linear(4, 1))
+        assert "0.weight has sparse gradients" in refused(DistributedDataParallel, table)
     return model
 
 
@@ -178,10 +186,11 @@ def main():
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     check_before_joining(world, rank)
     init_process_group(backend="gloo")
-    init_process_group()  # once more changes nothing
+    init_process_group(backend="gloo")  # once more changes nothing
     info = get_distributed_info()
     assert is_initialized() and (info["rank"], info["world_size"], info["available"]) == (rank, world, world > 1)
-    assert world == 1 or any("gloo" in name for name in threads())
+    is_torchs = torch.distributed.is_initialized()  # else it is a Horovod world
+    assert not is_torchs or any("gloo" in name for name in threads())
     check_collectives(world, rank)
     check_reduce_scatter(world, rank)
     model = check_gradients(world, rank)

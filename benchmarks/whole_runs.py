@@ -1,0 +1,100 @@
+"""One command from its start to its end: seconds to the first step, the memory of all its processes, and its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+HERE = Path(__file__).resolve().parent
+LIMIT_S = 300
+MARK = "BENCHMARK_TREE"
+
+
+def run_once(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, float]:
+    """One run of `command`, in which {directory} is where it tells how far it is (marks.py).
+
+    Returns seconds to the `first` step and of the `whole` run, and MB of the process tree when it paused: `pss`, and `peak`.
+    What the script measured itself stands beside.
+    """
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as output:
+        mark = uuid.uuid4().hex
+        words = [word.replace("{directory}", directory) for word in command]
+        path = os.pathsep.join([str(HERE.parent), str(HERE)])
+        complete = {**os.environ, MARK: mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
+        begin = time.time()
+        with subprocess.Popen(words, cwd=directory, env=complete, stdout=output, stderr=subprocess.STDOUT) as process:
+            try:
+                _wait_for_pause(process, Path(directory), output)
+                memory = tree_memory(mark)
+                Path(directory, "go").touch()
+                code = process.wait(LIMIT_S)
+            finally:
+                process.kill()
+                for entry in _tree(mark):  # workers that outlived it
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(entry.name), signal.SIGKILL)
+        if code != 0:
+            raise SystemExit(f"{' '.join(words)} ended with {code}:\n{_text(output)}")
+        measured = Path(directory, "measured.json")
+        return {
+            "first": float(Path(directory, "first-step").read_text()) - begin,
+            "whole": time.time() - begin,
+            **memory,
+            **(json.loads(measured.read_text()) if measured.exists() else {}),
+        }
+
+
+def _wait_for_pause(process: subprocess.Popen[bytes], directory: Path, output: IO[str]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not (directory / "paused").exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise SystemExit(f"the run did not come to its pause:\n{_text(output)}")
+        time.sleep(0.01)
+
+
+def _text(output: IO[str]) -> str:
+    output.seek(0)
+    return output.read()[-5000:]
+
+
+def tree_memory(mark: str) -> dict[str, float]:
+    """MB of all processes that carry `mark` in their environment: what they have now, shared pages counted once (`pss`),
+    and with how far each has been above its present size (`peak`)."""
+    now = above = 0
+    for entry in _tree(mark):
+        try:
+            now += _kilobytes((entry / "smaps_rollup").read_text(), "Pss")
+            status = (entry / "status").read_text()
+            above += _kilobytes(status, "VmHWM") - _kilobytes(status, "VmRSS")
+        except OSError:  # ended meanwhile
+            continue
+    return {"pss": now / 1000, "peak": (now + above) / 1000}
+
+
+def _tree(mark: str) -> Iterator[Path]:
+    """The processes that carry `mark`, as directories of /proc."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # ended meanwhile, or not ours
+            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                yield entry
+
+
+def _kilobytes(text: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.M)
+    return int(found[1]) if found else 0
+
+
+def ratios(runs: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]], key: str) -> list[float]:
+    """One of each round."""
+    return [run[key] / raw[key] for run, raw in zip(runs, base, strict=True)]

@@ -1,0 +1,226 @@
+"""DeepSpeed's engine around a plain model and optimizer, and their return to what they were."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed.backends._deepspeed.partitions import Partitions, iterate, stand_in, with_whole
+from distributed.backends._deepspeed.precision import LossScale
+from distributed.backends._torch.tensors import named_parameters
+from distributed.backends._torch.world import World
+from distributed.errors import ConfigError
+
+# Their update of a number depends on that number and its own state alone, so that it may be cut anywhere.
+_ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD")
+
+
+def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, allows_any: bool) -> None:
+    """ConfigError for what stages 1 to 3 cannot cut."""
+    name = type(optimizer).__name__
+    is_known = type(optimizer).__module__.startswith("torch.optim") and name in _ELEMENTWISE
+    if not is_known and not allows_any:
+        raise ConfigError(
+            f"the optimizer {name} may look at more of a parameter than the piece that ZeRO gives it: use"
+            f" {', '.join(_ELEMENTWISE[:3])}, or set zero_allow_untested_optimizer=true in deepspeed_config if it does not"
+        )
+    kinds = sorted({str(p.dtype) for p in model.parameters() if p.requires_grad and p.dtype != torch.float32})
+    if kinds:
+        raise ConfigError(
+            f"the model has trainable parameters of {' and '.join(kinds)}, and ZeRO keeps them in float32: build the model in"
+            " float32, with mixed_precision='bf16' for 16 bits in the forward"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if not any(p.requires_grad for p in group["params"]):
+            raise ConfigError(f"group {number} of the optimizer has no trainable parameter: leave it out")
+
+
+class Engine:
+    """`model` and `optimizer` in DeepSpeed's hands, from the first update of a fit to its end.
+
+    Stages 1 to 3 change both in place: the optimizer updates flat fp32 partitions, and in stage 3 the model's parameters are
+    empty but for the moment of their use. All ranks call every method.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: Mapping[str, Any],
+        world: World,
+        loss_scale: LossScale,
+        previous: Engine | None = None,
+    ) -> None:
+        """`config`: DeepSpeed's own, complete. `previous`: the released one of an earlier fit, with the optimizer's state."""
+        import deepspeed
+
+        self.model, self.optimizer, self._world = model, optimizer, world
+        self.stage = int(config["zero_optimization"]["stage"])
+        self.is_released = False
+        self.groups = [dict(group) for group in optimizer.param_groups]
+        self._own = _Attributes(model)
+        has_halves = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+        weights = {p: p.detach().clone() for p in iterate(self.groups)} if has_halves else {}
+        state = dict(optimizer.state)
+        if self.stage:
+            optimizer.state.clear()
+        self.wrapper, self.zero, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config))
+        self._own.note()
+        self.wrapper.set_gradient_accumulation_boundary(True)
+        if not self.stage:
+            self.wrapper.zero_grad = lambda: None  # the next step does it; until then the log may ask for their norm
+            return
+        self._own_scaler = self.zero.loss_scaler
+        self.zero.loss_scaler = self._scale = loss_scale
+        self.partitions = Partitions(self.zero, list(iterate(self.groups)), self.stage, world)
+        self.partitions.set_whole(weights)
+        if previous is not None:
+            self.partitions.take_over(optimizer, previous.partitions, state)
+        else:
+            self.partitions.set_state(optimizer, state, {p: name for name, p in named_parameters(model)})
+
+    # ------------------------------------------------------------------ in training
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes inside are not the last of their update."""
+        self.wrapper.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.wrapper.set_gradient_accumulation_boundary(True)
+
+    def step(self, divide_by: float) -> bool:
+        """Stages 1 to 3: one update with the gradients divided by `divide_by`, then clipped.
+
+        False where one of them is not finite, or would not be after a division by zero: then none was made, on any rank.
+        """
+        if divide_by == 0.0:  # nothing counted in this update
+            return self._leave_out()
+        self._scale.divide_by = divide_by
+        self.wrapper.step()
+        self._scale.divide_by = 1.0
+        self._scale.settle()
+        return bool(self.wrapper.was_step_applied())
+
+    def _leave_out(self) -> bool:
+        """DeepSpeed's own way to drop gradients: the norm that it takes for one that is not finite."""
+        bad = torch.tensor(-1.0)
+        name, value = ("_get_norm_groups", [bad]) if self.stage == 3 else ("scaled_global_norm", bad)
+        setattr(self.zero, name, lambda: value)
+        self.wrapper.step()
+        delattr(self.zero, name)
+        return False
+
+    def gradient_norm(self) -> float | None:
+        """Stages 1 to 3: of the newest update, before clipping."""
+        norm = self.wrapper.get_global_grad_norm()
+        if norm is None:
+            return None
+        return float(norm) if math.isfinite(norm) else math.nan  # DeepSpeed says infinity for both
+
+    # ------------------------------------------------------------------ whole tensors
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Within, the model's parameters are whole and fp32 on the main process."""
+        before = {p: p.data for p in self.model.parameters()}
+        try:
+            for parameter, full in self._weights():
+                if self._world.context.is_main_process:
+                    parameter.data = full.cpu()
+            yield
+        finally:
+            for parameter, data in before.items():
+                parameter.data = data
+
+    def _weights(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Every parameter that lies in pieces or in 16 bits, whole and fp32. All ranks exhaust it."""
+        if self.is_released or not self.stage:
+            return
+        trained = set(iterate(self.groups))
+        for parameter in self.model.parameters():
+            if parameter in trained:
+                yield parameter, self.partitions.whole(parameter)
+            elif hasattr(parameter, "ds_id"):
+                yield parameter, _gathered(parameter)
+            elif parameter.dtype in (torch.bfloat16, torch.float16):
+                yield parameter, parameter.detach().float()
+
+    def whole_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer as it would be with whole parameters, on the main process; on others without its state."""
+        if not self.stage:
+            return self.optimizer
+        state = self.partitions.state(self.optimizer, keep=self._world.context.is_main_process)
+        return stand_in(self.optimizer, self.groups, state)
+
+    def save_own_files(self, directory: Path, step: int) -> None:
+        """Stages 1 to 3: DeepSpeed's own checkpoint of what is being trained. Each rank writes its part; OSError on the one that
+        cannot."""
+        from distributed.backends._deepspeed import own_files
+
+        self._own_scaler.cur_scale = self._scale.scale
+        self.zero.loss_scaler = (
+            self._own_scaler
+        )  # it is pickled, and ours is nothing that DeepSpeed's tools could import
+        try:
+            own_files.save(self.wrapper, directory, step, is_main=self._world.context.is_main_process)
+        finally:
+            self.zero.loss_scaler = self._scale
+
+    # ------------------------------------------------------------------ the end
+
+    def release(self, home: torch.device) -> None:
+        """Give the model whole fp32 parameters on `home`. The optimizer's state stays cut, for the next engine."""
+        weights = {parameter: full.to(home) for parameter, full in self._weights()}
+        self.abandon()
+        for parameter, full in weights.items():
+            parameter.data = full
+
+    def abandon(self) -> None:
+        """Take DeepSpeed's hooks off; nobody waits. In stage 3 the model's parameters stay empty."""
+        if self.is_released:
+            return
+        self.is_released = True
+        self.wrapper.destroy()
+        for hook in (self.wrapper.module_forward_pre_hook, self.wrapper.module_forward_post_hook):
+            hook.remove()
+        self._own.restore()
+        self.optimizer.param_groups = with_whole(self.optimizer, self.groups)
+        del self.wrapper, self.zero
+
+
+def _gathered(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A frozen parameter of stage 3."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().to(torch.float32, copy=True)
+
+
+class _Attributes:
+    """What a model's modules and parameters have of their own, beside the things that DeepSpeed puts there."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._each = [*model.modules(), *model.parameters()]
+        self._before = [set(vars(each)) for each in self._each]
+        self._foreign: list[set[str]] = []
+        self._parameters = [(module, module._parameters) for module in model.modules()]
+
+    def note(self) -> None:
+        """DeepSpeed has put its things there."""
+        self._foreign = [set(vars(each)) - before for each, before in zip(self._each, self._before, strict=True)]
+
+    def restore(self) -> None:
+        """Take them away again, and what came during training under such names."""
+        for each, before, foreign in zip(self._each, self._before, self._foreign, strict=True):
+            for name in vars(each).keys() - before:
+                if name in foreign or name.startswith(("ds_", "_ds_")):
+                    delattr(each, name)
+        for module, parameters in self._parameters:
+            module._parameters = parameters

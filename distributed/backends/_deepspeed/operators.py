@@ -1,0 +1,97 @@
+"""DeepSpeed's C++ operators: compiled once, under a lock that a killed build cannot leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed.errors import ResourceError
+
+_POLL_S = 0.1
+_FOREIGN_LOCK_S = 600.0  # a lock in a directory of the user's own may be another program's, as long as it is younger
+
+
+def directory() -> tuple[Path, bool]:
+    """Where compiled operators lie, and whether the place is ours: the user's TORCH_EXTENSIONS_DIR goes before it."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given and not given.endswith(_own_name()):
+        return Path(given), False
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "distributed-trainer" / _own_name(), True
+
+
+def _own_name() -> str:
+    """A build fits one version of torch and of Python, and one kind of processor (it is compiled for this one)."""
+    return f"extensions-torch{torch.__version__}-py{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}"
+
+
+def load(name: str, make: Callable[[], Any], limit_s: float, say: Callable[[str], None]) -> Any:
+    """The operator that `make` compiles, or only loads where that was done before. Every rank for itself: one compiles, and the
+    others of its machine wait.
+
+    torch guards a build with a file that outlives a killed build, and every later process waits for it for ever (torch 2.13,
+    `FileBaton`). What we hold ends with the process, so whoever has it may clear such files away.
+    """
+    where, is_ours = directory()
+    where.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(where)
+    with _held(where / "building.lock", limit_s, name):
+        remove_stale_locks(where, is_ours)
+        is_built = any((where / name).glob(f"{name}*.so"))
+        if not is_built:
+            say(f"compiling DeepSpeed's {name} (C++, once, one to three minutes) in {where}")
+        began = time.monotonic()
+        operator = _made(name, make)
+        if not is_built:
+            say(f"compiled {name} in {time.monotonic() - began:.0f} s")
+    return operator
+
+
+def remove_stale_locks(where: Path, is_ours: bool) -> list[Path]:
+    """Remove the locks of builds that were killed. Returns them."""
+    found = []
+    for lock in where.glob("*/lock"):
+        with contextlib.suppress(FileNotFoundError):
+            if is_ours or time.time() - lock.stat().st_mtime > _FOREIGN_LOCK_S:
+                lock.unlink()
+                found.append(lock)
+    return found
+
+
+@contextlib.contextmanager
+def _held(path: Path, limit_s: float, name: str) -> Iterator[None]:
+    deadline = time.monotonic() + limit_s
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ResourceError(
+                        f"{name} was not compiled by another process within start_timeout={limit_s:g} s: set a longer one"
+                        f" (--set start_timeout={2 * limit_s:g}), or drop deepspeed.cpu_adam"
+                    ) from None
+                time.sleep(_POLL_S)
+        yield
+
+
+def _made(name: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except (
+        RuntimeError
+    ) as error:  # what torch and DeepSpeed raise where ninja or a compiler is missing, or the compiler fails
+        lines = [line for line in str(error).splitlines() if "error:" in line] or str(error).splitlines()[:1]
+        raise ResourceError(
+            f"{name} cannot be compiled ({lines[0].strip()[:200]}): install g++ and ninja, or drop deepspeed.cpu_adam"
+        ) from None

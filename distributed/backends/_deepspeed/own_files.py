@@ -1,0 +1,71 @@
+"""DeepSpeed's own checkpoint files, for its tools alone: they are pickles, and nothing of ours reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from distributed.storage.durable import sync
+
+
+class _Collector(CheckpointEngine):  # type: ignore[misc]
+    """Takes what a rank would write, and writes it when the ranks no longer wait for each other: a disk may take any time, and
+    may fail on one of them alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Path, Any]] = []
+
+    def create(self, info: Any) -> None:
+        return None
+
+    def makedirs(self, path: Any, exist_ok: bool = False) -> None:
+        return None
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.found.append((Path(path), state_dict))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        raise NotImplementedError("these files are DeepSpeed's to read")
+
+    def commit(self, info: Any) -> bool:
+        return True
+
+    def write(self) -> None:
+        """Raises OSError."""
+        for path, content in self.found:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                torch.save(content, path)
+            except RuntimeError as error:  # what torch raises where the disk fails
+                raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from None
+            sync(path)
+
+
+def save(wrapper: Any, directory: Path, step: int, *, is_main: bool) -> None:
+    """What `engine.save_checkpoint` leaves, under `directory`. All ranks call it, and each writes its part. Raises OSError on the
+    rank whose disk fails, when no other waits for it any more."""
+    collector, before, tag = _Collector(), wrapper.checkpoint_engine, f"global_step{step}"
+    wrapper.checkpoint_engine = collector
+    wrapper._copy_recovery_script = lambda path: None  # below
+    try:
+        wrapper.save_checkpoint(str(directory), tag=tag, save_latest=False)
+    finally:
+        wrapper.checkpoint_engine = before
+        del wrapper._copy_recovery_script
+    for _, content in collector.found:
+        _add_frozen(wrapper, content)
+    collector.write()
+    if is_main:
+        wrapper._copy_recovery_script(str(directory))
+        (directory / "latest").write_text(tag)
+
+
+def _add_frozen(wrapper: Any, content: dict[str, Any]) -> None:
+    """Stage 1: DeepSpeed 0.19 leaves frozen parameters out, and its tools then give a model without them."""
+    if "frozen_param_shapes" in content and content["frozen_param_shapes"] is None:
+        for name, of in (("shapes", wrapper._get_param_shape_func), ("fragments", wrapper._get_param_fragment_func)):
+            content[f"frozen_param_{name}"] = wrapper._get_zero_frozen_param_attributes(of)

@@ -1,0 +1,176 @@
+"""Where ZeRO has put each parameter: the flat fp32 tensors that the optimizer updates, and the way back to whole tensors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from distributed.backends._torch.world import World
+from distributed.errors import CheckpointError
+
+State = dict[torch.Tensor, dict[str, Any]]  # as Optimizer.state: a parameter's slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What this rank holds of one parameter: `length` elements of it from `start` on, at `offset` of `flat`."""
+
+    flat: torch.Tensor
+    offset: int
+    start: int
+    length: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The piece of a tensor that lies like `self.flat`."""
+        return flat.detach().narrow(0, self.offset, self.length)
+
+
+class Partitions:
+    """The trainable parameters in pieces. All ranks make it after the same `deepspeed.initialize`, and call all of it."""
+
+    def __init__(self, zero: Any, parameters: Iterable[torch.nn.Parameter], stage: int, world: World) -> None:
+        """`zero`: DeepSpeed's optimizer of stage 1, 2 or 3."""
+        find = _find_sharded if stage == 3 else _find_flattened
+        self._shapes = {p: torch.Size(getattr(p, "ds_shape", p.shape)) for p in parameters}
+        self._pieces = {p: find(zero, p) for p in self._shapes}
+        self.flats: list[torch.Tensor] = list(
+            zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
+        )
+        self._flat_of = {p: _flat_index(zero, p, stage) for p in self._shapes}
+        self._world, self._device = world, torch.device(world.context.device)
+
+    def whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The parameter itself in fp32, on this rank's device."""
+        piece = self._pieces[parameter]
+        return self._assemble(parameter, None if piece is None else piece.of(piece.flat))
+
+    def set_whole(self, values: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Give the fp32 parameters these values. Nothing is sent."""
+        for parameter, value in values.items():
+            if (piece := self._pieces[parameter]) is not None:
+                _copy(piece.of(piece.flat), value, piece)
+
+    def state(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> State:
+        """The optimizer's state by whole parameters, on the CPU; with `keep` False it is only helped to the other ranks."""
+        found: State = {}
+        for parameter, shape in self._shapes.items():
+            flat = self.flats[self._flat_of[parameter]]
+            slots: dict[str, Any] = {}
+            for name, value in optimizer.state.get(flat, {}).items():
+                if not _is_like(value, flat):
+                    slots[name] = copy.deepcopy(value)
+                    continue
+                piece = self._pieces[parameter]
+                full = self._assemble(parameter, None if piece is None else piece.of(value))
+                if keep:
+                    slots[name] = full.cpu().reshape(shape)
+            if keep and slots:
+                found[parameter] = slots
+        return found
+
+    def set_state(self, optimizer: torch.optim.Optimizer, state: State, names: Mapping[torch.Tensor, str]) -> None:
+        """Cut the state of whole parameters into `optimizer`'s. Nothing is sent."""
+        for index, flat in enumerate(self.flats):
+            members = [p for p in self._shapes if self._flat_of[p] == index]
+            if any(state.get(p) for p in members):
+                optimizer.state[flat] = self._cut(flat, members, state, names)
+
+    def take_over(self, optimizer: torch.optim.Optimizer, other: Partitions, state: State) -> None:
+        """Give `optimizer` the state that it had when `other` were its partitions, of the same parameters."""
+        for flat, before in zip(self.flats, other.flats, strict=True):
+            if before in state:
+                optimizer.state[flat] = state[before]
+
+    def _cut(self, flat: torch.Tensor, members: list[Any], state: State, names: Mapping[Any, str]) -> dict[str, Any]:
+        slots: dict[str, Any] = {}
+        first = next(p for p in members if state.get(p))
+        for name, value in state[first].items():
+            if isinstance(value, torch.Tensor) and value.shape == self._shapes[first] and name != "step":
+                slots[name] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
+                self._fill(slots[name], name, members, state)
+                continue
+            slots[name] = copy.deepcopy(value)
+            for other in members:
+                if not _same(state.get(other, {}).get(name), value):
+                    raise CheckpointError(
+                        f"the optimizer's {name} of {names[first]} and of {names[other]} differ, and deepspeed keeps one for"
+                        " both: start without the checkpoint, or use backend 'fsdp'"
+                    )
+        return slots
+
+    def _fill(self, target: torch.Tensor, name: str, members: list[Any], state: State) -> None:
+        for parameter in members:
+            piece, slots = self._pieces[parameter], state.get(parameter, {})
+            if piece is not None and name in slots:
+                _copy(piece.of(target), slots[name], piece)
+
+    def _assemble(self, parameter: torch.nn.Parameter, mine: torch.Tensor | None) -> torch.Tensor:
+        """All ranks' pieces as one tensor. Summed as whole numbers, whose zeros change no bit of the others."""
+        shape, piece = self._shapes[parameter], self._pieces[parameter]
+        bits = torch.zeros(shape.numel(), dtype=torch.int32, device=self._device)
+        if mine is not None and piece is not None:
+            bits[piece.start : piece.start + piece.length] = mine.to(self._device, torch.float32).view(torch.int32)
+        self._world.combine(bits, "sum").wait()
+        return bits.view(torch.float32).reshape(shape)
+
+
+def _find_flattened(zero: Any, parameter: Any) -> Piece | None:
+    """Stages 1 and 2: a group's parameters one after the other in a flat tensor, which is cut by rank."""
+    found = parameter._hp_mapping
+    if found is None:
+        return None
+    inside, here = found.lp_fragment_address, found.hp_fragment_address
+    flat = zero.single_partition_of_fp32_groups[found.param_group_index]
+    return Piece(flat, here.start, inside.start, inside.numel)
+
+
+def _find_sharded(zero: Any, parameter: Any) -> Piece | None:
+    """Stage 3: each parameter is cut by rank; the last ones end in padding."""
+    index, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+    start = zero._get_param_partition_rank(parameter) * parameter.partition_numel()
+    length = min(length, parameter.ds_numel - start)
+    return Piece(zero.fp32_partitioned_groups_flat[index], offset, start, length) if length > 0 else None
+
+
+def _flat_index(zero: Any, parameter: Any, stage: int) -> int:
+    if stage == 3:
+        return int(zero.grad_position[zero.get_param_id(parameter)][0])
+    return next(i for i, group in enumerate(zero.bit16_groups) if any(p is parameter for p in group))
+
+
+def _is_like(value: Any, flat: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == flat.shape
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _copy(target: torch.Tensor, whole: torch.Tensor, piece: Piece) -> None:
+    target.copy_(whole.detach().reshape(-1)[piece.start : piece.start + piece.length])
+
+
+def with_whole(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The optimizer's groups as they are now, with the parameters of `groups` in the place of DeepSpeed's pieces."""
+    return [{**now, "params": list(of["params"])} for now, of in zip(optimizer.param_groups, groups, strict=True)]
+
+
+def stand_in(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: State) -> torch.optim.Optimizer:
+    """`optimizer` as it would be with whole parameters: the same class and options."""
+    other = copy.copy(optimizer)
+    other.param_groups = with_whole(optimizer, groups)
+    other.state = defaultdict(dict, state)
+    return other
+
+
+def iterate(groups: list[dict[str, Any]]) -> Iterator[torch.nn.Parameter]:
+    """The trainable parameters of parameter groups, in order."""
+    for group in groups:
+        yield from (p for p in group["params"] if p.requires_grad)

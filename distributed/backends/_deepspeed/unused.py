@@ -1,0 +1,46 @@
+"""Parameters that no rank's loss depends on. DeepSpeed gives them a gradient of zero where torch gives none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from distributed.errors import ConfigError
+
+_DECAYS = ("weight_decay", "lambd")  # of a group: what moves a parameter though its gradient is zero
+
+
+class FirstGradients:
+    """Sees which parameters get a gradient, from when it is made to `check`."""
+
+    def __init__(self, names: Mapping[torch.nn.Parameter, str], groups: list[dict[str, Any]]) -> None:
+        """Of `groups`, only what an update moves without a gradient is looked at."""
+        decayed = [p for group in groups for p in group["params"] if any(group.get(name) for name in _DECAYS)]
+        watched = [p for p in decayed if p.requires_grad and p in names]
+        self._seen = {names[p]: 0.0 for p in watched}
+        self._hooks = [p.register_hook(self._note(names[p])) for p in watched]
+
+    def _note(self, name: str) -> Callable[[torch.Tensor], None]:
+        def note(gradient: torch.Tensor) -> None:
+            self._seen[name] = 1.0
+
+        return note
+
+    def check(self, reduce: Callable[[dict[str, float]], dict[str, float]]) -> None:
+        """ConfigError where one got none on any rank. A collective."""
+        self.release()
+        unused = [name for name, count in reduce(self._seen).items() if not count]
+        if unused:
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+            raise ConfigError(
+                f"{unused[0]}{more} got no gradient in the first update, which DeepSpeed takes for a gradient of zero: weight"
+                " decay would shrink it, where torch leaves it alone. Freeze it with requires_grad_(False), put it in a group"
+                " of the optimizer with weight_decay=0, or use backend='pytorch-ddp' with ddp.find_unused_parameters=True"
+            )
+
+    def release(self) -> None:
+        """Look no further."""
+        for hook in self._hooks:
+            hook.remove()

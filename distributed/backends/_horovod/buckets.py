@@ -1,0 +1,192 @@
+"""Gradients exchanged while the backward pass runs: each bucket goes as one all-reduce once its last gradient is there.
+
+Not `hvd.DistributedOptimizer`: it sends each parameter by itself and leaves it to the clock which of them Horovod fuses, so
+that three processes sum up in another order in every run. These buckets are the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from distributed.backends._horovod.world import Reduction, finished
+from distributed.errors import ConfigError
+
+CAPACITY_MB = 25.0  # of a bucket, as torch's DDP has it
+_ON_WIRE = (torch.float32, torch.float64, torch.float16)
+
+
+class Buckets:
+    """The gradients of `parameters`, averaged over all ranks in place by `finish`.
+
+    A gradient that a rank does not have counts as zero; one that no rank has stays missing. Gradients of embeddings with
+    `sparse=True` stay sparse.
+
+    Args:
+        parameters: those that require a gradient, by name, in the same order on all ranks.
+        sparse: the names of those with sparse gradients.
+        is_compressed: float16 on the wire.
+        is_adasum: combine by Adasum (arXiv 2006.02924), parameter by parameter, instead of averaging.
+    """
+
+    def __init__(
+        self,
+        hvd: Any,
+        parameters: dict[str, torch.nn.Parameter],
+        *,
+        sparse: frozenset[str] = frozenset(),
+        is_compressed: bool = False,
+        is_adasum: bool = False,
+        capacity_mb: float | None = None,
+        on_first: Callable[[], None] | None = None,
+    ) -> None:
+        self._hvd, self._is_compressed = hvd, is_compressed
+        self._operation = hvd.Adasum if is_adasum else hvd.Average
+        self._on_first = on_first
+        self.is_local = False  # while it is true, gradients stay this rank's own
+        self._sparse = {name: p for name, p in parameters.items() if name in sparse}
+        dense = [p for name, p in parameters.items() if name not in sparse]
+        capacity = 0.0 if is_adasum else (capacity_mb or CAPACITY_MB) * 2**20
+        self._buckets = [_Bucket(part, has_flags=not is_adasum) for part in _parts(dense, capacity)]
+        self._is_begun = False
+        names = {p: name for name, p in parameters.items()}
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._make_hook(number, bucket, names[p]))  # type: ignore[no-untyped-call]
+            for number, bucket in enumerate(self._buckets)
+            for p in bucket.parameters
+        ]
+
+    def finish(self) -> None:
+        """Send what has not gone yet and wait for all of it. All ranks call it after the backward pass."""
+        self._is_begun = False
+        for number, bucket in enumerate(self._buckets):
+            if bucket.pending is None:
+                self._send(number, bucket)
+        sparse = [(p, self._send_sparse(name, p)) for name, p in self._sparse.items()]
+        for bucket in self._buckets:
+            bucket.take()
+        for p, result in sparse:
+            p.grad = result()
+
+    def release(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _make_hook(self, number: int, bucket: _Bucket, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            if self.is_local:
+                return
+            if bucket.pending is not None:  # what comes now would be lost
+                raise ConfigError(
+                    f"{name} got a second gradient in one backward pass, as where it is shared by parts recomputed with"
+                    " use_reentrant=True: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                )
+            if not self._is_begun:
+                self._is_begun = True
+                if self._on_first is not None:
+                    self._on_first()
+            bucket.ready.add(id(parameter))
+            if len(bucket.ready) == len(bucket.parameters) and bucket.pending is None:
+                self._send(number, bucket)
+
+        return hook
+
+    def _send(self, number: int, bucket: _Bucket) -> None:
+        bucket.fill()
+        flat = bucket.flat
+        wire = flat.half() if self._is_compressed else flat
+        handle = self._hvd.allreduce_async_(wire, op=self._operation, name=f"gradients.{number}")
+
+        def unpack() -> None:
+            if wire is not flat:
+                flat.copy_(wire)
+
+        bucket.pending = Reduction(self._hvd, handle, unpack)
+
+    def _send_sparse(self, name: str, parameter: torch.nn.Parameter) -> Callable[[], torch.Tensor]:
+        grad = parameter.grad
+        if grad is None:
+            empty = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+            grad = _sparse(empty, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+        grad = grad.coalesce()
+        indices = self._hvd.allgather_async(grad.indices().t().contiguous(), name=f"indices.{name}")
+        values = self._hvd.allgather_async(grad.values(), name=f"values.{name}")
+
+        def result() -> torch.Tensor:
+            summed = finished(self._hvd, values) / self._hvd.size()
+            return _sparse(finished(self._hvd, indices).t(), summed, parameter.shape).coalesce()
+
+        return result
+
+
+class _Bucket:
+    """Some gradients as one tensor: [all of them one after the other, then a 1 for each that is there]."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, has_flags: bool) -> None:
+        self.parameters, self._has_flags = parameters, has_flags
+        first = parameters[0]
+        sizes = [p.numel() * (1 + p.is_complex()) for p in parameters]
+        kind = _wire_type(first)
+        self.flat = torch.zeros(sum(sizes) + has_flags * len(parameters), dtype=kind, device=first.device)
+        self._views = list(torch.split(self.flat[: sum(sizes)], sizes))
+        self._flags = self.flat[sum(sizes) :]
+        self.ready: set[int] = set()
+        self.pending: Reduction | None = None
+
+    def fill(self) -> None:
+        """Copy the gradients of now."""
+        for place, (p, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+            if self._has_flags:
+                self._flags[place] = float(p.grad is not None)
+            if p.grad is None:
+                view.zero_()
+            elif p.grad.data_ptr() != view.data_ptr():
+                view.copy_(_real(p.grad).reshape(-1))
+
+    def take(self) -> None:
+        """Wait, and give each parameter its part."""
+        assert self.pending is not None
+        self.pending.wait()
+        self.pending = None
+        self.ready.clear()
+        flags = self._flags.tolist() if self._has_flags else [1.0] * len(self.parameters)
+        for p, view, is_there in zip(self.parameters, self._views, flags, strict=True):
+            p.grad = _like(view, p) if is_there else None
+
+
+def _parts(parameters: Sequence[torch.nn.Parameter], capacity: float) -> list[list[torch.nn.Parameter]]:
+    """Buckets of one type and device in the order in which gradients come: the last layer's first."""
+    parts: dict[Any, list[list[torch.nn.Parameter]]] = {}
+    filled: dict[Any, float] = {}
+    for p in reversed(parameters):
+        kind, size = (_wire_type(p), p.device), p.numel() * p.element_size()
+        if kind not in parts or filled[kind] + size > capacity:
+            parts.setdefault(kind, []).append([])
+            filled[kind] = 0.0
+        parts[kind][-1].append(p)
+        filled[kind] += size
+    return [part for several in parts.values() for part in several]
+
+
+def _wire_type(parameter: torch.nn.Parameter) -> torch.dtype:
+    """Horovod adds up these types; others, bfloat16 say, go as float32."""
+    kind = torch.view_as_real(parameter.detach()).dtype if parameter.is_complex() else parameter.dtype
+    return kind if kind in _ON_WIRE else torch.float32
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)  # unsaid, torch warns
+
+
+def _real(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def _like(view: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A part of a bucket as `parameter`'s gradient: in its memory where the type is the same."""
+    if parameter.is_complex():
+        return torch.view_as_complex(view.view(*parameter.shape, 2)).to(parameter.dtype)
+    return view.view(parameter.shape).to(parameter.dtype)

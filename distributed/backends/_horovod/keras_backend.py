@@ -1,0 +1,100 @@
+"""Keras models on TensorFlow whose gradients Horovod carries. The step is that of the backend tensorflow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from distributed.backends import BackendRow, backend_row
+from distributed.backends._horovod.timeline import Timeline
+from distributed.backends._tensorflow import start
+from distributed.backends.base import Job, Refusals
+from distributed.backends.horovod import HorovodBackend, check_import, check_job, without_effect
+from distributed.backends.tensorflow import TensorFlowBackend, alone
+from distributed.errors import ConfigError
+from distributed.launcher import LaunchRequest, WorkerEnvironment
+from distributed.plan import BatchPlan
+
+if TYPE_CHECKING:
+    from distributed.backends._horovod.world import HorovodWorld
+    from distributed.backends._tensorflow.world import World
+
+CHOICE = "horovod.keras_backend"
+
+
+class HorovodKerasBackend(TensorFlowBackend):
+    """The TensorFlow step, summed over the ranks by Horovod."""
+
+    refuses: ClassVar[Refusals] = HorovodBackend.refuses
+    _words: ClassVar[str] = f"{CHOICE}='tensorflow'"
+    _flags: ClassVar[str] = f"--backend horovod --set {CHOICE}=tensorflow"
+
+    _joined: HorovodWorld | None = None
+
+    def _check_options(self) -> None:
+        check_import()
+        if self.options.adasum:
+            raise ConfigError(
+                f"horovod.adasum=true works with models on torch: drop it, or set {CHOICE}='torch', which trains Keras models"
+                " too"
+            )
+
+    def _check_environment(self) -> None:
+        start.check_engine(self._words, self._flags)
+
+    def check(self, job: Job, *, here: bool) -> None:
+        check_job(job)
+        super().check(job, here=here)
+
+    def _join(self, found: WorkerEnvironment | None) -> World:
+        start.import_quietly()
+        if self.plan.device == "cuda":
+            start.set_memory_growth(first_only=True)
+        from distributed.backends._horovod.collectives import Collectives
+        from distributed.backends._horovod.world import HorovodWorld, load
+        from distributed.backends._tensorflow.world import World
+
+        self.hvd = load()
+        device = "cuda:0" if self.plan.device == "cuda" else "cpu"  # the one that this process sees
+        if self.plan.world_size == 1:
+            return World(alone(found, device), None)
+        plan = dataclasses.replace(self.plan, device="cpu")  # arrays go through the host
+        self._joined = HorovodWorld(plan, self.config, self._warn, found)
+        context = dataclasses.replace(self._joined.context, device=device)
+        return World(context, Collectives(self._joined, self.options.compression == "fp16"), self._joined.store())
+
+    def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
+        notices = super().prepare(job, batch)
+        self._timeline = Timeline(self.hvd, self.options.timeline)
+        self.rewrap()
+        return [*notices, *without_effect(self.options, self.plan)]
+
+    def rewrap(self) -> None:
+        super().rewrap()
+        if self.context.world_size > 1:
+            self._timeline.start(self.run_dir)
+
+    def unwrap(self) -> None:
+        self._timeline.stop()
+        super().unwrap()
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._joined is not None:
+            self._joined.leave()
+
+
+def row_on_tensorflow(row: BackendRow) -> BackendRow:
+    """The registry row of horovod where Keras runs on TensorFlow."""
+    other = backend_row("tensorflow")
+    return dataclasses.replace(
+        row, requires=(*row.requires, "tensorflow", "keras"), alone=other.name, environ=other.environ,
+        before_script=f"{__name__}:before_script",
+    )  # fmt: skip
+
+
+def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Callable[[dict[str, Any]], None]) -> None:
+    """In a worker, before its script: what TensorFlow reads when it is imported, and its seed."""
+    start.set_environment(found, request.device)
+    start.import_seeded(request)

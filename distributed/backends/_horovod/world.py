@@ -1,0 +1,313 @@
+"""The processes that train together, over Horovod's collectives: no torch process group at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distributed.backends._horovod.rendezvous import ADDRESS, Rendezvous
+from distributed.backends._torch.meeting import meet
+from distributed.backends._torch.world import Pending, World
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError, ResourceError, TrainingError
+from distributed.launcher import WorkerEnvironment, link, worker_environment
+from distributed.plan import ProcessPlan
+from distributed.state import WorkerContext
+
+_POLL_S = 0.0001
+_GRACE_S = 1.0  # in which others come to the end of their patience too
+_REDUCED = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)  # what Horovod adds up
+
+
+@dataclasses.dataclass
+class _ThisProcess:
+    """Horovod starts once in a process and lives as long: a rank that shuts it down ends it for all."""
+
+    store: Any = None
+    timeout_s: float = math.inf
+    server: Rendezvous | None = None
+    is_left: bool = False
+
+
+_this = _ThisProcess()
+
+
+class HorovodWorld(World):
+    """Horovod as it was initialised, by us or by the script. Leaving it leaves it running for the next Trainer."""
+
+    def __init__(
+        self,
+        plan: ProcessPlan,
+        config: DistributedConfig,
+        warn: Callable[[str], None],
+        found: WorkerEnvironment | None = None,
+        call: str = "fit()",
+    ) -> None:
+        self._hvd = hvd = load()
+        found = found or worker_environment()
+        _this.timeout_s = config.timeout_s
+        self._is_ours = _this.is_left or not hvd.is_initialized()
+        _initialise(hvd, found, config, warn, call)
+        _this.is_left = False
+        size, rank, local_rank, local_size = hvd.size(), hvd.rank(), hvd.local_rank(), hvd.local_size()
+        if found is not None and found.world_size != size:
+            raise ConfigError(
+                f"hvd.init() made a world of {size}, and the launcher started {found.world_size} processes: start with"
+                " 'python -m distributed.cli train --backend horovod' or horovodrun, or drop hvd.init()"
+            )
+        if plan.device == "cuda":
+            torch.cuda.set_device(local_rank)
+        device = f"cuda:{local_rank}" if plan.device == "cuda" else "cpu"
+        attempt = found.restart_count if found is not None else 0
+        self.context = WorkerContext(rank, size, local_rank, local_size, hvd.cross_rank(), device, attempt)
+        if size > 1:
+            self.transport = "mpi" if hvd.mpi_enabled() else "gloo"
+        self._num_pending = 0
+        if _this.store is None and size > 1:
+            _this.store = self._open_store()
+
+    def is_alive(self) -> bool:
+        return bool(self._hvd.is_initialized()) and not _this.is_left
+
+    def combine(self, tensor: torch.Tensor, operation: str) -> Pending:
+        wire = tensor if tensor.dtype in _REDUCED else tensor.to(_wire_type(tensor.dtype))
+        op = getattr(self._hvd, operation.capitalize())
+        handle = self._hvd.allreduce_async_(wire, op=op, name=f"combine.{self._num_pending}")
+        self._num_pending += 1
+
+        def finish() -> None:
+            self._num_pending -= 1
+            if wire is not tensor:
+                tensor.copy_(wire)
+
+        return Reduction(self._hvd, handle, finish)
+
+    def copy_from(self, tensor: torch.Tensor, src: int) -> None:
+        self.copy_all_from([tensor], src)
+
+    def copy_all_from(self, tensors: Sequence[torch.Tensor], src: int) -> None:
+        """Give all of `tensors`, in the same order everywhere, rank `src`'s values, in place."""
+        hvd, handles = self._hvd, []
+        for number, tensor in enumerate(each.detach() for each in tensors if each.numel()):
+            wire = _bytes(tensor.contiguous())
+            handles.append((tensor, wire, hvd.broadcast_async_(wire, src, name=f"copy.{number}")))
+        for tensor, wire, handle in handles:
+            finished(hvd, handle)
+            tensor.copy_(wire.view(tensor.dtype).view(tensor.shape))
+
+    def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        rows = self._allgather(_bytes(tensor).reshape(1, -1), "gather")
+        return [row.clone().view(tensor.dtype).view(tensor.shape) for row in rows]
+
+    def combine_rows(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
+        whole = rows.clone()
+        self.combine(whole, operation).wait()
+        return whole[self.context.rank]
+
+    def wrap(self, module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+        from distributed.backends._horovod.wrapper import AveragedGradients
+
+        self.copy_all_from([*module.parameters(), *module.buffers()], 0)
+        return AveragedGradients(module, self, options.get("bucket_cap_mb"))
+
+    def unwrap(self, wrapped: torch.nn.Module) -> None:
+        from distributed.backends._horovod.wrapper import AveragedGradients
+
+        if isinstance(wrapped, AveragedGradients):
+            wrapped.release()
+
+    def broadcast(self, value: Any, src: int) -> Any:
+        is_mine = self.context.rank == src
+        content = _pickled(value) if is_mine else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([content.numel()])
+        self.copy_from(size, src)
+        if not is_mine:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        self.copy_from(content, src)
+        return value if is_mine else _unpickled(content)
+
+    def gather(self, value: Any) -> list[Any]:
+        content = _pickled(value)
+        sizes = self._allgather(torch.tensor([content.numel()]), "objects.sizes").tolist()
+        parts = torch.split(self._allgather(content, "objects"), sizes)
+        return [_unpickled(part) for part in parts]
+
+    def barrier(self) -> None:
+        self.combine(torch.zeros(1), "sum").wait()
+
+    def store(self) -> Any:
+        return dist.PrefixStore("common-step", _this.store) if _this.store is not None else None
+
+    def leave(self) -> None:
+        if self._is_ours:
+            self.end()
+
+    def end(self) -> None:
+        _this.is_left = True
+
+    def _allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        joined: torch.Tensor = finished(self._hvd, self._hvd.allgather_async(tensor, name=name))
+        return joined
+
+    def _open_store(self) -> Any:
+        """A store on rank 0, for a world that another launcher made: its place is told through Horovod."""
+        opened, place = None, None
+        if self.context.is_main_process:
+            host = "127.0.0.1" if self._hvd.cross_size() == 1 else os.uname().nodename
+            opened = dist.TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+            place = (host, opened.port)
+        host, port = self.broadcast(place, 0)
+        return opened or dist.TCPStore(host, port, None, False, timedelta(seconds=60))
+
+
+class Reduction:
+    """An all-reduce under way."""
+
+    def __init__(self, hvd: Any, handle: int, finish: Callable[[], None]) -> None:
+        self._hvd, self._handle, self._finish = hvd, handle, finish
+
+    def wait(self) -> None:
+        """Until the result is there."""
+        finished(self._hvd, self._handle)
+        self._finish()
+
+
+def finished(hvd: Any, handle: int) -> Any:
+    """The result of `handle`, when it is there. Horovod's own wait spins, which takes the core from the thread that does the
+    work where there are no more cores than processes (46 s instead of 5 s on two).
+
+    Raises TrainingError with the ranks that did not come for `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + _this.timeout_s
+    while not hvd.poll(handle):
+        time.sleep(_POLL_S)
+        if time.monotonic() > deadline:
+            raise _stalled(hvd)
+    return hvd.synchronize(handle)
+
+
+def _stalled(hvd: Any) -> TrainingError:
+    """Whoever waits too says so in the store, so that the others are known. Horovod's own message does not leave its log."""
+    absent = "another rank has"
+    if _this.store is not None:
+        waiting = dist.PrefixStore("stalled", _this.store)
+        waiting.set(str(hvd.rank()), "")
+        time.sleep(_GRACE_S)
+        ranks = [rank for rank in range(hvd.size()) if not waiting.check([str(rank)])]
+        if ranks:
+            absent = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'has' if len(ranks) == 1 else 'have'}"
+    return TrainingError(
+        f"{absent} not come to an exchange that the others have waited in for {_this.timeout_s:g} s (timeout_s): it hangs, or"
+        " it needs more time for a step"
+    )
+
+
+def load() -> Any:
+    """horovod.torch. Raises ResourceError where it is missing or was built for another torch."""
+    try:
+        import horovod.torch as hvd
+    except ModuleNotFoundError as error:
+        raise ResourceError(
+            f"horovod is not whole, it has no {error.name}: run 'make horovod', which builds it"
+        ) from None
+    except ImportError as error:
+        raise ResourceError(
+            f"horovod was built for another torch than {torch.__version__}, or without torch: run 'make horovod', which builds"
+            f" it anew ({str(error).splitlines()[0]})"
+        ) from None
+    return hvd
+
+
+def is_left() -> bool:
+    """Whether this process has left Horovod, which runs on."""
+    return _this.is_left
+
+
+def _initialise(
+    hvd: Any, found: WorkerEnvironment | None, config: DistributedConfig, warn: Callable[[str], None], call: str
+) -> None:
+    if hvd.is_initialized():
+        return
+    _refuse_second()
+    if _this.store is not None:
+        raise ResourceError("hvd.shutdown() was called in this process, and Horovod starts once: drop that call")
+    transport = config.communication_backend
+    is_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ and hvd.mpi_built() and transport != "gloo"
+    if transport == "mpi" and not is_mpi:
+        raise ConfigError(
+            "communication_backend='mpi' needs a Horovod with MPI ('make horovod' with MPI's headers installed) that mpirun"
+            " started: mpirun -np N python -m distributed.cli train ... --backend horovod"
+        )
+    _set_defaults(config)
+    is_horovodrun = ADDRESS in os.environ and link() is None
+    if not is_mpi and not is_horovodrun and found is not None:
+        _this.store = _meet(found, config, warn, call)
+    hvd.init()
+
+
+def _refuse_second() -> None:
+    """The library for TensorFlow would take messages of this one."""
+    other = sys.modules.get("horovod.tensorflow")
+    if other is not None and getattr(other, "is_initialized", bool)():
+        raise ConfigError(
+            "hvd.init() of horovod.tensorflow was called in this process, and Horovod starts once: drop it, or call that of"
+            " horovod.torch, over which the trainer sends Keras models too"
+        )
+
+
+def _meet(found: WorkerEnvironment, config: DistributedConfig, warn: Callable[[str], None], call: str) -> Any:
+    """Wait for all ranks, which names the missing ones; where no launcher serves Horovod's own meeting, rank 0 does."""
+    store = meet(found, config.start_timeout, warn, call)
+    if ADDRESS not in os.environ:
+        if found.rank == 0:
+            _this.server = Rendezvous()  # listens as long as this process lives
+            store.set("horovod", str(_this.server.open()))
+        os.environ.update(Rendezvous.environ(found, int(store.get("horovod"))))
+    return store
+
+
+def _set_defaults(config: DistributedConfig) -> None:
+    """What Horovod reads from the environment when it starts, unless the user set it."""
+    seconds = str(max(1, math.ceil(config.timeout_s)))
+    defaults = {
+        "HOROVOD_LOG_LEVEL": "fatal",  # its errors reach us as exceptions
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": seconds,
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": seconds,
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": seconds,
+        # Which tensors go together depends on the clock, and three or more terms sum up differently at another place.
+        "HOROVOD_FUSION_THRESHOLD": "0",
+    }
+    if config.options("horovod").timeline is not None:  # its writer spins on a core, also while nothing is recorded
+        defaults["HOROVOD_TIMELINE"] = "DYNAMIC"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _wire_type(dtype: torch.dtype) -> torch.dtype:
+    """A type that Horovod adds up and that holds the values of `dtype`."""
+    if dtype.is_complex:
+        raise ConfigError(f"Horovod does not combine {dtype}: use torch.view_as_real(tensor)")
+    return torch.float32 if dtype.is_floating_point else torch.int32
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, which is contiguous, as its bytes [n]: the one form that travels for every type."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _pickled(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpickled(content: torch.Tensor) -> Any:
+    return pickle.loads(content.numpy().tobytes())

@@ -1,0 +1,40 @@
+"""What a batch of a Keras model is: inputs, targets and weights of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from distributed.backends.base import TARGET_NAMES
+from distributed.errors import ConfigError
+
+_WEIGHTS = "sample_weight"
+
+
+class KerasBatch(NamedTuple):
+    """`x` is what the model is called with: a tensor, or several in a list or dict."""
+
+    x: Any
+    y: Any = None
+    weight: Any = None
+
+
+def unpacked(batch: Any) -> KerasBatch:
+    """(x, y, sample_weight) as Keras reads tuples; of a dict the targets and weights by name, the rest is the input."""
+    if isinstance(batch, Mapping):
+        return _of_names(batch)
+    if not isinstance(batch, (tuple, list)):
+        return KerasBatch(batch)
+    if not 1 <= len(batch) <= 3:
+        raise ConfigError(
+            f"the batch is a sequence of {len(batch)}, and Keras takes (inputs, targets) or (inputs, targets, sample_weight):"
+            " put several inputs into a tuple or dict of their own"
+        )
+    return KerasBatch(*batch)
+
+
+def _of_names(batch: Mapping[str, Any]) -> KerasBatch:
+    target = next((name for name in TARGET_NAMES if name in batch), None)
+    inputs = {name: value for name, value in batch.items() if name not in (target, _WEIGHTS)}
+    x = next(iter(inputs.values())) if len(inputs) == 1 else inputs
+    return KerasBatch(x, None if target is None else batch[target], batch.get(_WEIGHTS))

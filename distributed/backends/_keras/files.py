@@ -1,0 +1,204 @@
+"""A Keras model and a Keras optimizer in the files of a checkpoint, through numpy: the same bytes from every engine.
+
+model/model.safetensors          variables by name; its metadata "keras" holds their order and how the model is built
+optimizer/optimizer.safetensors  state.<parameter>.<slot>
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from distributed.backends._keras.names import matched, model_variables, optimizer_variables
+from distributed.errors import CheckpointError
+from distributed.storage.shards import StoredTensor, read_tensors
+from distributed.storage.tensor_file import RawTensor, read_raw, write_tensors
+
+_WORDS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "bool": "BOOL",
+}  # fmt: skip
+
+
+def save_model(model: Any, directory: Path) -> None:
+    """Write the variables of a built model to `directory/model`. One process calls it."""
+    named = model_variables(model)
+    kept = json.dumps({"variables": list(named), "build": _build_config(model)})
+    _write(directory / "model" / "model.safetensors", named, {"keras": kept})
+
+
+def export(model: Any, path: Path) -> None:
+    """The variables by name in one safetensors file, which appears whole or not at all. One process calls it."""
+    staged = path.with_name(f".tmp-{path.name}")
+    staged.parent.mkdir(parents=True, exist_ok=True)
+    _write(staged, model_variables(model), {"format": "pt"})
+    staged.replace(path)
+
+
+def load_model(model: Any, directory: Path) -> None:
+    """Put the stored values into the variables of `model`; one without variables is first built as the stored one was.
+
+    CheckpointError where it is another model. Every process for itself.
+    """
+    stored, _ = read_tensors(directory / "model")
+    kept = _kept(directory)
+    if not model.built and kept["build"] is not None:
+        model.build_from_config(kept["build"])
+    own = model_variables(model)
+    for name, other in _pairs(own, stored, kept["variables"], directory).items():
+        _assign(own[name], stored[other])
+
+
+def save_optimizer(optimizer: Any, model: Any, directory: Path) -> dict[str, Any]:
+    """Write the slots of a built optimizer to `directory/optimizer`; returns the rest as JSON. One process writes."""
+    content = optimizer_content(optimizer, model)
+    slots, _ = optimizer_variables(optimizer, _names(model))
+    _write(directory / "optimizer" / "optimizer.safetensors", slots, {})
+    return content
+
+
+def optimizer_content(optimizer: Any, model: Any) -> dict[str, Any]:
+    """What state.json keeps of a built optimizer."""
+    names = _names(model)
+    _, own = optimizer_variables(optimizer, names)
+    return {
+        "class": f"keras.{type(optimizer).__name__}",
+        "params": [names[id(variable)] for variable in optimizer._trainable_variables],
+        "iterations": int(value_of(optimizer._iterations)),
+        "learning_rate": fixed_rate(optimizer),
+        "values": {name: value_of(variable).tolist() for name, variable in own.items()},
+    }
+
+
+def load_optimizer(optimizer: Any, model: Any, directory: Path, content: Mapping[str, Any]) -> None:
+    """Take up what `save_optimizer` wrote (`content` is what it returned). Every process for itself.
+
+    CheckpointError where it is another optimizer or it trained other variables.
+    """
+    _check_content(content, optimizer)
+    own = model_variables(model)
+    stored_model, _ = read_tensors(directory / "model")
+    here = {there: name for name, there in _pairs(own, stored_model, _kept(directory)["variables"], directory).items()}
+    names = {id(variable): name for name, variable in own.items()}
+    trained = [names[id(variable)] for variable in optimizer._trainable_variables]
+    if sorted(here.get(name, name) for name in content["params"]) != sorted(trained):
+        raise CheckpointError("the checkpoint's optimizer trained other variables: freeze the same layers")
+    slots, values = optimizer_variables(optimizer, names)
+    stored, _ = read_tensors(directory / "optimizer")
+    theirs = {_renamed(key, here): tensor for key, tensor in stored.items()}
+    if theirs.keys() != slots.keys() or content["values"].keys() != values.keys():
+        key = min(theirs.keys() ^ slots.keys() | content["values"].keys() ^ values.keys())
+        raise CheckpointError(f"the optimizer's {key} is on one side only: use the optimizer of the checkpoint")
+    for key, tensor in theirs.items():
+        _assign(slots[key], tensor)
+    for name, value in content["values"].items():
+        values[name].assign(value)
+    optimizer._iterations.assign(content["iterations"])
+    if content["learning_rate"] is not None and fixed_rate(optimizer) is not None:
+        optimizer.learning_rate = content["learning_rate"]
+
+
+def fixed_rate(optimizer: Any) -> float | None:
+    """The learning rate; None where a schedule or a function gives it.
+
+    Of one that Keras keeps in float32 it is the shortest number that reads so, such as 0.003: the same on every engine.
+    """
+    rate = optimizer._learning_rate
+    return float(str(value_of(rate))) if hasattr(rate, "assign") else None
+
+
+def value_of(variable: Any) -> Any:
+    """A variable's value as a numpy array."""
+    import keras
+
+    return numpy.asarray(keras.ops.convert_to_numpy(variable))
+
+
+def _names(model: Any) -> dict[int, str]:
+    return {id(variable): name for name, variable in model_variables(model).items()}
+
+
+def _pairs(
+    own: Mapping[str, Any], stored: Mapping[str, StoredTensor], order: list[str], directory: Path
+) -> dict[str, str]:
+    shapes = {name: tuple(variable.shape) for name, variable in own.items()}
+    return matched(shapes, {name: tensor.shape for name, tensor in stored.items()}, order, str(directory))
+
+
+def _renamed(key: str, here: Mapping[str, str]) -> str:
+    name, _, slot = key.removeprefix("state.").rpartition(".")
+    return f"state.{here.get(name, name)}.{slot}"
+
+
+def _build_config(model: Any) -> Any:
+    """How Keras builds the model again, where that is JSON."""
+    config = model.get_build_config()
+    try:
+        return json.loads(json.dumps(config))
+    except TypeError:
+        return None
+
+
+def _kept(directory: Path) -> dict[str, Any]:
+    """What `save_model` remembered beside the variables; nothing of a model that was saved without Keras."""
+    for file in sorted((directory / "model").glob("*.safetensors")):
+        _, metadata = read_raw(file)
+        try:
+            kept = json.loads(metadata.get("keras", "{}"))
+        except (ValueError, RecursionError):
+            raise CheckpointError(f"{file}: its metadata 'keras' is damaged") from None
+        if isinstance(kept, dict) and isinstance(kept.get("variables"), list):
+            return {"variables": kept["variables"], "build": kept.get("build")}
+    return {"variables": [], "build": None}
+
+
+def _check_content(content: Mapping[str, Any], optimizer: Any) -> None:
+    kinds = {"class": str, "params": list, "iterations": int, "values": dict}
+    here, there = f"keras.{type(optimizer).__name__}", content.get("class")
+    if isinstance(there, str) and here != there:
+        raise CheckpointError(
+            f"the optimizer is {here}, the checkpoint holds {there}: use {there} or start without the checkpoint"
+        )
+    if not all(isinstance(content.get(name), kind) for name, kind in kinds.items()):
+        raise CheckpointError("the checkpoint's state.json does not hold a Keras optimizer")
+
+
+def _write(path: Path, named: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = [
+        RawTensor(name, _WORDS[_dtype(variable)], tuple(variable.shape), _reader(variable))
+        for name, variable in named.items()
+    ]
+    write_tensors(path, raw, metadata)
+
+
+def _dtype(variable: Any) -> str:
+    dtype = str(value_of(variable).dtype)  # not variable.dtype: torch keeps uint16 and uint32 as wider signed numbers
+    if dtype not in _WORDS:
+        raise CheckpointError(f"{variable.path} is {dtype}, which a checkpoint cannot hold")
+    return dtype
+
+
+def _reader(variable: Any) -> Callable[[], memoryview]:
+    def read() -> memoryview:
+        return numpy.ascontiguousarray(value_of(variable)).reshape(-1).view(numpy.uint8).data
+
+    return read
+
+
+def _assign(variable: Any, stored: StoredTensor) -> None:
+    word = {word: dtype for dtype, word in _WORDS.items()}.get(stored.dtype)
+    if word is None:
+        raise CheckpointError(f"{stored.name} has the element type {stored.dtype}, which Keras does not have")
+    if word == "bfloat16":
+        import ml_dtypes  # keras requires it
+
+        dtype = numpy.dtype(ml_dtypes.bfloat16)
+    else:
+        dtype = numpy.dtype(word)
+    variable.assign(numpy.frombuffer(stored.read(), dtype).reshape(stored.shape))

@@ -1,0 +1,149 @@
+"""Keras models and optimizers as objects: what they are, what of them works under our step, and the default optimizer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from distributed.errors import ConfigError
+
+_OWN_STEP = "train_step"
+_FIX = "pass a Keras optimizer or a factory, optimizer=lambda variables: keras.optimizers.Adam(1e-3)"
+
+
+def is_model(value: Any) -> bool:
+    """Whether `value` is a Keras 3 model, of whatever engine. Loads nothing: without keras there is none."""
+    return _is_a(value, "Model")
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether `value` is a Keras optimizer, of whatever engine."""
+    return _is_a(value, "Optimizer")
+
+
+def is_schedule(value: Any) -> bool:
+    """Whether `value` is a Keras LearningRateSchedule."""
+    keras = sys.modules.get("keras")
+    schedules = getattr(getattr(keras, "optimizers", None), "schedules", None)
+    return schedules is not None and isinstance(value, schedules.LearningRateSchedule)
+
+
+def _is_a(value: Any, name: str) -> bool:
+    keras = sys.modules.get("keras")
+    cls = getattr(keras, name, None) if hasattr(keras, "ops") else None  # Keras 2 has none
+    return isinstance(cls, type) and isinstance(value, cls)
+
+
+def check_engine(wanted: str, backend: str, *, here: bool, otherwise: str = "choose another backend") -> None:
+    """Raise ConfigError where Keras runs on another engine than `wanted`: it cannot be changed once keras is imported.
+
+    Workers that are yet to start (not `here`) have their own, which follows KERAS_BACKEND where the user has set it.
+    `otherwise` is what else may be set.
+    """
+    import keras
+
+    typed = os.environ.get("KERAS_BACKEND")
+    found = keras.backend.backend() if here else typed or wanted
+    if found == wanted:
+        return
+    if typed:
+        raise ConfigError(
+            f"KERAS_BACKEND={typed!r} does not fit backend={backend!r}, which needs Keras on {wanted!r}: set"
+            f" KERAS_BACKEND={wanted}, or {otherwise}"
+        )
+    raise ConfigError(
+        f"Keras runs on {found!r} in this process, and backend={backend!r} needs it on {wanted!r}: set KERAS_BACKEND={wanted}"
+        f" before keras is imported, or start the script with 'python -m distributed.cli train --backend {backend}'"
+    )
+
+
+def check_model(model: Any) -> None:
+    """Raise ConfigError for parts of a model that our step would leave out."""
+    base = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("keras."))
+    if getattr(type(model), _OWN_STEP) is not getattr(base, _OWN_STEP):
+        raise ConfigError(
+            f"{type(model).__name__}.train_step is not called, as the step here is ours: override compute_loss, or pass"
+            " training_step=lambda model, batch: loss"
+        )
+
+
+def chosen_optimizer(given: Any, model: Any, learning_rate: float) -> Any:
+    """The Keras optimizer to train a built `model` with, built: the given one, the compiled one, or AdamW as torch has it.
+
+    `given` may be a factory, called with the trainable variables. Raises ConfigError for what our step would contradict.
+    """
+    import keras
+
+    variables = list(model.trainable_variables)
+    if not variables:
+        raise ConfigError(
+            "the model has no trainable variable, so there is nothing to train: pass another model, or unfreeze a layer"
+        )
+    optimizer = given
+    if given is None:
+        optimizer = getattr(model, "optimizer", None)
+    elif not is_optimizer(given) and callable(given):
+        optimizer = _made(given, variables, "optimizer", _FIX)
+    if optimizer is None:
+        optimizer = keras.optimizers.AdamW(learning_rate, weight_decay=1e-2, epsilon=1e-8)
+    if not is_optimizer(optimizer):
+        raise ConfigError(f"the optimizer is a {type(optimizer).__name__}, and the model is of Keras: {_FIX}")
+    _check_optimizer(optimizer)
+    if not optimizer.built:
+        optimizer.build(variables)
+    elif {id(v) for v in optimizer._trainable_variables} != {id(v) for v in variables}:
+        raise ConfigError(
+            "the optimizer was built for other variables than this model's: pass a new one, or a factory,"
+            " optimizer=lambda variables: keras.optimizers.Adam(1e-3)"
+        )
+    return optimizer
+
+
+def _made(factory: Any, argument: Any, name: str, fix: str) -> Any:
+    """What the factory makes; torch's own optimizers and schedules raise a TypeError for what Keras gives them."""
+    try:
+        return factory(argument)
+    except TypeError as error:
+        raise ConfigError(f"the {name} factory failed with what a Keras model has ({error}): {fix}") from error
+
+
+def set_schedule(optimizer: Any, scheduler: Any) -> None:
+    """A LearningRateSchedule given beside the optimizer, or a factory of one; ConfigError for anything else."""
+    fix = "pass a schedule of keras.optimizers.schedules"
+    schedule = scheduler
+    if not is_schedule(scheduler) and callable(scheduler):
+        schedule = _made(scheduler, optimizer, "scheduler", fix)
+    if not is_schedule(schedule):
+        raise ConfigError(f"the scheduler is a {type(schedule).__name__}, and the model is of Keras: {fix}")
+    optimizer.learning_rate = schedule
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    if name == "LossScaleOptimizer":
+        raise ConfigError(
+            "LossScaleOptimizer scales the loss a second time: pass its inner optimizer, and mixed_precision"
+        )
+    refused = {
+        "gradient_accumulation_steps": "set gradient_accumulation_steps of the Trainer instead",
+        "loss_scale_factor": "set mixed_precision='fp16' of the Trainer instead, which scales the loss",
+    }
+    for setting, fix in refused.items():
+        if (value := getattr(optimizer, setting, None)) is not None:
+            raise ConfigError(f"{name}({setting}={value}) does not work under the step here: {fix}")
+    if optimizer.use_ema and not optimizer.ema_overwrite_frequency:
+        raise ConfigError(
+            f"{name}(use_ema=True) has no effect without ema_overwrite_frequency, as only Keras's own fit writes the averages"
+            " back at its end: set ema_overwrite_frequency"
+        )
+
+
+def batch_dependent(model: Any) -> list[str]:
+    """Names of layers whose output differs with the split of a batch: batch statistics and dropout."""
+    names = []
+    for layer in model._flatten_layers():
+        draws = bool(getattr(layer, "_seed_generators", None)) and getattr(layer, "rate", 1) != 0
+        if draws or type(layer).__name__ == "BatchNormalization":
+            names.append(f"{layer.name} ({type(layer).__name__})")
+    return names

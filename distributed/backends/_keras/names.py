@@ -1,0 +1,98 @@
+"""What a checkpoint calls the variables of a Keras model and of a Keras optimizer, the same on every engine.
+
+A model's variable is called by its path ("dense/kernel"), seed generators included. Keras makes up layer names by counting all
+layers of a process, so the same model may be "dense" here and "dense_1" there: a stored model is matched by path where all
+paths are the same, else by the place of its variables, which a model's file remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distributed.errors import CheckpointError
+
+Shape = tuple[int, ...]
+_NOT_SLOTS = ("_variables", "_trainable_variables")  # lists of an optimizer that hold no slot
+
+
+def model_variables(model: Any) -> dict[str, Any]:
+    """name -> variable of a built model, in its own order: weights, moving statistics, states of seed generators."""
+    named: dict[str, Any] = {}
+    for variable in model.variables:
+        named[_free(variable.path.replace(".", "_"), named)] = variable
+    return named
+
+
+def _free(name: str, taken: Mapping[str, Any]) -> str:
+    """`name`, with a number where two layers of one name have variables of one name."""
+    free, number = name, 2
+    while free in taken:
+        free, number = f"{name}:{number}", number + 1
+    return free
+
+
+def seed_names(model: Any) -> set[str]:
+    """The names in `model_variables` of the states of seed generators."""
+    weights = {id(variable) for variable in model.weights}
+    return {
+        name
+        for name, variable in model_variables(model).items()
+        if id(variable) not in weights and tuple(variable.shape) == (2,) and "int" in str(variable.dtype)
+    }
+
+
+def optimizer_variables(optimizer: Any, names: Mapping[int, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """({"state.<parameter>.<slot>": variable}, {name: variable that belongs to no parameter}) of a built optimizer.
+
+    `names` are those of the model's variables by id. The number of updates and the learning rate are in neither.
+    """
+    slots: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    known = {id(variable) for variable in optimizer.variables}
+    trained = list(optimizer._trainable_variables)
+    own_rate = getattr(optimizer, "_learning_rate", None)
+    for attribute, value in vars(optimizer).items():
+        if attribute in _NOT_SLOTS:
+            continue
+        if isinstance(value, list) and len(value) == len(trained):
+            for parameter, variable in zip(trained, value, strict=True):
+                if id(variable) in known:
+                    slot = _slot(variable.name, parameter, attribute)
+                    slots[f"state.{names[id(parameter)]}.{slot}"] = variable
+        elif is_variable(value) and value is not own_rate and value is not optimizer._iterations:
+            own[attribute.lstrip("_")] = value
+    return slots, own
+
+
+def _slot(name: str, parameter: Any, attribute: str) -> str:
+    """Keras calls a slot "<path of the parameter>_momentum"; where it does not, the optimizer's attribute has its name."""
+    prefix = parameter.path.replace("/", "_") + "_"
+    return name.removeprefix(prefix) if name.startswith(prefix) else attribute.lstrip("_")
+
+
+def is_variable(value: Any) -> bool:
+    """Whether `value` is a Keras variable of whatever engine."""
+    return hasattr(value, "assign") and hasattr(value, "path") and hasattr(value, "numpy")
+
+
+def matched(own: Mapping[str, Shape], stored: Mapping[str, Shape], order: Sequence[str], where: str) -> dict[str, str]:
+    """own name -> stored name: by name where the names are the same, else by place (`order` is that of the stored ones).
+
+    CheckpointError where the numbers of variables or their shapes differ.
+    """
+    theirs = [name for name in order if name in stored] if set(order) == set(stored) else list(stored)
+    pairs = {name: name for name in own} if own.keys() == stored.keys() else dict(zip(own, theirs, strict=False))
+    different = [
+        f"{name} is {list(own[name])} here, {other} is {list(stored[other])} there"
+        for name, other in pairs.items()
+        if own[name] != stored[other]
+    ]
+    if len(own) != len(stored):
+        different.insert(0, f"{len(own)} variables here, {len(stored)} there")
+    if different:
+        raise CheckpointError(
+            f"checkpoint {where} is of another model: {'; '.join(different[:2])}: build the model as it was saved,"
+            " or start without the checkpoint"
+        )
+    return pairs

@@ -1,0 +1,109 @@
+"""Keras objects on their way to the workers, whose Keras may run on another engine: as configuration and numbers.
+
+Keras's own pickling writes an archive that names the classes of the script, which workers of a notebook cannot import; here
+they travel by value, as everything else that cloudpickle finds in a main module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+
+from distributed.backends._keras.files import value_of
+from distributed.backends._keras.models import is_model, is_optimizer
+from distributed.errors import ConfigError
+
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def dumps(value: Any) -> bytes:
+    """`value` pickled by value, with the Keras models, optimizers, losses and metrics anywhere in it.
+
+    TypeError for a model that says no configuration.
+    """
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        if is_model(obj):
+            return _reduced_model(obj)
+        if is_optimizer(obj) or _is_keras(obj, "Loss") or _is_keras(obj, "Metric"):
+            with _without_tensorflow():
+                return _remade, (_public_class(type(obj)), obj.get_config())
+        return super().reducer_override(obj)
+
+
+def _is_keras(value: Any, name: str) -> bool:
+    cls = getattr(sys.modules.get("keras"), name, None)
+    return isinstance(cls, type) and isinstance(value, cls)
+
+
+def _public_class(cls: type) -> type:
+    """Keras puts an engine's own class under an optimizer; the other engine has another."""
+    return next((c for c in cls.__mro__ if c.__name__ == cls.__name__ and ".backend." not in c.__module__), cls)
+
+
+def _reduced_model(model: Any) -> Reduced:
+    try:
+        with _without_tensorflow():
+            config = model.get_config()
+    except NotImplementedError:
+        raise TypeError(f"{type(model).__name__} has no get_config()") from None
+    custom = {type(layer).__name__: type(layer) for layer in model._flatten_layers() if not _is_of_keras(type(layer))}
+    compiled = dict(model._compile_config.config) if model.compiled else None
+    values = [value_of(variable) for variable in model.variables] if model.built else []
+    return _remade_model, (type(model), config, custom, model.get_build_config(), values, compiled)
+
+
+def _is_of_keras(cls: type) -> bool:
+    return cls.__module__.startswith("keras.")
+
+
+def _remade(cls: Any, config: dict[str, Any]) -> Any:
+    return cls.from_config(config)
+
+
+def _remade_model(
+    cls: Any, config: dict[str, Any], custom: dict[str, type], build: Any, values: list[Any], compiled: Any
+) -> Any:
+    import keras
+    from keras.src.saving.serialization_lib import SafeModeScope
+
+    try:
+        with keras.saving.custom_object_scope(custom), SafeModeScope(False):  # the script's own functions
+            model = cls.from_config(config)
+            if values and not (model.built and model.variables):
+                model.build_from_config(build)
+    except (TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"the Keras model cannot be built again in the workers ({reason}): pass a function that makes it,"
+            " Trainer(make_model), or run the script with 'python -m distributed.cli train --script'"
+        ) from error
+    for variable, value in zip(model.variables, values, strict=True):
+        variable.assign(value)
+    if compiled is not None:
+        model.compile(**compiled)
+    return model
+
+
+@contextlib.contextmanager
+def _without_tensorflow() -> Iterator[None]:
+    """Keras loads TensorFlow to see whether an object is one of its: there are none where nobody has loaded it."""
+    from keras.src.utils.module_utils import tensorflow
+
+    before = tensorflow._available
+    if "tensorflow" not in sys.modules:
+        tensorflow._available = False
+    try:
+        yield
+    finally:
+        tensorflow._available = before

@@ -1,0 +1,18 @@
+"""The generator of all draws of Keras that name none."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def common_state(*, create: bool = False) -> Any:
+    """Its state, a variable of two whole numbers. None where Keras is not loaded, or nothing was drawn and not `create`."""
+    global_state = sys.modules.get("keras.src.backend.common.global_state")  # of Keras 3
+    seed_generator = sys.modules.get("keras.src.random.seed_generator")
+    if global_state is None or seed_generator is None:
+        return None
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    if generator is None and create:
+        generator = seed_generator.global_seed_generator()
+    return None if generator is None else generator.state

@@ -1,0 +1,39 @@
+"""A user's own callbacks of Ray Train, which live in Ray's controller and hear of each epoch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from distributed.errors import ConfigError
+from distributed.launcher import LaunchRequest
+
+
+def made(names: str | None, request: LaunchRequest) -> list[Any]:
+    """One object of each class in "module.Class, module.Class". ConfigError where there is no such class."""
+    if not names:
+        return []
+    beside = [str(Path(request.script).resolve().parent)] if request.script else []
+    sys.path.extend([*(request.sys_path or ()), *beside, str(Path.cwd())])
+    return [_made(name.strip()) for name in names.split(",")]
+
+
+def _made(name: str) -> Any:
+    from ray import cloudpickle
+    from ray.train import UserCallback
+
+    module_name, _, class_name = name.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+        cls = getattr(module, class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"ray.callbacks: {name!r} cannot be imported ({error}): write module.Class of a file beside the script, or of an"
+            " installed package"
+        ) from None
+    if not (isinstance(cls, type) and issubclass(cls, UserCallback)):
+        raise ConfigError(f"ray.callbacks: {name!r} is no class of ray.train.UserCallback: derive it from that")
+    cloudpickle.register_pickle_by_value(module)  # Ray's controller may run where it cannot be imported
+    return cls()

@@ -1,0 +1,239 @@
+"""The launcher over Ray: Ray Train places the workers and starts them again; what happened is judged and shown here.
+
+Ray has a process of its own. In this one the hub has a thread, the workers' output another; the main thread judges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import queue
+import socket
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from distributed.backends._ray.cluster import Cluster
+from distributed.backends._ray.hub import Guest, Hub, attach, reachable_address
+from distributed.errors import ConfigError, DistributedError, ResourceError
+from distributed.launcher import THREAD_VARIABLES, LaunchRequest, check_script, set_thread_variables
+from distributed.launching.environment import WorkerEnvironment
+from distributed.launching.guarded import Guarded, Report
+from distributed.launching.output import WorkerOutput
+from distributed.launching.stopping import Signals, Stop
+from distributed.launching.verdicts import Verdict, Verdicts, in_words
+from distributed.loggers.console import Display
+from distributed.run_dir import RunDirectory
+from distributed.summary import close_results
+
+_RAY_ENDS_S = 30.0  # for Ray's orderly end when the work is done; then it is killed
+
+
+def serve(request: LaunchRequest) -> int:
+    """Run the job of `request` in workers that Ray places; returns the exit code. Raises DistributedError first."""
+    if request.script is not None and request.payload is None:
+        check_script(request.script)
+    cluster = Cluster(request)
+    run = RunDirectory(request.run_dir)
+    run.check(resume=request.resume)
+    run.lock()
+    run.logs.mkdir(parents=True, exist_ok=True)
+    threads = _threads(request)
+    set_thread_variables(request.nproc_per_node)
+    with Signals() as signals:
+        display = Display(live=request.live, verbose=request.verbose)
+        try:
+            return _Launch(request, run, cluster, signals, display, threads).run()
+        finally:
+            display.close()
+
+
+def _threads(request: LaunchRequest) -> dict[str, str]:
+    """The variables that say how many threads a worker has, where that is not this machine's share: what the user set, and on
+    somebody's cluster the CPUs that Ray keeps for each."""
+    given = {name: value for name in THREAD_VARIABLES if (value := os.environ.get(name))}
+    if request.launcher_options.get("address") is None:
+        return given
+    kept = str(max(1, int(request.launcher_options["cpus"])))
+    return {**dict.fromkeys(THREAD_VARIABLES, given.get("OMP_NUM_THREADS", kept)), **given}
+
+
+class _Launch:
+    """One run."""
+
+    def __init__(
+        self, request: LaunchRequest, run: RunDirectory, cluster: Cluster, signals: Signals, display: Display,
+        threads: dict[str, str],
+    ) -> None:  # fmt: skip
+        self._request, self._run, self._cluster, self._display = request, run, cluster, display
+        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # "begun", "stop" or "left": Ray has ended
+        self._verdicts = Verdicts(request, run, display)
+        self._channel, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._output = WorkerOutput(run, display, side, self._verdicts.note, self._report)
+        self._reported: dict[str, int] = {}  # run directory -> the last step whose epoch Ray knows
+        self._stop = Stop(request.timeout_s)
+        self._hub = Hub(request.nproc_per_node, signals, self._stop, self._tell, self._begin, self._note)
+        self._attempt, self._threads = 0, threads
+        self._run_id = uuid.uuid4().hex
+        self._error: DistributedError | None = None  # why Ray, or this launcher, could not start the workers
+
+    def run(self) -> int:
+        """To the end."""
+        if self._request.started_lines:
+            self._display.handle({"kind": "started", "lines": list(self._request.started_lines)})
+        ray = Guarded(self._ray, self._run.logs / "ray.log", self._cluster.scratch)
+        try:
+            self._output.start()
+            self._hub.start(ray)
+            is_judged = self._watch()
+            if is_judged:
+                self._wait_for_ray()
+        finally:
+            ray.end()
+        return self._judged() if is_judged else self._never_begun()
+
+    def _watch(self) -> bool:
+        """Until the run is over. False where that came before any verdict: stopped, or never started."""
+        left = self._request.max_restarts
+        while self._news_within(self._request.start_timeout) == "begun":
+            while (verdict := self._verdicts.judge(left)) is Verdict.AT_WORK:
+                continue
+            self._hub.dismiss(restart=verdict is Verdict.RESTART)
+            if verdict is not Verdict.RESTART:
+                return True
+            left -= 1
+        return False
+
+    def _news_within(self, seconds: float) -> str:
+        """The next news; what Ray waits for without an end is an error of ours when time is up."""
+        try:
+            return self._news.get(timeout=seconds)
+        except queue.Empty:
+            self._error = ResourceError(
+                f"Ray did not start {self._request.nproc_per_node} workers within start_timeout={seconds:g} s: free CPUs of its"
+                " cluster ('ray status' shows them), or wait longer"
+            )
+            return "late"
+
+    def _wait_for_ray(self) -> None:
+        """Its orderly end, for as long as that takes and nobody is in a hurry."""
+        with contextlib.suppress(queue.Empty):
+            while self._news.get(timeout=_RAY_ENDS_S) == "begun":
+                continue
+
+    def _judged(self) -> int:
+        code, cause = self._verdicts.exit_code(), self._verdicts.cause
+        close_results(self._run, code, in_words(cause) if cause is not None else None)
+        self._verdicts.show_end(code)
+        return code
+
+    def _never_begun(self) -> int:
+        error = self._error
+        if self._stop.signum or error is None:
+            code = self._stop.exit_code if self._stop.signum else 1
+            close_results(self._run, code, None)
+            return code
+        close_results(self._run, error.exit_code, str(error))
+        self._run.event("not_started", cause=str(error))
+        if self._request.payload is not None:  # who called `fit` raises it
+            return error.exit_code
+        raise error
+
+    # ------------------------------------------------------------------ Ray's process
+
+    def _ray(self, report: Report) -> None:
+        """Run Ray to its end, or say why that cannot be."""
+        logging.basicConfig(level=logging.WARNING)
+        try:
+            payload = Path(self._request.payload).read_bytes() if self._request.payload is not None else None
+            self._cluster.connect(len(payload or b""))
+            self._cluster.train(self._order(payload), self._run.logs.absolute() / "ray")
+        except DistributedError as error:
+            report({"error": str(error), "exit_code": error.exit_code})
+        except BaseException as error:  # the top frame of a process: who waits must hear of it, whatever it is
+            logging.getLogger(__name__).exception("Ray failed")
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            said = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
+            report({"error": f"Ray failed ({said}): see {self._run.logs / 'ray.log'}", "exit_code": 3})
+        finally:
+            self._cluster.leave()
+
+    def _order(self, payload: bytes | None) -> dict[str, Any]:
+        """What every worker is told when Ray starts it."""
+        request = dataclasses.replace(self._request, started_lines=())
+        return {
+            "address": reachable_address(self._cluster.host), "port": self._hub.port, "token": self._hub.token,
+            "request": json.loads(request.to_json()), "payload": payload, "cwd": str(Path.cwd()), "run_dir": request.run_dir,
+        }  # fmt: skip
+
+    # ------------------------------------------------------------------ the output's thread
+
+    def _report(self, event: dict[str, Any]) -> None:
+        """Tell Ray of a finished epoch, once: after a restart epochs come again."""
+        if event.get("kind") == "epoch" and event["row"]["step"] > self._reported.get(event["run"], -1):
+            self._reported[event["run"]] = event["row"]["step"]
+            self._hub.order(op="report", metrics=event["row"])
+
+    # ------------------------------------------------------------------ the hub's thread
+
+    def _note(self, news: str, error: str | None = None, exit_code: int = 3) -> None:
+        """A stop, or the end of Ray's process and why."""
+        if error is not None and self._error is None:
+            self._error = ConfigError(error) if exit_code == ConfigError.exit_code else ResourceError(error)
+        self._news.put(news)
+
+    def _tell(self, **message: Any) -> None:
+        self._channel.send(json.dumps(message).encode())
+
+    def _begin(self, guests: dict[int, Guest]) -> None:
+        """All workers of an attempt have come: give them their places and start them."""
+        blind = [guest for guest in guests.values() if not guest.hello["sees_run"]]
+        if blind:
+            self._error = ResourceError(
+                f"run directory {str(self._run.path)!r} is not seen by rank {blind[0].hello['rank']} on"
+                f" {blind[0].hello['host']}: run from a directory that all nodes of the cluster share"
+            )
+            self._hub.dismiss(restart=False)
+            return
+        attach(self._output, guests)
+        self._verdicts.begin({rank: rank for rank in guests}, self._attempt)
+        places = self._places(guests)
+        num_nodes = 1 + max(place.node_rank for place in places)
+        for place, guest in zip(places, guests.values(), strict=True):
+            environ = {**self._environ(place, num_nodes), **gpus_beside(guest, guests.values()), **self._threads}
+            guest.send(op="start", environ=environ, restart_count=self._attempt)
+        self._attempt += 1
+        self._news.put("begun")
+
+    def _places(self, guests: dict[int, Guest]) -> list[WorkerEnvironment]:
+        """Every rank's place. Ranks of one node follow each other, as Ray Train numbers them."""
+        nodes = list(dict.fromkeys(guest.hello["node"] for guest in guests.values()))
+        first = guests[0].hello
+        places: list[WorkerEnvironment] = []
+        for rank, guest in guests.items():
+            beside = [other for other, one in guests.items() if one.hello["node"] == guest.hello["node"]]
+            places.append(
+                WorkerEnvironment(
+                    rank, beside.index(rank), len(guests), len(beside), nodes.index(guest.hello["node"]),
+                    first["address"], self._request.master_port or first["port"], self._attempt, "environment",
+                )
+            )  # fmt: skip
+        return places
+
+    def _environ(self, place: WorkerEnvironment, num_nodes: int) -> dict[str, str]:
+        error_file = self._run.logs / f"rank-{place.rank}.error.json"
+        error_file.unlink(missing_ok=True)
+        return place.to_torchrun_environ(
+            num_nodes=num_nodes, max_restarts=self._request.max_restarts, run_id=self._run_id, error_file=error_file
+        )
+
+
+def gpus_beside(guest: Guest, guests: Iterable[Guest]) -> dict[str, str]:
+    """The GPUs of its node's workers, all shown to each of them: as under torchrun, LOCAL_RANK names its own. Ray shows a
+    worker that one alone."""
+    gpus = [gpu for other in guests if other.hello["node"] == guest.hello["node"] for gpu in other.hello["gpus"]]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}

@@ -1,0 +1,138 @@
+"""The user's Keras model: built, with the element types of the run, and its layers whose output depends on more than one sample."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy
+import tensorflow as tf
+
+from distributed.backends._keras.losses import in_dtype
+from distributed.backends._tensorflow.replicas import Replicas
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError
+
+_POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+
+
+def policy_of(config: DistributedConfig, mixed_precision: str) -> str:
+    """Keras' word for the element types of a run."""
+    return _POLICIES.get(mixed_precision, config.dtype)
+
+
+def build_model(given: Any, config: DistributedConfig, policy: str, replicas: Replicas | None = None) -> Any:
+    """The model that was given, or what the given factory makes of the seed, with the element types `policy`.
+
+    An object that was built with others, or not where `replicas` needs it, is made again from its own configuration, with
+    the same weights.
+    """
+    if isinstance(given, keras.Model):
+        is_right = _policy_names(given) <= {policy} and (replicas is None or replicas.holds(given))
+        return given if is_right else _rebuilt(given, policy)
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        keras.utils.set_random_seed(config.seed & 0xFFFFFFFF)
+        with _default(policy):
+            model = given()
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+    if not isinstance(model, keras.Model):
+        raise ConfigError(f"the model factory returned a {type(model).__name__}: return a keras.Model")
+    return model
+
+
+@contextlib.contextmanager
+def _default(policy: str) -> Iterator[None]:
+    """New layers have the element types `policy` within."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def _policy_names(model: Any) -> set[str]:
+    return {
+        layer.dtype_policy.name for layer in model._flatten_layers() if not isinstance(layer, keras.layers.InputLayer)
+    }
+
+
+def _rebuilt(model: Any, policy: str) -> Any:
+    try:
+        content = _with_policy(keras.saving.serialize_keras_object(model), policy)
+        content.pop("compile_config", None)
+        with _default(policy):
+            made = keras.saving.deserialize_keras_object(content, safe_mode=False)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"the model cannot be made again in {policy}{_where()} ({reason}): pass a factory, Trainer(lambda: MyModel(), ...)"
+        ) from None
+    if model.built and not made.built:
+        made.build_from_config(model.get_build_config() or {})
+    if len(made.variables) != len(model.variables) or not _policy_names(made) <= {policy}:
+        raise ConfigError(
+            f"the model does not follow {policy} (a layer's own dtype, or a configuration without its layers): pass a factory,"
+            " Trainer(lambda: MyModel(), ...)"
+        )
+    for ours, theirs in zip(model.variables, made.variables, strict=True):
+        theirs._path = ours.path  # a checkpoint names them after the user's own model
+    copy_values(model, made)
+    if model.compiled and model._compile_loss is not None:
+        _compile_alike(model, made)
+    return made
+
+
+def _where() -> str:
+    return " with a copy on each device" if tf.distribute.has_strategy() else ""
+
+
+def _compile_alike(model: Any, made: Any) -> None:
+    """Give `made` the loss and metrics of `model`; its optimizer is looked for where it was given."""
+    loss, metrics = model._compile_loss, model._compile_metrics
+    made.compile(
+        optimizer="sgd",
+        loss=tf.nest.map_structure(lambda each: in_dtype(each, keras.config.floatx()), loss._user_loss),
+        loss_weights=loss._user_loss_weights,
+        metrics=None if metrics is None else metrics._user_metrics,
+        weighted_metrics=None if metrics is None else metrics._user_weighted_metrics,
+    )
+
+
+def _with_policy(content: Any, policy: str) -> Any:
+    """A serialized model with every layer's element types replaced."""
+    if isinstance(content, dict):
+        if content.get("class_name") == "DTypePolicy":
+            return {**content, "config": {"name": policy}}
+        if content.get("class_name") == "InputLayer" and policy == "float64" and "float" in content["config"]["dtype"]:
+            return {**content, "config": {**content["config"], "dtype": policy}}  # a model casts the batch to it
+        return {key: _with_policy(value, policy) for key, value in content.items()}
+    return [_with_policy(value, policy) for value in content] if isinstance(content, list) else content
+
+
+def copy_values(source: Any, target: Any) -> None:
+    """Give the variables of `target` the values of those of `source`, one by one."""
+    for ours, theirs in zip(source.variables, target.variables, strict=True):
+        theirs.assign(tf.cast(ours.value, theirs.dtype))
+
+
+def build(model: Any, batch: Any, predict: Callable[[Any], Any]) -> None:
+    """Make the variables of a model that waits for its first batch: `predict` calls it."""
+    if not model.built:
+        predict(tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf[:1]), batch))
+
+
+def check_model(model: Any, data_parallel_size: int) -> None:
+    """Refuse what would silently not do what it says."""
+    for layer in model._flatten_layers():
+        if data_parallel_size > 1 and getattr(layer, "synchronized", False):
+            raise ConfigError(
+                f"{layer.name} has synchronized=True, which needs Keras' own training loop: set it to False, or train in one"
+                " process on one device"
+            )

@@ -1,0 +1,206 @@
+"""From a batch to a loss and metrics, while a graph is traced. What a Keras model means by them is the same on every engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from distributed.backends._keras.batches import KerasBatch, unpacked
+from distributed.backends._keras.losses import (
+    KerasLoss,
+    checked_metric,
+    compiled_metrics,
+    default_loss,
+    is_of_keras,
+    metric_value,
+    of_output,
+)
+from distributed.errors import ConfigError
+
+Rows = dict[str, tuple[Any, Any]]  # name -> (sum, count)
+
+
+@dataclasses.dataclass
+class Measured:
+    """What one micro-batch gave: a differentiable sum and what it is divided by, both over its samples."""
+
+    total: Any
+    count: Any
+    is_counted: bool  # whether the count is the loss's own, and not the number of samples
+    metrics: Rows
+
+
+class Objective:
+    """Calls the model on a batch and measures it. What is chosen at the first batch is said once."""
+
+    def __init__(
+        self,
+        model: Any,
+        loss_fn: Callable[..., Any] | None,
+        training_step: Callable[..., Any] | None,
+        metrics: Mapping[str, Callable[..., Any]],
+        notice: Callable[[str], None],
+        dtype: str,
+    ) -> None:
+        self._model, self._training_step, self._notice, self._dtype = model, training_step, notice, dtype
+        self._loss_fn = None if is_of_keras(loss_fn) else loss_fn
+        self._keras_loss = KerasLoss(loss_fn) if is_of_keras(loss_fn) else None
+        self._is_compiled = loss_fn is None and getattr(model, "_compile_loss", None) is not None
+        self._functions = {n: f for n, f in metrics.items() if not isinstance(f, keras.metrics.Metric)}
+        self._given = {n: checked_metric(f, n) for n, f in metrics.items() if isinstance(f, keras.metrics.Metric)}
+        self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # as `compiled_metrics` gives them
+
+    def __call__(self, batch: Any, num_samples: Any, training: bool) -> Measured:
+        """`num_samples` is how many samples count, a scalar."""
+        if self._training_step is not None:
+            return self._from_step(self._training_step(self._model, batch), num_samples)
+        parts = unpacked(batch)
+        outputs = tf.nest.map_structure(self._widened, self._model(parts.x, training=training))
+        loss = self._compare(parts, outputs, training)
+        return dataclasses.replace(
+            self._measured(loss, num_samples), metrics=self._measure(parts, outputs, num_samples)
+        )
+
+    def build(self, batch: Any) -> None:
+        """Make the variables of the model and of what it was compiled with, of a first batch; not in a graph."""
+        outputs = self.predict(batch)
+        targets = None if self._training_step is not None else unpacked(batch).y
+        if targets is None:
+            return
+        outputs = tf.nest.map_structure(self._widened, outputs)
+        if self._is_compiled and not self._model._compile_loss.built:
+            self._model._compile_loss.build(targets, outputs)
+        self._choose_metrics(targets, outputs)
+
+    def predict(self, batch: Any) -> Any:
+        """The model's outputs for `batch` without its targets."""
+        return self._model(unpacked(batch).x, training=False)
+
+    def _widened(self, output: Any) -> Any:
+        """Losses and metrics are computed in the run's own element type, also where the model computes in a shorter one."""
+        if tf.is_tensor(output) and output.dtype in (tf.bfloat16, tf.float16):
+            wide = tf.cast(output, self._dtype)
+            if (mask := getattr(output, "_keras_mask", None)) is not None:
+                wide._keras_mask = mask
+            return wide
+        return output
+
+    # losses
+
+    def _compare(self, parts: KerasBatch, outputs: Any, training: bool) -> tuple[Any, Any]:
+        """(value, count) with the regularisation of the model's layers; count None: a mean over samples."""
+        if self._is_compiled:
+            return self._compiled(parts, outputs, training)
+        if self._loss_fn is not None:
+            if parts.weight is not None:
+                raise ConfigError(
+                    "the batch has a sample_weight, which a loss_fn of your own cannot get: use a loss of keras.losses, or"
+                    " training_step"
+                )
+            return self._regularized(_as_loss(self._loss_fn(outputs, parts.x if parts.y is None else parts.y)))
+        if self._keras_loss is None:
+            function, why = default_loss(self._model, outputs, parts.y)
+            self._notice(f"no loss_fn given: {why}")
+            self._keras_loss = KerasLoss(function)
+        return self._regularized(_as_loss(self._keras_loss(parts.y, outputs, parts.weight)))
+
+    def _compiled(self, parts: KerasBatch, outputs: Any, training: bool) -> tuple[Any, Any]:
+        """`compile(loss=...)`: one loss of one output as (sum, count) where it counts tokens, else as Keras adds them up."""
+        model = self._model
+        compiled = model._compile_loss
+        if not compiled.built:
+            compiled.build(parts.y, outputs)
+        losses = compiled._flat_losses
+        is_own = type(model).compute_loss.__module__.startswith("keras.")
+        if is_own and len(losses) == 1 and tf.is_tensor(outputs):
+            if self._keras_loss is None:
+                self._keras_loss = KerasLoss(losses[0].loss, losses[0].loss_weights)
+            return self._regularized(_as_loss(self._keras_loss(parts.y, outputs, parts.weight)))
+        total = model._compute_loss(x=parts.x, y=parts.y, y_pred=outputs, sample_weight=parts.weight, training=training)
+        return _as_loss(total)
+
+    def _regularized(self, loss: tuple[Any, Any]) -> tuple[Any, Any]:
+        value, count = loss
+        if self._model.losses:
+            more = tf.add_n([tf.cast(each, value.dtype) for each in self._model.losses])
+            value += more if count is None else more * tf.cast(count, value.dtype)
+        return value, count
+
+    def _from_step(self, value: Any, num_samples: Any) -> Measured:
+        metrics: Rows = {}
+        if isinstance(value, Mapping):
+            if "loss" not in value:
+                raise ConfigError(f"training_step returned a dict without 'loss' ({', '.join(value)}): add the loss")
+            metrics = {name: _row(_as_loss(each), num_samples) for name, each in value.items() if name != "loss"}
+            value = value["loss"]
+        elif hasattr(value, "loss"):
+            value = value.loss
+        if value is None:
+            raise ConfigError("training_step returned None: return the loss")
+        return dataclasses.replace(self._measured(_as_loss(value), num_samples), metrics=metrics)
+
+    def _measured(self, loss: tuple[Any, Any], num_samples: Any) -> Measured:
+        if not loss[0].dtype.is_floating:
+            raise ConfigError(
+                f"the loss is {loss[0].dtype.name}, which has no gradient: return a floating-point tensor"
+            )
+        return Measured(*_row(loss, num_samples), loss[1] is not None, {})
+
+    # metrics
+
+    def _measure(self, parts: KerasBatch, outputs: Any, num_samples: Any) -> Rows:
+        if parts.y is None:
+            return {}
+        rows: Rows = {}
+        for name, (metric, place, is_weighted) in self._choose_metrics(parts.y, outputs).items():
+            weight = parts.weight if is_weighted else None
+            rows[name] = metric_value(metric, of_output(parts.y, place), of_output(outputs, place), weight)
+        for name, function in self._functions.items():
+            values = function(parts.y, outputs) if is_of_keras(function) else function(outputs, parts.y)
+            rows[name] = _row(_as_loss(values), num_samples)
+        if "accuracy" not in rows and _is_class_index(outputs, parts.y):
+            hits = tf.argmax(outputs, axis=1, output_type=tf.int64) == tf.cast(parts.y, tf.int64)
+            rows["accuracy"] = tf.reduce_sum(tf.cast(hits, tf.float64)), num_samples
+        return rows
+
+    def _choose_metrics(self, targets: Any, outputs: Any) -> dict[str, tuple[Any, Any, bool]]:
+        if self._metrics is None:
+            given = {name: (metric, None, False) for name, metric in self._given.items()}
+            self._metrics = given | compiled_metrics(self._model, targets, outputs)
+        return self._metrics
+
+
+def _as_loss(value: Any) -> tuple[Any, Any]:
+    """(value, count) of the return forms of a loss or metric; count None: a mean over the batch's samples."""
+    if isinstance(value, tuple) and len(value) == 2:
+        return tf.reshape(tf.convert_to_tensor(value[0]), ()), tf.reshape(tf.convert_to_tensor(value[1]), ())
+    if not isinstance(value, (int, float)) and not tf.is_tensor(value):
+        raise ConfigError(
+            f"a loss or metric of type {type(value).__name__} is not a number, a tensor or a pair (sum, count): return one of"
+            " these"
+        )
+    value = tf.convert_to_tensor(value)
+    if value.shape.rank == 0:
+        return value, None
+    return tf.reduce_sum(value), tf.size(value)
+
+
+def _row(loss: tuple[Any, Any], num_samples: Any) -> tuple[Any, Any]:
+    """(sum, count): the value in its own type where it is floating, the count in float64."""
+    value, count = loss
+    value = value if value.dtype.is_floating else tf.cast(value, tf.float64)
+    if count is None:
+        return value * tf.cast(num_samples, value.dtype), tf.cast(num_samples, tf.float64)
+    return value, tf.cast(count, tf.float64)
+
+
+def _is_class_index(outputs: Any, targets: Any) -> bool:
+    """Whether `outputs` are [batch, classes] scores and `targets` [batch] class indices."""
+    return bool(
+        tf.is_tensor(outputs) and tf.is_tensor(targets) and outputs.dtype.is_floating and targets.dtype.is_integer
+        and outputs.shape.rank == 2 and targets.shape.rank == 1
+    )  # fmt: skip

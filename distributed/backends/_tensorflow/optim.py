@@ -1,0 +1,160 @@
+"""The learning rate of a Keras optimizer: what was typed, scaled, its schedule, and a warm-up in front of both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import tensorflow as tf
+
+from distributed.backends._keras.files import fixed_rate
+from distributed.backends._keras.models import chosen_optimizer, is_optimizer, is_schedule, set_schedule
+from distributed.errors import CheckpointError, ConfigError
+from distributed.plan import BatchPlan
+from distributed.settings import MergedConfig
+
+
+def build_optimizer(given: Any, scheduler: Any, model: Any, source: Any, merged: MergedConfig) -> Any:
+    """The user's optimizer, the one that `source` (the model as it was given) was compiled with, or AdamW; built.
+
+    One that was built for `source`, where another model was made of that, begins anew with the same settings; and so does
+    one that was not made in the scope of the strategy that holds.
+    """
+    if given is None and source.compiled:
+        given = source.optimizer
+    strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    is_outside = strategy is not None and getattr(given, "_distribution_strategy", strategy) is not strategy
+    if is_optimizer(given) and ((given.built and source is not model) or is_outside):
+        given = type(given).from_config(given.get_config())
+    optimizer = chosen_optimizer(given, model, merged.config.learning_rate)
+    if scheduler is not None:
+        set_schedule(optimizer, scheduler)
+    if merged.config.dtype == "float64":
+        _widen(optimizer)
+        if is_schedule(optimizer._learning_rate):
+            _widen(optimizer._learning_rate)
+    return optimizer
+
+
+def _widen(holder: Any) -> None:
+    """Numbers that keep all their digits: TensorFlow makes a float32 of a Python float, also where it casts it to float64."""
+    for name, value in vars(holder).items():
+        if type(value) is float:
+            vars(holder)[name] = numpy.float64(value)
+
+
+class Rates:
+    """Sets the rate of each update: the optimizer's own or its schedule's, scaled, lower in the warm-up."""
+
+    def __init__(self, optimizer: Any, merged: MergedConfig, batch: BatchPlan, notice: Callable[[str], None]) -> None:
+        self._optimizer, self._merged = optimizer, merged
+        self._warmup = merged.config.warmup_steps
+        self._schedule = optimizer._learning_rate if fixed_rate(optimizer) is None else None
+        if self._schedule is not None:
+            self._check_schedule()
+        factor = _scaling(merged.config.lr_scaling, batch)
+        full = 1.0 if self._schedule is not None else self._typed(notice)
+        self._full = full * factor  # of a schedule: what it is multiplied by
+        if factor != 1.0:
+            what = "the schedule's rates" if self._schedule is not None else f"learning rate {full:g}"
+            notice(f"lr_scaling={merged.config.lr_scaling}: {what} x {factor:g} = {self._full:g}")
+        self._put_last = self._full
+        # Of the next update, or what the schedule's rate is multiplied by. Keras' own has seven digits.
+        self._rate = tf.Variable(self._full, dtype=tf.float64)
+        self._put(self._full)
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[Callable[[list[Any], list[Any]], None]]:
+        """Within it is what makes one update at the rate that holds; traced once, on each replica."""
+        attributes = vars(self._optimizer)  # Keras tracks what is set through its own __setattr__
+        own = attributes["_learning_rate"]
+        attributes["_learning_rate"] = self._current
+        attributes["_all_reduce_sum_gradients"] = list  # Keras would sum over the replicas once more
+        try:
+            yield self._optimizer.apply
+        finally:
+            attributes["_learning_rate"] = own
+            del attributes["_all_reduce_sum_gradients"]
+
+    def _current(self) -> Any:
+        if self._schedule is None:
+            return self._rate
+        rate = self._schedule(self._optimizer._iterations)
+        return rate * tf.cast(self._rate, rate.dtype)
+
+    def _check_schedule(self) -> None:
+        if not is_schedule(self._schedule):
+            raise ConfigError("the optimizer's learning_rate is a function: give a number or a LearningRateSchedule")
+        if self._merged.is_typed("learning_rate"):
+            raise ConfigError(
+                f"learning_rate={self._merged.config.learning_rate:g} cannot replace the rates of"
+                f" {type(self._schedule).__name__}: drop it, or set them in the schedule"
+            )
+
+    def _typed(self, notice: Callable[[str], None]) -> float:
+        """The rate to start from, which Keras keeps with seven digits."""
+        before, typed = float(fixed_rate(self._optimizer) or 0.0), self._merged.config.learning_rate
+        if not self._merged.is_typed("learning_rate"):
+            return before
+        if not _equal(before, typed):
+            notice(f"learning_rate={typed:g} replaces the optimizer's {before:g}")
+        return typed
+
+    def before_update(self, step: int) -> None:
+        """The rate of the update after `step` others. A schedule counts those that were made by itself."""
+        if self._warmup and (rate := self._warm(step)) != self._put_last:
+            self._put(rate)  # not only while it warms up: its last updates may have been left out
+
+    def _warm(self, step: int) -> float:
+        return self._full * (step + 1) / self._warmup if step < self._warmup else self._full
+
+    def _put(self, rate: float) -> None:
+        self._put_last = rate
+        self._rate.assign(rate)
+        if self._schedule is None:
+            self._optimizer.learning_rate = rate  # for who asks it
+
+    def at(self, step: int) -> float:
+        """The rate of the update after `step` others."""
+        of_schedule = 1.0 if self._schedule is None else float(self._schedule(self._optimizer._iterations))
+        return self._warm(step) * of_schedule
+
+    @property
+    def fixed(self) -> float | None:
+        """The rate, with all its digits; None where a schedule gives it."""
+        return self._full if self._schedule is None else None
+
+    def state(self) -> dict[str, Any]:
+        """What `load` takes, as JSON."""
+        return {"learning_rate": self._full, "schedule": self._kind(), "scheduler": None}
+
+    def load(self, state: Mapping[str, Any], notice: Callable[[str], None]) -> None:
+        """Take up `state`, after the optimizer has taken up its own; this command's `learning_rate` holds from here on."""
+        here, there = self._kind(), state.get("schedule")
+        if here and there and here != there:
+            raise CheckpointError(
+                f"the schedule is {here}, the checkpoint holds {there}: use {there} or start without the checkpoint"
+            )
+        if here != there:
+            notice(
+                f"the checkpoint's schedule is {there or 'none'}, and this run's {here or 'none'} holds from here on"
+            )
+        before = float(state.get("learning_rate", self._full))
+        if here is None and not _equal(before, self._full):
+            notice(f"learning_rate={self._full:g} replaces the checkpoint's {before:g}")
+        self._put(self._full)
+
+    def _kind(self) -> str | None:
+        return None if self._schedule is None else type(self._schedule).__name__
+
+
+def _scaling(kind: str, batch: BatchPlan) -> float:
+    ratio = batch.global_batch_size / batch.batch_size
+    return {"none": 1.0, "linear": ratio, "sqrt": float(ratio**0.5)}[kind]
+
+
+def _equal(one: float, other: float) -> bool:
+    """As float32, in which Keras keeps a rate."""
+    return abs(one - other) <= 1e-6 * abs(other)

@@ -1,0 +1,341 @@
+"""Cuts a user's data over ranks, in our order: arrays, data sets that are asked by index, tf.data, and what torch loads."""
+
+from __future__ import annotations
+
+import abc
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy
+import tensorflow as tf
+
+from distributed.backends.base import ShardedData
+from distributed.config import DistributedConfig
+from distributed.data import epoch_order, sample_seed, slices
+from distributed.errors import ConfigError
+from distributed.plan import BatchPlan
+from distributed.state import Group, MicroBatch, WorkerContext
+
+Reduce = Callable[[Mapping[Any, float]], dict[Any, float]]
+_BATCHING = {"_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset", "BatchDataset", "PaddedBatchDataset"}
+_OF_INNER = {"_FlatMapDataset", "_InterleaveDataset", "_ParallelInterleaveDataset"}  # make data sets of each element
+# Between the batches and whoever reads them these leave each batch as it is, and the short one last.
+_KEEPING = {"_PrefetchDataset", "_OptionsDataset", "_MapDataset", "_ParallelMapDataset", "_CacheDataset"}
+_FORMS = "give (inputs, targets) as arrays, a tf.data.Dataset, a data set with __len__ and __getitem__, or a torch DataLoader"
+
+
+def batch_size_of(data: Any) -> int | None:
+    """The batch size that the user gave a tf.data.Dataset or a torch DataLoader."""
+    if _is_torch(data):
+        from distributed.backends._torch.loading import loader_batch_size
+
+        return loader_batch_size(data)
+    if isinstance(data, tf.data.Dataset):
+        return _batching(data)
+    return None
+
+
+def shard(
+    data: Any, *, batch: BatchPlan, context: WorkerContext, config: DistributedConfig, train: bool, reduce: Reduce
+) -> Data:
+    """This rank's part of `data`. A collective where there are several ranks: they compare lengths.
+
+    ConfigError where `data` has none of the forms that can be cut, is empty or contradicts the settings.
+    """
+    name = "training data" if train else "evaluation data"
+    agree = None if context.world_size == 1 else reduce
+    if _is_torch(data):
+        return TorchData(data, batch, context, config, train, reduce)
+    if isinstance(data, tf.data.Dataset):
+        if train and config.shuffle:
+            raise ConfigError("shuffle=True cannot order a tf.data.Dataset: use its own .shuffle(), or drop shuffle")
+        return StreamData(data, batch, context.rank, name, agree)
+    shuffle = train and (True if config.shuffle is None else config.shuffle)
+    fetch, count = _indexed(data, name, config.seed)
+    return MapData(fetch, count, batch, context.rank, config.seed, name, shuffle=shuffle, agree=agree)
+
+
+class Data(ShardedData):
+    """This rank's part of some data."""
+
+    @abc.abstractmethod
+    def example(self) -> Any:
+        """A batch to build a model with."""
+
+
+class MapData(Data):
+    """Samples that can be asked for by index: nothing is read that is not used, also after a resume."""
+
+    def __init__(
+        self,
+        fetch: Callable[[int, range, Sequence[int]], Any],
+        count: int,
+        batch: BatchPlan,
+        rank: int,
+        seed: int,
+        name: str,
+        *,
+        shuffle: bool,
+        agree: Reduce | None,
+    ) -> None:
+        if count == 0:
+            raise ConfigError(f"{name}: no samples: give more samples")
+        self.batch, self.num_samples = batch, count
+        self._fetch, self._rank, self._seed, self._shuffle = fetch, rank, seed, shuffle
+        self._full = slices(batch.global_batch_size, batch, rank)
+        _compare(agree, rank, batch.data_parallel_size, count, f"{name}: the ranks have data sets of different lengths")
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
+        """The groups of `epoch` after `skip` global samples."""
+        count, size = self.num_samples or 0, self.batch.global_batch_size
+        order = epoch_order(count, self._seed, epoch, self._shuffle)
+        for start in range(skip, count, size):
+            number = min(size, count - start)
+            own = self._full if number == size else slices(number, self.batch, self._rank)
+            micros = [self._micro(epoch, order, start, places) for places in own]
+            yield Group(micros, number, start)
+
+    def example(self) -> Any:
+        """A batch of one sample."""
+        return self._fetch(0, range(1), [0])
+
+    def _micro(self, epoch: int, order: Any, start: int, places: range) -> MicroBatch:
+        where = range(places.start + start, places.stop + start, places.step) if places else range(start, start + 1)
+        return MicroBatch(self._fetch(epoch, where, order[where.start : where.stop : where.step]), len(places))
+
+
+class StreamData(Data):
+    """A tf.data.Dataset that every rank walks whole, taking its slice of every update by position.
+
+    A data set that shuffles draws a new order each time it is read. A resume in epoch n therefore begins as often as the run
+    had, and reads what was used again.
+    """
+
+    num_samples = None
+
+    def __init__(self, data: Any, batch: BatchPlan, rank: int, name: str, agree: Reduce | None) -> None:
+        self.batch, self._rank, self._name, self._agree = batch, rank, name, agree
+        self._own_size = _batching(data)
+        self._data = data
+        samples = data.unbatch() if self._own_size is not None else data
+        self._samples = samples
+        self._times_read = 0
+        self._is_compared = agree is None
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
+        """The groups of `epoch` after `skip` global samples."""
+        while self._times_read < epoch:
+            self._times_read += 1
+            next(iter(self._updates(0)), None)
+        self._times_read += 1
+        position = skip
+        for update in self._updates(skip):
+            number = len(tf.nest.flatten(update)[0])
+            self._check(update)
+            yield Group(
+                [self._micro(update, places) for places in slices(number, self.batch, self._rank)], number, position
+            )
+            position += number
+        if position == 0:
+            raise ConfigError(f"{self._name}: the tf.data.Dataset yields no batch: give it samples")
+
+    def example(self) -> Any:
+        """A batch of one sample, made up after the data set's element_spec."""
+        return tf.nest.map_structure(
+            lambda spec: numpy.zeros([1, *(size or 1 for size in spec.shape)], spec.dtype.as_numpy_dtype),
+            self._samples.element_spec,
+        )
+
+    def _updates(self, skip: int) -> Iterator[Any]:
+        size = self.batch.global_batch_size
+        if self._own_size == size and skip % size == 0 and _has_short_batch_last(self._data):
+            data = self._data.skip(skip // size)
+        else:
+            data = self._samples.skip(skip).batch(size)
+        return iter(data.prefetch(1).as_numpy_iterator())
+
+    def _micro(self, update: Any, places: range) -> MicroBatch:
+        where = slice(places.start, places.stop, places.step) if places else slice(0, 1)
+        return MicroBatch(tf.nest.map_structure(lambda leaf: leaf[where], update), len(places))
+
+    def _check(self, update: Any) -> None:
+        """Refuse streams that differ between ranks: cut once more, most samples would never be seen. A collective."""
+        if self._is_compared:
+            return
+        self._is_compared = True
+        import zlib
+
+        digest = zlib.crc32(b"".join(numpy.ascontiguousarray(leaf).tobytes() for leaf in tf.nest.flatten(update)))
+        what = f"{self._name}: the ranks read different streams (a .shuffle() without a seed, or files of their own)"
+        _compare(self._agree, self._rank, self.batch.data_parallel_size, digest & 0xFFFFFF, what)
+
+
+class TorchData(Data):
+    """What torch loads, as arrays."""
+
+    def __init__(
+        self,
+        data: Any,
+        batch: BatchPlan,
+        context: WorkerContext,
+        config: DistributedConfig,
+        train: bool,
+        reduce: Reduce,
+    ) -> None:
+        from distributed.backends._torch.loading import shard as torch_shard
+
+        self._inner = torch_shard(
+            data,
+            batch=batch,
+            context=context,
+            config=config,
+            options=config.options("data"),
+            train=train,
+            reduce=reduce,
+        )
+        self.batch, self.num_samples = self._inner.batch, self._inner.num_samples
+
+    @property
+    def updates_per_epoch(self) -> int | None:
+        """As torch's own."""
+        return self._inner.updates_per_epoch
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
+        """The groups of `epoch` after `skip` global samples."""
+        for group in self._inner.epoch(epoch, skip):
+            micros = [MicroBatch(_arrays(micro.batch), micro.num_samples) for micro in group.micro_batches]
+            yield Group(micros, group.num_samples, group.position)
+
+    def example(self) -> Any:
+        """The first batch of the first epoch."""
+        batch = next(iter(self.epoch(0))).micro_batches[0].batch
+        self._inner.close()
+        return batch
+
+    def close(self) -> None:
+        """Stop loader processes."""
+        self._inner.close()
+
+
+def _indexed(data: Any, name: str, seed: int) -> tuple[Callable[[int, range, Sequence[int]], Any], int]:
+    """(what fetches a batch, samples in all) of arrays or of a data set that is asked by index."""
+    if type(data).__mro__[-2].__name__ == "PyDataset" or any(c.__name__ == "PyDataset" for c in type(data).__mro__):
+        raise ConfigError(f"{name}: a keras PyDataset yields whole batches, which cannot be cut over ranks: {_FORMS}")
+    leaves = tf.nest.flatten(data) if isinstance(data, (tuple, Mapping)) or _is_array(data) else []
+    if leaves and all(map(_is_array, leaves)):
+        arrays = tf.nest.map_structure(_array, data)
+        lengths = {len(leaf) for leaf in tf.nest.flatten(arrays)}
+        if len(lengths) > 1:
+            raise ConfigError(
+                f"{name}: arrays of {' and '.join(map(str, sorted(lengths)))} samples: give as many of each"
+            )
+        return lambda epoch, where, keys: tf.nest.map_structure(lambda a: a[numpy.asarray(keys)], arrays), lengths.pop()
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, bytes, Mapping)):
+        return _Fetcher(data, seed, name), len(data)
+    raise ConfigError(f"{name}: {type(data).__name__} cannot be cut over ranks: {_FORMS}")
+
+
+class _Fetcher:
+    """Fetches samples by index and joins them. What a data set draws from numpy's and Python's generators depends on
+    (seed, epoch, position) alone."""
+
+    def __init__(self, dataset: Any, seed: int, name: str) -> None:
+        self._dataset, self._seed, self._name = dataset, seed, name
+
+    def __call__(self, epoch: int, where: range, keys: Sequence[int]) -> Any:
+        states = random.getstate(), numpy.random.get_state()
+        try:
+            samples = [self._sample(epoch, position, int(key)) for position, key in zip(where, keys, strict=True)]
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
+        try:
+            return tf.nest.map_structure(lambda *each: numpy.stack([_array(value) for value in each]), *samples)
+        except ValueError as error:
+            text = str(error).partition("\n")[0]
+            raise ConfigError(f"{self._name}: samples do not make a batch ({text}): give them one shape") from None
+
+    def _sample(self, epoch: int, position: int, key: int) -> Any:
+        value = sample_seed(self._seed, epoch, position)
+        random.seed(value)
+        numpy.random.seed(value >> 32)
+        return self._dataset[key]
+
+
+def _batching(data: Any) -> int | None:
+    """The size of the batches that a tf.data.Dataset yields, or None where it yields samples."""
+    kind = type(data).__name__
+    if "Unbatch" in kind:
+        return None
+    if kind in _BATCHING:
+        return int(data._batch_size)
+    if kind in _OF_INNER:
+        return _of_inner(data)
+    sizes = {_batching(each) for each in data._inputs()}  # several where data sets are zipped, say
+    if len(sizes) > 1:
+        words = sorted("samples" if size is None else f"batches of {size}" for size in sizes)
+        raise ConfigError(f"the tf.data.Dataset joins {' and '.join(words)}: batch it after they are joined")
+    return sizes.pop() if sizes else None
+
+
+def _of_inner(data: Any) -> int | None:
+    """What flat_map and interleave make of each batch: its samples, or batches like it. Told by the dimensions."""
+    (source,) = data._inputs()
+    size = _batching(source)
+    if size is None:
+        return None
+    fewer = {before - now for before, now in zip(_ranks(source), _ranks(data), strict=False)}
+    if len(_ranks(source)) == len(_ranks(data)) and fewer in ({0}, {1}):
+        return size if fewer == {0} else None
+    raise ConfigError(
+        f"the tf.data.Dataset makes something else of batches of {size} by flat_map or interleave: batch it after that"
+    )
+
+
+def _ranks(data: Any) -> list[int]:
+    return [len(spec.shape) for spec in tf.nest.flatten(data.element_spec)]
+
+
+def _has_short_batch_last(data: Any) -> bool:
+    """Whether all batches but the last have the size that `_batching` says: not so after .repeat() or .rebatch()."""
+    while type(data).__name__ in _KEEPING:
+        data = data._input_dataset
+    return type(data).__name__ in _BATCHING
+
+
+def _is_torch(data: Any) -> bool:
+    """Whether torch knows how to load it; torch is not imported for that."""
+    torch = sys.modules.get("torch.utils.data")
+    return torch is not None and isinstance(data, (torch.DataLoader, torch.Dataset))
+
+
+def _is_array(value: Any) -> bool:
+    return (
+        hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__") and len(value.shape) > 0
+    )
+
+
+def _array(value: Any) -> Any:
+    return numpy.asarray(value)
+
+
+def _arrays(batch: Any) -> Any:
+    """A batch of torch's tensors as arrays in tuples, which TensorFlow takes."""
+    if isinstance(batch, Mapping):
+        return {name: _arrays(value) for name, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(_arrays(value) for value in batch)
+    return numpy.asarray(batch)
+
+
+def _compare(agree: Reduce | None, rank: int, world: int, value: int, what: str) -> None:
+    """Refuse what differs between ranks. A collective."""
+    if agree is None:
+        return
+    values = agree({r: float(value) if r == rank else 0.0 for r in range(world)})
+    if len(set(values.values())) > 1:
+        raise ConfigError(
+            f"{what}, but each takes its part of the same samples: give every rank the same data, seeded alike"
+        )

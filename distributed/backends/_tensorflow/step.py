@@ -1,0 +1,240 @@
+"""The graphs of a step: forward and backward of a micro-batch, the sum over the ranks, the update, the evaluation.
+
+Each is traced once per form of batch, with the number of samples left open: which graph computes a batch, and so its last bit,
+does not depend on which batches came before. A resumed run begins in the middle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy
+import tensorflow as tf
+
+from distributed.backends._tensorflow.objective import Measured, Objective
+from distributed.backends._tensorflow.world import World, heard
+from distributed.errors import ConfigError
+
+Update = Callable[[list[Any], list[Any]], None]  # (gradients, variables)
+
+
+@dataclasses.dataclass
+class Pending:
+    """Gradients and counts of the micro-batches of an update so far, of each replica; sums over all replicas in `rows`."""
+
+    gradients: list[list[Any]]
+    counts: list[Any]
+    rows: dict[str, tuple[Any, Any]]
+    norm: Any = None  # of the summed gradient, once it is
+
+
+class Graphs:
+    """Traces functions by the form of their arguments and calls them."""
+
+    def __init__(self) -> None:
+        self._traced: dict[Any, Any] = {}
+
+    def __call__(self, name: Any, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)` in a graph; `name` and the form of `args` say which one."""
+        leaves = [each if tf.is_tensor(each) else numpy.asarray(each) for each in tf.nest.flatten(args)]
+        form = tuple(
+            (leaf.dtype.name if tf.is_tensor(leaf) else str(leaf.dtype), tuple(leaf.shape)[1:]) for leaf in leaves
+        )
+        key = name, form, _outline(args)
+        if key not in self._traced:
+            self._traced[key] = self._trace(function, args, leaves)
+        call, outputs = self._traced[key]
+        with heard():
+            found = call(*[tf.convert_to_tensor(leaf) for leaf in leaves])
+        return tf.nest.pack_sequence_as(outputs[0], found)
+
+    def _trace(self, function: Callable[..., Any], args: Any, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+        outputs: list[Any] = []
+
+        def flat(*given: Any) -> Any:
+            found = function(*tf.nest.pack_sequence_as(args, given))
+            outputs[:] = [tf.nest.map_structure(lambda _: 0, found)]
+            return tf.nest.flatten(found)
+
+        signature = [tf.TensorSpec([None, *leaf.shape[1:]] if len(leaf.shape) else [], leaf.dtype) for leaf in leaves]
+        traced = tf.function(flat, input_signature=signature, autograph=False)
+        traced.get_concrete_function()
+        return traced, outputs
+
+
+def _outline(value: Any) -> Any:
+    """The containers of `value`, hashable."""
+    return repr(tf.nest.map_structure(lambda _: 0, value))
+
+
+class Step:
+    """What training does with a model and its objective."""
+
+    def __init__(
+        self,
+        model: Any,
+        objective: Objective,
+        world: World,
+        updating: Callable[[], contextlib.AbstractContextManager[Update]],
+        clipping: float | None,
+    ) -> None:
+        """Within `updating()` is the function that makes the one update."""
+        self._model, self._objective, self._world = model, objective, world
+        self._replicas = world.replicas
+        self._updating, self._clipping = updating, clipping
+        self._graphs = Graphs()
+        self._is_built = False
+        self._used: list[int] = []  # the trainable variables that the loss depends on
+
+    # the update
+
+    def forward_backward(
+        self, batch: Any, num_samples: int, of_update: int, before: Pending | None, is_last: bool
+    ) -> Pending:
+        """One micro-batch more; `of_update` is the number of samples of the update, over all ranks. With the last one the
+        gradients of all ranks are summed, divided by the true count and clipped: a collective."""
+        cut = self._cut(batch, num_samples)
+        empty = tuple(number == 0 for _, number in cut)
+        parts = [(part, numpy.float64(number)) for part, number in cut]
+        carried = () if before is None else (before.gradients, before.counts)
+
+        def call(parts: Any, nominal: Any, *carried: Any) -> Any:
+            def backward(replica: int, batch: Any, number: Any, *before: Any) -> Any:
+                return self._backward(batch, number, nominal, before, empty[replica], any(empty), is_last)
+
+            each = [(*part, *before) for part, *before in zip(parts, *carried, strict=True)]
+            gradients, counts, rows, norms = zip(*self._replicas.run(backward, each), strict=True)
+            return list(gradients), list(counts), _added(rows), norms[0]
+
+        name = "train", empty, is_last, before is not None
+        gradients, counts, rows, norm = self._graphs(name, call, parts, numpy.float64(of_update), *carried)
+        if before is not None:
+            rows = _added([before.rows, rows])
+        return Pending(gradients, counts, rows, norm if is_last else None)
+
+    def _cut(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
+        """The slice of each replica. Before the first one everything has its variables, which no replica can make."""
+        if not self._is_built and self._replicas.strategy is not None:
+            with self._replicas.scope():
+                self._objective.build(tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf[:1]), batch))
+        self._is_built = True
+        return self._replicas.cut(batch, num_samples)
+
+    def _backward(
+        self,
+        batch: Any,
+        number: Any,
+        nominal: Any,
+        carried: Sequence[Any],
+        is_empty: bool,
+        some_are_empty: bool,
+        is_last: bool,
+    ) -> Any:
+        """On one replica."""
+        variables = [v.value for v in self._model.trainable_variables]
+        # All replicas put values back, their own or the old ones: some variables are only to be assigned together.
+        kept = [(v, tf.identity(v.value)) for v in self._model.non_trainable_variables] if some_are_empty else []
+        with tf.GradientTape() as tape:
+            measured = self._objective(batch, number, training=True)
+            value = measured.total / tf.cast(nominal, measured.total.dtype)
+        gradients = self._gradients(tape, value, variables)
+        count, rows = measured.count, _rows(measured)
+        with tf.control_dependencies([*gradients, value]):
+            for variable, values in kept:
+                variable.assign(values if is_empty else tf.identity(variable.value))
+        if is_empty:
+            gradients = [tf.zeros_like(g) for g in gradients]
+            count, rows = tf.zeros_like(count), {n: (tf.zeros_like(a), tf.zeros_like(b)) for n, (a, b) in rows.items()}
+        else:  # a loss that is not finite makes the norm NaN, so that all ranks see it
+            gradients[0] += tf.cast(value * 0, gradients[0].dtype)
+        if carried:
+            gradients = [g + c for g, c in zip(gradients, carried[0], strict=True)]
+            count += carried[1]
+        norm = tf.zeros((), tf.float64)
+        if is_last:
+            gradients, norm = self._summed(gradients, count, nominal, measured.is_counted)
+        return gradients, count, rows, norm
+
+    def _gradients(self, tape: Any, value: Any, variables: list[Any]) -> list[Any]:
+        found = tape.gradient(value, variables)
+        self._used = [i for i, g in enumerate(found) if g is not None]
+        if not self._used:
+            raise ConfigError(
+                "the loss does not depend on any trainable variable of the model: compute it with TensorFlow's operations from"
+                " the model's outputs"
+            )
+        return [tf.convert_to_tensor(found[i]) for i in self._used]  # those of embeddings become dense
+
+    def _summed(self, gradients: list[Any], count: Any, nominal: Any, is_counted: bool) -> tuple[list[Any], Any]:
+        """The gradient of the mean over the update, and its norm before clipping."""
+        gradients = self._world.summed_gradients(gradients)
+        if is_counted:
+            factor = nominal / self._world.summed_in_graph([count])[0]
+            gradients = [g * tf.cast(factor, g.dtype) for g in gradients]
+        norm = tf.linalg.global_norm(gradients)
+        if self._clipping is not None:
+            scale = tf.minimum(tf.cast(self._clipping / (norm + 1e-6), norm.dtype), 1)  # as torch does it
+            gradients = [g * tf.cast(scale, g.dtype) for g in gradients]
+        return gradients, tf.cast(norm, tf.float64)
+
+    def apply(self, gradients: list[list[Any]]) -> None:
+        """The one update, of every replica's copy with its gradients, which are alike."""
+        self._graphs("apply", self._apply, gradients)
+
+    def _apply(self, gradients: list[list[Any]]) -> Any:
+        trained = [self._model.trainable_variables[i] for i in self._used]
+        with self._updating() as update:
+
+            def apply(replica: int, own: list[Any]) -> Any:
+                update(own, trained)
+                return tf.zeros(())
+
+            self._replicas.run(apply, [[own] for own in gradients])
+        return tf.zeros(())
+
+    # evaluation
+
+    def evaluate(self, batch: Any, num_samples: int) -> dict[str, tuple[Any, Any]]:
+        """name -> (sum, count) over the samples of this batch."""
+
+        cut = self._cut(batch, num_samples)
+
+        def measure(replica: int, batch: Any, number: Any) -> Any:
+            return _rows(self._objective(batch, number, training=False))
+
+        def call(parts: Any) -> Any:
+            return self._replicas.run(measure, parts)
+
+        found = self._graphs("evaluate", call, [(part, numpy.float64(number)) for part, number in cut])
+        counted = [rows for rows, (_, number) in zip(found, cut, strict=True) if number]
+        return _added(counted) if counted else dict.fromkeys(found[0], (0.0, 0.0))
+
+    def predict(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
+        """(the model's outputs as arrays, samples) of each replica."""
+        cut = self._cut(batch, num_samples)
+
+        def outputs(replica: int, batch: Any) -> Any:
+            return self._objective.predict(batch)
+
+        def call(parts: Any) -> Any:
+            return self._replicas.run(outputs, [[part] for part in parts])
+
+        found = self._graphs("predict", call, [part for part, _ in cut])
+        arrays = tf.nest.map_structure(lambda value: value.numpy(), found)
+        return [(array, number) for array, (_, number) in zip(arrays, cut, strict=True)]
+
+
+def _added(rows: Sequence[Mapping[str, tuple[Any, Any]]]) -> dict[str, tuple[Any, Any]]:
+    """name -> (sum, count) over `rows`."""
+    total = dict(rows[0])
+    for more in rows[1:]:
+        total = {name: (value + more[name][0], count + more[name][1]) for name, (value, count) in total.items()}
+    return total
+
+
+def _rows(measured: Measured) -> dict[str, tuple[Any, Any]]:
+    rows = {"loss": (measured.total, measured.count), **measured.metrics}
+    return {name: (tf.cast(a, tf.float64), tf.cast(b, tf.float64)) for name, (a, b) in rows.items()}

@@ -1,0 +1,190 @@
+"""The processes that train together, as TensorFlow sees them: sums and values over its own collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy
+import tensorflow as tf
+
+from distributed.backends._tensorflow.replicas import Replicas
+from distributed.backends._tensorflow.start import Joined
+from distributed.errors import DistributedError
+from distributed.state import WorkerContext
+
+_LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.CancelledError)
+
+
+_raised: list[Exception] = []  # by Python code inside a graph: TensorFlow makes one of its own errors of it
+
+
+def carried(function: Callable[[Any], Any], value: Any) -> Any:
+    """`function` of an array, in a graph. What it raises comes out of `heard`."""
+
+    def call(array: Any) -> Any:
+        try:
+            return function(array)
+        except (RuntimeError, DistributedError) as error:
+            _raised[:] = [error]
+            raise
+
+    return tf.numpy_function(call, [value], value.dtype)
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[None]:
+    """A collective that ends because another worker has gone is a ConnectionResetError that names it, in one line."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if _raised:
+            raise _raised.pop() from None
+        if not isinstance(error, _LOST):
+            raise
+        task = re.search(r"/job:(worker|chief)/(?:replica:\d+/)?task:(\d+)", error.message)
+        reason = re.search(
+            r"Collective ops is aborted by: ([^\n]*)|([^\n]*(?:timed out|Deadline)[^\n]*)", error.message
+        )
+        if reason is None:
+            raise
+        who = f"{task[1]} {task[2]}" if task else "another worker"
+        raise ConnectionResetError(f"lost the connection to {who}: {(reason[1] or reason[2])[:200]}") from None
+
+
+class Collectives(Protocol):
+    """How tensors are combined over several processes."""
+
+    def summed(self, tensors: list[Any]) -> list[Any]:
+        """Tensors of one element type summed over all ranks; in a graph."""
+
+    def gradients(self, tensors: list[Any]) -> list[Any]:
+        """As `summed`, as the options of a run want gradients to be sent."""
+
+    def sum_floats(self, vector: Any) -> Any:
+        """A vector of float64, element by element over all ranks."""
+
+    def sum_integers(self, vector: Any) -> Any:
+        """A vector of int64, the same."""
+
+    def gather(self, vector: Any) -> Any:
+        """Every rank's vector of int32, one after the other."""
+
+
+class ClusterCollectives:
+    """Those of MultiWorkerMirroredStrategy, traced once for a cluster, however many trainers use it."""
+
+    def __init__(self, strategy: Any, timeout_s: float) -> None:
+        self._strategy = strategy
+        self._options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=timeout_s)
+        self.sum_floats = self._of_vectors(self.summed, tf.float64)
+        self.sum_integers = self._of_vectors(self.summed, tf.int64)
+        self.gather = self._of_vectors(self._gathered, tf.int32)
+        self.gradients = self.summed
+
+    def summed(self, tensors: list[Any]) -> list[Any]:
+        def call(*each: Any) -> Any:
+            here = [tf.identity(tensor) for tensor in each]  # a graph's arguments are on no device yet
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, here, self._options)
+
+        return list(self._strategy.run(call, args=tuple(tensors)))
+
+    def _gathered(self, tensors: list[Any]) -> list[Any]:
+        def call(tensor: Any) -> Any:
+            return tf.distribute.get_replica_context().all_gather(tf.identity(tensor), 0, self._options)
+
+        return [self._strategy.run(call, args=tuple(tensors))]
+
+    def _of_vectors(self, function: Callable[[list[Any]], list[Any]], dtype: Any) -> Any:
+        """`function` of one vector of any length."""
+        signature = [tf.TensorSpec([None], dtype)]
+        return tf.function(lambda vector: function([vector])[0], input_signature=signature, autograph=False)
+
+
+@functools.cache
+def cluster_collectives(joined: Joined, timeout_s: float) -> ClusterCollectives:
+    """The collectives of a cluster."""
+    return ClusterCollectives(joined.strategy, timeout_s)
+
+
+class World:
+    """One process or several. All verbs but `store` are collectives: every rank calls them, in the same order."""
+
+    def __init__(
+        self, context: WorkerContext, them: Collectives | None, store: Any = None, replicas: Replicas | None = None
+    ) -> None:
+        """`them`: the collectives of several processes; `store`: shared by all of them; `replicas`: of this process."""
+        self.context, self._them, self._store = context, them, store
+        self.replicas = Replicas() if replicas is None else replicas
+
+    def summed_in_graph(self, tensors: list[Any]) -> list[Any]:
+        """`tensors` summed over all ranks and replicas, while a graph is traced."""
+        return self.replicas.summed(tensors) if self._them is None else _by_type(self._them.summed, tensors)
+
+    def summed_gradients(self, gradients: list[Any]) -> list[Any]:
+        """As `summed_in_graph`, in fewer bits where the options of a run say so."""
+        return self.replicas.summed(gradients) if self._them is None else _by_type(self._them.gradients, gradients)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element by element over all ranks."""
+        if self._them is None or not values:
+            return list(values)
+        with heard():
+            total: list[float] = self._them.sum_floats(numpy.asarray(values, numpy.float64)).numpy().tolist()
+        return total
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in the order of ranks."""
+        if self._them is None:
+            return [value]
+        data = pickle.dumps(value)
+        padded = data + b"\0" * (-len(data) % 4)
+        world = range(self.context.world_size)
+        lengths = self.sum([float(len(data)) if rank == self.context.rank else 0.0 for rank in world])
+        with heard():
+            everything = self._them.gather(numpy.frombuffer(padded, numpy.int32)).numpy().tobytes()
+        values, start = [], 0
+        for length in map(int, lengths):
+            values.append(pickle.loads(everything[start : start + length]))
+            start += length + -length % 4
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.sum([0.0])
+
+    def copy_from_main(self, variables: Sequence[Any]) -> None:
+        """Give `variables`, alike on every rank and replica but for their values, those of the first."""
+        if self._them is None:
+            for variable in variables if self.replicas.number > 1 else ():
+                variable.assign(variable.numpy())
+            return
+        for variable in variables:
+            dtype = variable.dtype
+            is_whole = dtype.is_integer
+            value = variable.numpy().astype(numpy.int64 if is_whole else numpy.float64)
+            mine = value if self.context.is_main_process else numpy.zeros_like(value)
+            total = (self._them.sum_integers if is_whole else self._them.sum_floats)(mine.reshape(-1)).numpy()
+            variable.assign(total.reshape(value.shape).astype(dtype.as_numpy_dtype))
+
+    def store(self) -> Any:
+        """What `Backend.key_value_store` describes."""
+        if self._store is None:
+            return None
+        import torch.distributed as dist
+
+        return dist.PrefixStore("common-step", self._store)
+
+
+def _by_type(combine: Callable[[list[Any]], list[Any]], tensors: list[Any]) -> list[Any]:
+    """`combine` of those of each element type, in the order of `tensors`."""
+    out = list(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        for place, total in zip(places, combine([tensors[i] for i in places]), strict=True):
+            out[place] = total
+    return out

@@ -1,0 +1,170 @@
+"""Keras models under the torch step: their files and optimizers are Keras's own, the same as on TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from distributed.backends._keras import files, models
+from distributed.backends._keras.batches import unpacked
+from distributed.backends._keras.losses import checked_metric
+from distributed.backends._keras.randomness import common_state
+from distributed.backends._torch import optim
+from distributed.backends._torch.keras_module import KerasModule, keras_scope, to_float64, widen
+from distributed.backends._torch.keras_objective import KerasObjective
+from distributed.backends._torch.keras_optimizer import KerasOptimizer, LearningRateSchedule
+from distributed.backends._torch.kinds import Say, TorchKind
+from distributed.backends._torch.nested import move
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distributed.backends.base import Job
+    from distributed.plan import BatchPlan
+    from distributed.settings import MergedConfig
+
+
+class KerasKind(TorchKind):
+    """A Keras model, its Keras optimizer and what it was compiled with."""
+
+    module: KerasModule
+
+    @property
+    def model(self) -> Any:
+        return self.module.keras
+
+    def finish(self, example: Callable[[], Any], device: torch.device, config: DistributedConfig) -> None:
+        self._device, self._dtype = device, config.dtype
+        models.check_model(self.model)
+        with self._scope():
+            if not self.model.built or not self.model.variables:
+                self._build(example)
+            if config.dtype == "float64":
+                to_float64(self.model)
+        self.module.adopt(self.context.rank)
+        self.module.to(device)
+
+    def _build(self, example: Callable[[], Any]) -> None:
+        """A model without an Input has no variables before its first call."""
+        batch = move(unpacked(example()).x, self._device, None)
+        with torch.no_grad():
+            self.model(batch)
+
+    def _scope(self) -> contextlib.AbstractContextManager[None]:
+        return keras_scope(self._device, self._dtype)
+
+    def seed(self, value: int) -> None:
+        with self._scope():
+            common_state(create=True).assign([value & 0x3FFFFFFF, 0])
+
+    @contextlib.contextmanager
+    def without_draws(self) -> Iterator[None]:
+        drawn = [*self.module.seeds, *([] if (common := common_state()) is None else [common])]
+        before = [variable.value.clone() for variable in drawn]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for variable, state in zip(drawn, before, strict=True):
+                    variable.value.copy_(state)
+
+    def checkpoint_activations(self) -> int:
+        raise ConfigError(
+            "activation_checkpointing=True does not work with Keras models: build the model inside keras.RematScope(), or"
+            " drop it"
+        )
+
+    def batch_dependent(self) -> list[str]:
+        return models.batch_dependent(self.model)
+
+    def optimizer(self, given: Any, scheduler: Any, merged: MergedConfig, say: Say) -> torch.optim.Optimizer:
+        with self._scope():
+            chosen = models.chosen_optimizer(given, self.model, merged.config.learning_rate)
+            if scheduler is not None:
+                models.set_schedule(chosen, scheduler)
+            if self._dtype == "float64":
+                widen(chosen.variables[2:])  # not the counter and the rate
+        rate = files.fixed_rate(chosen)
+        self._schedule = None if rate is not None else chosen._learning_rate
+        if self._schedule is None:
+            rate = _typed_rate(rate, merged, say)
+        elif merged.is_typed("learning_rate"):
+            raise ConfigError(
+                f"learning_rate={merged.config.learning_rate:g} cannot replace the rates of"
+                f" {type(self._schedule).__name__}: drop it, or set them in the schedule"
+            )
+        optimizer = KerasOptimizer(chosen, list(self.model.trainable_variables), rate or 0.0, self._scope)
+        if self._schedule is not None:
+            LearningRateSchedule(self._schedule, optimizer, 1.0, self._scope).step()
+        return optimizer
+
+    def scheduler(self, job: Job, optimizer: Any, merged: MergedConfig, batch: BatchPlan, say: Say) -> Any:
+        before = optimizer.param_groups[0]["lr"]
+        optim.scale_rates(optimizer, None, merged, batch, say)
+        if self._schedule is None:
+            return None
+        if merged.config.scheduler_interval == "epoch":
+            raise ConfigError(
+                f"scheduler_interval='epoch' does not work with {type(self._schedule).__name__}, which counts updates: drop it"
+            )
+        factor = optimizer.param_groups[0]["lr"] / before if before else 1.0
+        return LearningRateSchedule(self._schedule, optimizer, factor, self._scope)
+
+    def objective(self, job: Job, notice: Say) -> KerasObjective:
+        own = {name: checked_metric(m, name) for name, m in job.metrics.items() if _is_metric(m)}
+        with self._scope():
+            return KerasObjective(job.loss_fn, job.training_step, own, self.module, notice, self._scope)
+
+    def metrics(self, job: Job) -> Mapping[str, Callable[..., Any]]:
+        return {name: _ours(m) for name, m in job.metrics.items() if not _is_metric(m)}
+
+    def save_model(self, directory: Path) -> dict[str, Any]:
+        if self.context.is_main_process:
+            files.save_model(self.model, directory)
+        return {}
+
+    def load_model(self, directory: Path, content: Mapping[str, Any]) -> None:
+        files.load_model(self.model, directory)
+        self.module.mix_seeds(self.context.rank)
+
+    def save_optimizer(self, optimizer: Any, directory: Path) -> dict[str, Any]:
+        rate = optimizer.param_groups[0]["lr"] if self._schedule is None else None
+        content = files.optimizer_content(optimizer.keras, self.model) | {"learning_rate": rate}
+        if self.context.is_main_process:
+            files.save_optimizer(optimizer.keras, self.model, directory)
+        return content
+
+    def load_optimizer(self, optimizer: Any, directory: Path, content: Mapping[str, Any]) -> None:
+        files.load_optimizer(optimizer.keras, self.model, directory, content)
+        if self._schedule is None and content["learning_rate"] is not None:
+            optimizer.param_groups[0]["lr"] = float(content["learning_rate"])
+
+    def export(self, path: Path) -> None:
+        if self.context.is_main_process:
+            files.export(self.model, path)
+
+
+def _typed_rate(rate: Any, merged: MergedConfig, say: Say) -> float:
+    """A typed `learning_rate` in the place of the optimizer's `rate`, which Keras keeps with seven digits."""
+    typed = merged.config.learning_rate
+    if not merged.is_typed("learning_rate"):
+        return float(rate)
+    if numpy.float32(typed) != numpy.float32(rate):
+        say(f"learning_rate={typed:g} replaces the optimizer's {rate:g}")
+    return typed
+
+
+def _is_metric(value: Any) -> bool:
+    return any(cls.__name__ == "Metric" and cls.__module__.startswith("keras.") for cls in type(value).__mro__)
+
+
+def _ours(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A metric function of Keras takes (targets, outputs)."""
+    if str(getattr(function, "__module__", "")).startswith("keras."):
+        return lambda outputs, targets: function(targets, outputs)
+    return function

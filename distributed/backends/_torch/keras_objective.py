@@ -1,0 +1,131 @@
+"""From a batch to a loss for Keras models: compiled losses and metrics, losses of Keras and losses of torch tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from distributed.backends._keras.batches import KerasBatch, unpacked
+from distributed.backends._keras.losses import (
+    KerasLoss,
+    compiled_metrics,
+    compute_in_floatx,
+    default_loss,
+    is_of_keras,
+    metric_value,
+    of_output,
+)
+from distributed.backends._torch.keras_module import KerasModule, widen
+from distributed.backends._torch.keras_optimizer import Scope
+from distributed.backends._torch.objective import Loss, Objective, as_loss
+from distributed.errors import ConfigError
+
+
+class KerasObjective(Objective):
+    """Calls a Keras model on a batch. Regularisation is part of every loss but a training_step's."""
+
+    def __init__(
+        self,
+        loss_fn: Any,
+        training_step: Callable[..., Any] | None,
+        metrics: Mapping[str, Any],
+        module: KerasModule,
+        notice: Callable[[str], None],
+        scope: Scope,
+    ) -> None:
+        super().__init__(None if is_of_keras(loss_fn) else loss_fn, training_step, module, notice)
+        self._module, self._model, self._scope = module, module.keras, scope
+        self._keras_loss = KerasLoss(loss_fn) if is_of_keras(loss_fn) else None
+        self._is_compiled = loss_fn is None and getattr(module.keras, "_compile_loss", None) is not None
+        self._given_metrics = metrics
+        self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # as `compiled_metrics` gives them
+
+    def __call__(self, model: Callable[..., Any], batch: Any, num_items: torch.Tensor | None = None) -> Loss:
+        with self._scope():
+            if self._training_step is not None:
+                return super().__call__(model, batch)
+            parts = unpacked(batch)
+            outputs = model(parts.x)
+            self._put_masks(outputs)
+            loss = self._compare(parts, outputs)
+            measured = self._measure(parts, outputs)
+            targets = None if "accuracy" in measured else parts.y  # else the default one would be a second
+            return dataclasses.replace(loss, outputs=outputs, targets=targets, metrics=measured or None)
+
+    def predict(self, model: Callable[..., Any], batch: Any) -> Any:
+        with self._scope():
+            return model(unpacked(batch).x)
+
+    def probe(self, model: torch.nn.Module, batch: Any) -> dict[str, float]:
+        return dict.fromkeys(("takes count", "shifts", "does not shift", "counts"), 0.0)
+
+    def _put_masks(self, outputs: Any) -> None:
+        """DistributedDataParallel may give other tensors than the model did, without their masks."""
+        import keras
+
+        for tensor, mask in zip(keras.tree.flatten(outputs), self._module.masks, strict=False):
+            if mask is not None:
+                tensor._keras_mask = mask
+
+    def _compare(self, parts: KerasBatch, outputs: Any) -> Loss:
+        if self._is_compiled:
+            return self._compiled(parts, outputs)
+        if self._loss_fn is not None:
+            if parts.weight is not None:
+                raise ConfigError(
+                    "the batch has a sample_weight, which a loss_fn of your own cannot get: use a loss of keras.losses, or"
+                    " training_step"
+                )
+            return self._regularized(as_loss(self._loss_fn(outputs, parts.x if parts.y is None else parts.y)))
+        if self._keras_loss is None:
+            function, why = default_loss(self._model, outputs, parts.y)
+            self._say(f"no loss_fn given: {why}")
+            self._keras_loss = KerasLoss(function)
+        return self._regularized(as_loss(self._keras_loss(parts.y, outputs, parts.weight)))
+
+    def _compiled(self, parts: KerasBatch, outputs: Any) -> Loss:
+        """`compile(loss=...)`: one loss of one output as (sum, count) where it counts tokens, else as Keras adds them up."""
+        model = self._model
+        compiled = model._compile_loss
+        if not compiled.built:
+            compiled.build(parts.y, outputs)
+        losses = compiled._flat_losses
+        for each in (compiled, *(flat.loss for flat in losses)):
+            compute_in_floatx(each)
+        is_own = type(model).compute_loss.__module__.startswith("keras.")
+        if is_own and len(losses) == 1 and isinstance(outputs, torch.Tensor):
+            if self._keras_loss is None:
+                self._keras_loss = KerasLoss(losses[0].loss, losses[0].loss_weights)
+            return self._regularized(as_loss(self._keras_loss(parts.y, outputs, parts.weight)))
+        total = model._compute_loss(
+            x=parts.x, y=parts.y, y_pred=outputs, sample_weight=parts.weight, training=torch.is_grad_enabled()
+        )
+        return as_loss(total)
+
+    def _regularized(self, loss: Loss) -> Loss:
+        extra = self._model.losses
+        if extra:
+            more = sum(extra)
+            loss.value = loss.value + (more if loss.count is None else more * loss.count)
+        return loss
+
+    def _measure(self, parts: KerasBatch, outputs: Any) -> dict[str, tuple[Any, Any]]:
+        if parts.y is None:
+            return {}
+        if self._metrics is None:
+            given = {name: (metric, None, False) for name, metric in self._given_metrics.items()}
+            self._metrics = given | compiled_metrics(self._model, parts.y, outputs)
+            for metric, _, _ in self._metrics.values():
+                compute_in_floatx(metric)
+                if metric.dtype == "float64":
+                    widen(metric.variables)
+        with torch.no_grad():
+            return {
+                name: metric_value(
+                    metric, of_output(parts.y, place), of_output(outputs, place), parts.weight if is_weighted else None
+                )
+                for name, (metric, place, is_weighted) in self._metrics.items()
+            }

@@ -1,0 +1,110 @@
+"""What kind of model is trained: how it is named, stored, optimized and compared with its targets.
+
+Everything else of a step is the same for all kinds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distributed.backends._torch import modules, optim, recomputing, tensors
+from distributed.backends._torch.objective import Objective
+from distributed.config import DistributedConfig
+from distributed.state import WorkerContext
+
+if TYPE_CHECKING:
+    from distributed.backends.base import Job
+    from distributed.plan import BatchPlan
+    from distributed.settings import MergedConfig
+
+Say = Callable[[str], None]
+
+
+class TorchKind:
+    """A torch module, its torch optimizer and schedule."""
+
+    def __init__(self, module: torch.nn.Module, context: WorkerContext = tensors.ALONE) -> None:
+        self.module, self.context = module, context
+
+    @property
+    def model(self) -> Any:
+        """The user's own object."""
+        return self.module
+
+    def finish(self, example: Callable[[], Any], device: torch.device, config: DistributedConfig) -> None:
+        """Build what needs a batch to be built. Before the module is wrapped."""
+
+    def seed(self, value: int) -> None:
+        """Seed what the model draws from beside torch's generators."""
+
+    def without_draws(self) -> contextlib.AbstractContextManager[None]:
+        """What the model draws within, beside torch's generators, leaves no trace."""
+        return contextlib.nullcontext()
+
+    def checkpoint_activations(self) -> int:
+        """Recompute activations in the backward pass. Returns of how many blocks."""
+        return recomputing.checkpoint_activations(self.module)
+
+    def compile(self) -> None:
+        """Let torch compile the calls of the module."""
+        modules.compile_calls(self.module)
+
+    def batch_dependent(self) -> list[str]:
+        """Names of parts whose output differs with the split of a batch."""
+        return modules.batch_dependent(self.module)
+
+    def optimizer(self, given: Any, scheduler: Any, merged: MergedConfig, say: Say) -> torch.optim.Optimizer:
+        """The given optimizer, or the default one, at a typed `learning_rate`."""
+        optimizer = optim.build_optimizer(given, self.module, merged)
+        if given is not None:
+            optim.replace_rate(optimizer, scheduler, merged, say)
+        return optimizer
+
+    def scheduler(
+        self, job: Job, optimizer: torch.optim.Optimizer, merged: MergedConfig, batch: BatchPlan, say: Say
+    ) -> Any:
+        """The schedule of `job`, bound to `optimizer`; both at rates that follow the batch where asked."""
+        scheduler = optim.build_scheduler(job.scheduler, optimizer, job.optimizer)
+        optim.scale_rates(optimizer, scheduler, merged, batch, say)
+        return scheduler
+
+    def objective(self, job: Job, notice: Say) -> Objective:
+        """From batches to losses."""
+        return Objective(job.loss_fn, job.training_step, self.module, notice=notice)
+
+    def metrics(self, job: Job) -> Mapping[str, Callable[..., Any]]:
+        """name -> (outputs, targets) with the forms of a loss."""
+        return job.metrics
+
+    # What a checkpoint holds. Every rank calls these.
+
+    def save_model(self, directory: Path) -> dict[str, Any]:
+        return tensors.save_model(self.module, directory, self.context)
+
+    def load_model(self, directory: Path, content: Mapping[str, Any]) -> None:
+        tensors.load_model(self.module, directory)
+
+    def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: Path) -> dict[str, Any]:
+        return tensors.save_optimizer(optimizer, tensors.named_parameters(self.module), directory, self.context)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: Path, content: Mapping[str, Any]) -> None:
+        tensors.load_optimizer(optimizer, tensors.named_parameters(self.module), directory, content)
+
+    def export(self, path: Path) -> None:
+        tensors.save_weights(self.module, path, self.context)
+
+
+def kind_of(module: torch.nn.Module, context: WorkerContext = tensors.ALONE) -> TorchKind:
+    """The kind of what `modules.build_model` gave."""
+    from distributed.backends._torch.keras_module import KerasModule
+
+    if isinstance(module, KerasModule):
+        from distributed.backends._torch.keras_kind import KerasKind
+
+        return KerasKind(module, context)
+    return TorchKind(module, context)

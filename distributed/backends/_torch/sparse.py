@@ -1,0 +1,49 @@
+"""Sparse gradients of several ranks: those of modules with `sparse=True`, outside of torch's DDP.
+
+torch 2.13 exchanges them beside its buckets, and on gloo the messages of both are mixed up: the gradients of layers below a
+sparse embedding come out wrong, without a word (torch alone, two processes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from distributed.backends._torch.world import World
+
+
+def average(parameters: Sequence[torch.nn.Parameter], world: World) -> None:
+    """Give each of `parameters` the mean over all ranks of its gradients. A collective.
+
+    A rank without a gradient adds nothing; where no rank has one, there is none.
+    """
+    device = parameters[0].device
+    own = [p.grad.coalesce() if p.grad is not None else _nothing(p) for p in parameters]
+    sizes = torch.tensor([grad._nnz() for grad in own] + [p.grad is not None for p in parameters], device=device)
+    all_sizes = torch.stack(world.gather_tensors(sizes)).tolist()
+    for i, (parameter, grad) in enumerate(zip(parameters, own, strict=True)):
+        lengths = [sizes[i] for sizes in all_sizes]
+        if any(sizes[len(own) + i] for sizes in all_sizes):
+            indices = _gathered(grad.indices().t(), lengths, world)
+            values = _gathered(grad.values(), lengths, world) / len(lengths)
+            parameter.grad = _sparse(indices.t(), values, parameter.shape)
+
+
+def _nothing(parameter: torch.nn.Parameter) -> torch.Tensor:
+    shape, device = parameter.shape, parameter.device
+    indices = torch.empty(1, 0, dtype=torch.int64, device=device)
+    values = torch.empty(0, *shape[1:], dtype=parameter.dtype, device=device)
+    return _sparse(indices, values, shape)
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    # The keyword says no to checks that torch else warns about.
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False).coalesce()
+
+
+def _gathered(rows: torch.Tensor, lengths: Sequence[int], world: World) -> torch.Tensor:
+    """The rows of all ranks, of which there are `lengths`, one after the other."""
+    padded = rows.new_zeros(max(*lengths, 1), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    return torch.cat([part[:length] for part, length in zip(world.gather_tensors(padded), lengths, strict=True)])

@@ -1,0 +1,86 @@
+"""Top-k compression with error feedback: of each parameter's gradient only the largest numbers travel.
+
+What a rank leaves out it adds to its next gradient, so that nothing is lost, only late: Stich et al., Sparsified SGD with
+Memory, arXiv 1809.07599. The memory is kept by parameter name and the choice is made for each parameter on its own, so neither
+depends on DDP's buckets, which it orders anew after the first update and in another wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distributed.backends._torch.comm_hooks import CommHook
+from distributed.backends._torch.tensor_io import read_file, write_file
+
+_ERROR = "error."
+
+
+class TopK(CommHook):
+    """The hook of one model. `ratio`: the part of each parameter's gradient that travels; None: a hundredth."""
+
+    has_memory = True
+
+    def __init__(self, parameters: list[tuple[str, torch.nn.Parameter]], ratio: float | None) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters}
+        self._ratio = ratio = 0.01 if ratio is None else ratio
+        self._left_out: dict[str, torch.Tensor] = {}  # by parameter, flat
+        self.notice = f"ddp.comm_hook=topk sends {ratio:.3g} of each gradient; the rest is added to the next one"
+
+    def average(self, bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        places = self._choose(buffer, [(self._names[id(p)], p.numel()) for p in bucket.parameters()])
+        world = dist.get_world_size()
+        # torch 2.13 has another name for it. One message with numbers and places: two could cross those of another bucket.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        mine = torch.cat([buffer[places].view(torch.uint8), places.to(_place_type(buffer)).view(torch.uint8)])
+        everyone = mine.new_empty(world * len(mine))
+        future = gather(everyone, mine, async_op=True).get_future()
+        return future.then(lambda done: _sum(everyone.view(world, -1), len(places), buffer).div_(world))
+
+    def forget(self) -> None:
+        self._left_out = {}
+
+    def save(self, directory: Path, rank: int) -> dict[str, Any]:
+        memory = {_ERROR + name: left for name, left in self._left_out.items()}
+        write_file(directory / "comm_hook" / f"rank-{rank}.safetensors", memory, {})
+        return {}
+
+    def load(self, directory: Path, rank: int, state: Mapping[str, Any]) -> None:
+        memory, _ = read_file(directory / "comm_hook" / f"rank-{rank}.safetensors")
+        self._left_out = {name.removeprefix(_ERROR): left for name, left in memory.items()}
+
+    def _choose(self, buffer: torch.Tensor, layout: list[tuple[str, int]]) -> torch.Tensor:
+        """Where the numbers to send are, after the memory was added to `buffer`; the others are the new memory."""
+        sizes = [size for _, size in layout]
+        chosen, start = [], 0
+        for (name, size), part in zip(layout, torch.split(buffer, sizes), strict=True):
+            if (left := self._left_out.get(name)) is not None:
+                part.add_(left.to(part.device))
+            count = max(1, round(self._ratio * size)) if size else 0
+            chosen.append(torch.topk(part.abs(), count, sorted=False).indices + start)
+            start += size
+        places = torch.cat(chosen)
+        left_out = buffer.clone()
+        left_out[places] = 0
+        for (name, _), part in zip(layout, torch.split(left_out, sizes), strict=True):
+            self._left_out[name] = part
+        return places
+
+
+def _place_type(buffer: torch.Tensor) -> torch.dtype:
+    return torch.int32 if buffer.numel() < 2**31 else torch.int64
+
+
+def _sum(rows: torch.Tensor, count: int, buffer: torch.Tensor) -> torch.Tensor:
+    """`buffer` as the sum of what all ranks sent, in the order of ranks; `rows` are bytes."""
+    buffer.zero_()
+    cut = count * buffer.element_size()
+    for row in rows:
+        values, places = row[:cut].clone().view(buffer.dtype), row[cut:].clone().view(_place_type(buffer))
+        buffer.index_add_(0, places, values)
+    return buffer

@@ -1,0 +1,55 @@
+"""Groups that a script joined by its engine's own call are taken up. No engine is loaded to find out."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from distributed.config import DistributedConfig
+from distributed.launcher import WorkerEnvironment, worker_environment
+from distributed.plan import ProcessPlan
+
+if TYPE_CHECKING:
+    from distributed.backends._torch.world import World
+
+
+def adopted(warn: Callable[[str], None]) -> World | None:
+    """The world of several processes that this one is in by torch's or Horovod's own call, or None."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return _torch_group(warn)
+    joining = sys.modules.get("distributed.backends._horovod.world")
+    if joining is not None and joining.is_left():
+        return None
+    hvd = sys.modules.get("horovod.torch")
+    if hvd is not None and hasattr(hvd, "is_initialized") and hvd.is_initialized() and hvd.size() > 1:
+        return _horovod(warn)
+    return None
+
+
+def _torch_group(warn: Callable[[str], None]) -> World:
+    import torch
+    import torch.distributed as dist
+
+    from distributed.backends._torch.world import ProcessGroup
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    is_cuda = dist.get_backend() == "nccl"
+    found = worker_environment() or WorkerEnvironment(rank, rank, size, size, 0, "", 0, 0, "torch")
+    if is_cuda:
+        found = dataclasses.replace(found, local_rank=torch.cuda.current_device())
+    plan = ProcessPlan(1, size, "cuda" if is_cuda else "cpu", "torch.distributed")
+    return ProcessGroup(plan, DistributedConfig(), warn, found=found)
+
+
+def _horovod(warn: Callable[[str], None]) -> World:
+    import torch
+
+    from distributed.backends._horovod.world import HorovodWorld
+
+    hvd = sys.modules["horovod.torch"]
+    local = hvd.local_size()
+    device = "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]
+    return HorovodWorld(ProcessPlan(hvd.size() // local, local, device, "horovod"), DistributedConfig(), warn)

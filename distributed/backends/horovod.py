@@ -1,0 +1,238 @@
+"""Horovod: a full copy of the model in every process, gradients all-reduced by Horovod over Gloo, MPI or NCCL.
+
+Horovod 0.28.1 is built for the installed torch by `make horovod`. Keras models run on torch, or on TensorFlow where
+`horovod.keras_backend` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from distributed.backends._horovod.timeline import Timeline
+from distributed.backends.base import Backend, If, Job, Refusals
+from distributed.backends.tensorflow import TensorFlowBackend
+from distributed.backends.torch_base import TorchBackend
+from distributed.errors import ConfigError, ResourceError
+from distributed.fields import setting
+from distributed.plan import BatchPlan, ProcessPlan
+from distributed.settings import MergedConfig
+from distributed.state import Group, StepResult
+
+if TYPE_CHECKING:
+    import torch
+
+    from distributed.backends import BackendRow
+    from distributed.backends._horovod.buckets import Buckets
+    from distributed.backends._torch.objective import Loss
+    from distributed.backends._torch.world import World
+    from distributed.config import DistributedConfig
+    from distributed.launcher import WorkerEnvironment
+
+
+def _compression_word(value: Any) -> Any:
+    """`hvd.Compression.fp16` is a class: its word."""
+    name = getattr(value, "__name__", "")
+    return {"FP16Compressor": "fp16", "NoneCompressor": "none"}.get(name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class HorovodOptions:
+    """Settings of Horovod's gradient exchange."""
+
+    compression: str = setting(
+        "none", "element type of gradients on the wire; hvd.Compression.fp16 in code too", choices=("none", "fp16"),
+        convert=_compression_word,
+    )  # fmt: skip
+    adasum: bool = setting(False, "combine gradients by Adasum instead of averaging them (needs mpirun)")
+    timeline: str | None = setting(None, "a file in the run directory for Horovod's trace of its collectives", str)
+    keras_backend: str = setting(
+        "torch", "what Keras models run on; 'tensorflow' takes Keras models alone", choices=("torch", "tensorflow")
+    )
+
+
+def _on_tensorflow() -> dict[str, tuple[If, ...]]:
+    """What the step on TensorFlow refuses, where Keras runs on it. Transports are Horovod's here."""
+
+    def holds(own: Any) -> bool:
+        return bool(own.options.keras_backend == "tensorflow")
+
+    return {
+        name: (If("with horovod.keras_backend='tensorflow'", holds, reason),)
+        for name, reason in TensorFlowBackend.refuses.items()
+        if isinstance(reason, str) and name not in ("communication_backend", "address")
+    }
+
+
+class HorovodBackend(TorchBackend[HorovodOptions]):
+    """The torch step with gradients exchanged by Horovod."""
+
+    Options: ClassVar[type[Any]] = HorovodOptions
+    other_keras: ClassVar[str] = "horovod.keras_backend=tensorflow"
+    refuses: ClassVar[Refusals] = {
+        "communication_backend=nccl": "Horovod uses NCCL for GPUs where it was built with it: drop it",
+        "communication_backend=mpi": (
+            If(
+                "in processes that mpirun did not start",
+                lambda own: "OMPI_COMM_WORLD_SIZE" not in os.environ,
+                "write mpirun -np N python -m distributed.cli train ... --backend horovod",
+            ),
+        ),
+        "dtype=float64": (
+            If(
+                "with horovod.compression='fp16'",
+                lambda own: own.options.compression != "none",
+                "that is lossy: drop one of them",
+            ),
+        ),
+        **_on_tensorflow(),
+    }
+
+    def __init__(self, merged: MergedConfig, options: HorovodOptions, plan: ProcessPlan) -> None:
+        super().__init__(merged, options, plan)
+        check_import()
+        if options.adasum:
+            _check_adasum(plan)
+        self._buckets: Buckets | None = None
+        self._timeline: Timeline | None = None
+
+    @classmethod
+    def make(cls, merged: MergedConfig, options: HorovodOptions, plan: ProcessPlan) -> Backend[Any]:
+        if options.keras_backend == "torch":
+            return cls(merged, options, plan)
+        from distributed.backends._horovod.keras_backend import HorovodKerasBackend
+
+        return HorovodKerasBackend(merged, options, plan)
+
+    @classmethod
+    def row(cls, row: BackendRow, options: HorovodOptions) -> BackendRow:
+        if options.keras_backend == "torch":
+            return row
+        from distributed.backends._horovod.keras_backend import row_on_tensorflow
+
+        return row_on_tensorflow(row)
+
+    @classmethod
+    def join(
+        cls, plan: ProcessPlan, config: DistributedConfig, warn: Callable[[str], None], transport: str | None = None,
+        found: WorkerEnvironment | None = None, call: str = "fit()",
+    ) -> World:  # fmt: skip
+        from distributed.backends._horovod.world import HorovodWorld, load
+        from distributed.backends._torch.world import OneProcess
+
+        if plan.world_size == 1:
+            load()
+            return OneProcess(plan)
+        return HorovodWorld(plan, config, warn, found, call)
+
+    def check(self, job: Job, *, here: bool) -> None:
+        check_job(job)
+        super().check(job, here=here)
+
+    def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
+        notices = super().prepare(job, batch)
+        self._share_optimizer()
+        return [*notices, *without_effect(self.options, self.plan)]
+
+    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        from distributed.backends._horovod.buckets import Buckets
+        from distributed.backends._horovod.world import load
+        from distributed.backends._torch.modules import sparse_names
+
+        self._release()
+        self.hvd = load()
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if self.context.world_size == 1 or not trained:
+            return model
+        if self.options.adasum and not self.hvd.mpi_enabled():
+            raise ConfigError(
+                "horovod.adasum=true needs a Horovod with MPI: install MPI's headers and run 'make horovod'"
+            )
+        self.world.copy_all_from([*model.parameters(), *model.buffers()], 0)  # type: ignore[attr-defined]
+        sparse = sparse_names(model)
+        if sparse and self.options.adasum:
+            raise ConfigError(f"horovod.adasum takes no sparse gradients, and {min(sparse)} has them: set sparse=False")
+        self._buckets = Buckets(
+            self.hvd, trained, sparse=sparse & trained.keys(), is_compressed=self.options.compression == "fp16",
+            is_adasum=self.options.adasum,
+        )  # fmt: skip
+        self._timeline = Timeline(self.hvd, self.options.timeline)
+        self._timeline.start(self.run_dir)
+        return model
+
+    @contextlib.contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        if self._buckets is None:
+            yield
+            return
+        self._buckets.is_local = True
+        try:
+            yield
+        finally:
+            self._buckets.is_local = False
+
+    def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
+        if self._buckets is not None:
+            self._buckets.finish()
+        super()._finish_update(group, losses, result)
+
+    def unwrap(self) -> None:
+        self._release()
+        super().unwrap()
+
+    def _release(self) -> None:
+        if self._buckets is not None:
+            self._buckets.release()
+            self._buckets = None
+        if self._timeline is not None:
+            self._timeline.stop()
+
+    def _share_optimizer(self) -> None:
+        """Rank 0's optimizer on every rank, where it has been used before."""
+        if self.reduce({"used": float(bool(self.optimizer.state))})["used"]:
+            self.optimizer.load_state_dict(self.world.broadcast(self.optimizer.state_dict(), 0))
+
+
+def check_import() -> None:
+    """ResourceError where a file of the user is imported in Horovod's place."""
+    found = importlib.util.find_spec("horovod")
+    if found is not None and found.submodule_search_locations is None:
+        raise ResourceError(f"{found.origin} hides the library horovod: rename that file")
+
+
+def check_job(job: Job) -> None:
+    """Refuse what no engine here trains, before any process starts."""
+    if type(job.model).__module__.partition(".")[0] == "mxnet":
+        raise ConfigError("the model is one of MXNet, which is retired and not supported: use a torch or Keras model")
+    if hasattr(job.optimizer, "_allreduce_grad_async"):
+        raise ConfigError(
+            "the optimizer is one that hvd.DistributedOptimizer made: pass the plain one, backend 'horovod' exchanges the"
+            " gradients itself"
+        )
+
+
+def without_effect(options: HorovodOptions, plan: ProcessPlan) -> list[str]:
+    """A notice where options of the exchange were set, and one process has nobody to exchange with."""
+    default = HorovodOptions()
+    names = [name for name in ("compression", "adasum", "timeline") if getattr(options, name) != getattr(default, name)]
+    if plan.world_size > 1 or not names:
+        return []
+    listed = " and ".join(f"horovod.{name}" for name in names)
+    return [f"{listed} {'has' if len(names) == 1 else 'have'} no effect in one process, which exchanges nothing"]
+
+
+def _check_adasum(plan: ProcessPlan) -> None:
+    if plan.world_size & (plan.world_size - 1):
+        raise ConfigError(
+            f"horovod.adasum=true combines by pairs, and world_size={plan.world_size} is no power of 2: use"
+            f" {1 << plan.world_size.bit_length() - 1} processes, or drop it"
+        )
+    if plan.world_size > 1 and "OMPI_COMM_WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "horovod.adasum=true needs MPI, and these processes meet over Gloo: start them with mpirun -np"
+            f" {plan.world_size} python -m distributed.cli train ..., or drop it"
+        )

@@ -1,0 +1,128 @@
+"""Ray: Ray Train starts the processes and restarts them; the step is that of `pytorch-ddp` or `fsdp`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from typing import Any, ClassVar
+
+from distributed.backends._ray.cluster import check_place
+from distributed.backends.base import Backend, Refusals
+from distributed.backends.ddp import OF_HOOKS, DDPBackend
+from distributed.backends.fsdp import FSDPBackend
+from distributed.backends.torch_base import PROCESS_GROUPS
+from distributed.errors import ConfigError
+from distributed.fields import setting
+from distributed.plan import ProcessPlan
+from distributed.settings import MergedConfig
+
+_PLACES = "Ray chooses the nodes: drop it, and set nproc_per_node to the number of processes in all"
+
+
+@dataclasses.dataclass(frozen=True)
+class RayOptions:
+    """What Ray is asked for, and whose step its processes do."""
+
+    engine: str = setting(
+        "pytorch-ddp", "whose step the processes do; that backend's options count too", choices=("pytorch-ddp", "fsdp")
+    )
+    cpus_per_worker: float = setting(1.0, "CPUs that Ray keeps for each process", above=0)
+    callbacks: str | None = setting(
+        None, "classes of ray.train.UserCallback that hear of each epoch, as module.Class, with commas", str
+    )
+
+
+class _OnRay(Backend[Any]):
+    """What differs from a backend whose processes our own launcher starts."""
+
+    Options: ClassVar[type[Any]] = RayOptions
+    joins_cluster: ClassVar[bool] = True
+    refuses: ClassVar[Refusals] = {
+        **PROCESS_GROUPS,
+        "num_nodes": _PLACES,
+        "node_rank": _PLACES,
+        "gpus_per_node": "Ray chooses the nodes: set num_gpus to the number of GPUs in all",
+        "master_addr": "Ray chooses where rank 0 runs: drop it",
+    }
+
+    @property
+    def is_fit_in_workers(self) -> bool:
+        return self.plan.world_size > 1 or _trial() is None
+
+    @property
+    def launcher(self) -> str:  # type: ignore[override]
+        trial = _trial()
+        has_own_processes = trial is not None and trial["bundles"] == 1
+        # One bundle holds the trial and all that it may use: its processes are children of the trial itself.
+        return super().launcher if has_own_processes else "distributed.backends._ray.launch"
+
+    def launcher_options(self) -> dict[str, Any]:
+        options = self.config.options("ray")
+        trial = _trial()
+        if trial is not None and options.callbacks is not None:
+            raise ConfigError(
+                "ray.callbacks are called by Ray Train, which a trial of Ray Tune does without: give tune.run callbacks, or drop it"
+            )
+        if trial is not None and trial["bundles"] == 1:
+            return {}
+        if trial is not None:
+            return {
+                "address": trial["address"],
+                "placement_group": trial["placement_group"],
+                "cpus": options.cpus_per_worker,
+            }
+        address = self.config.address or _connected()
+        check_place(address, self.plan.world_size, options.cpus_per_worker)
+        return {"address": address, "cpus": options.cpus_per_worker, "callbacks": options.callbacks}
+
+
+class RayBackend(_OnRay, DDPBackend):
+    """The DDP step in processes that Ray started."""
+
+    refuses: ClassVar[Refusals] = {**_OnRay.refuses, **OF_HOOKS}
+
+    @classmethod
+    def make(cls, merged: MergedConfig, options: Any, plan: ProcessPlan) -> Backend[Any]:
+        if options.engine == "fsdp":
+            return RayFSDPBackend(merged, merged.config.options("fsdp"), plan)
+        return cls(merged, merged.config.options("ddp"), plan)
+
+    @classmethod
+    def groups(cls, options: Any) -> tuple[str, ...]:
+        return (options.engine,)
+
+
+class RayFSDPBackend(_OnRay, FSDPBackend):
+    """The FSDP2 step in processes that Ray started."""
+
+
+def _connected() -> str | None:
+    """The cluster that the caller is connected to, if any: else RAY_ADDRESS, else one of our own."""
+    client = sys.modules.get("ray.util.client")
+    if (
+        client is not None and client.ray.is_connected()
+    ):  # it may not reach the cluster's own address; Ray names this nowhere
+        return f"ray://{client.ray.get_context().client_worker._conn_str}"
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        address: str = ray.get_runtime_context().gcs_address
+        return address
+    given = os.environ.get("RAY_ADDRESS")
+    return given if given and given != "local" else None
+
+
+def _trial() -> dict[str, Any] | None:
+    """The Ray actor or task that this code runs in (a trial of Ray Tune is one) and its resources; None elsewhere."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    if context.worker.mode != ray.WORKER_MODE:
+        return None
+    group = ray.util.get_current_placement_group()
+    return {
+        "address": context.gcs_address,
+        "placement_group": None if group is None else group.id.hex(),
+        "bundles": 1 if group is None else group.bundle_count,
+    }

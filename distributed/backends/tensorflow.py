@@ -1,0 +1,422 @@
+"""TensorFlow: Keras 3 models over MirroredStrategy and MultiWorkerMirroredStrategy, with our own step, not `model.fit`.
+
+With Keras 3, `model.fit` fails under MultiWorkerMirroredStrategy (keras issue 20585); graphs of our own with its collectives work.
+TensorFlow is loaded in `setup()`, so that this file imports without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from distributed.backends._tensorflow import start
+from distributed.backends._tensorflow.scripts import refuse_torch
+from distributed.backends.base import Backend, Job, Key, Refusals, ShardedData
+from distributed.backends.non_finite import NanPolicy, describe, vote
+from distributed.errors import ConfigError
+from distributed.fields import setting
+from distributed.gpus import visible_gpus
+from distributed.launcher import WorkerEnvironment, worker_environment
+from distributed.plan import BatchPlan, ProcessPlan
+from distributed.settings import MergedConfig
+from distributed.state import Group, MicroBatch, StepResult, WorkerContext
+
+if TYPE_CHECKING:
+    from distributed.backends._tensorflow.sources import Data
+    from distributed.backends._tensorflow.step import Pending
+    from distributed.backends._tensorflow.world import World
+
+_REFUSED = {
+    "parameter_server": "parameter servers update asynchronously, so that no two runs would give the same numbers",
+    "tpu": "TPUs have a launcher and checkpoints of their own",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFlowOptions:
+    """Settings of tf.distribute."""
+
+    strategy: str = setting(
+        "multi_worker_mirrored",
+        "multi_worker_mirrored: a device for each process; mirrored: one process on all its devices",
+        choices=("multi_worker_mirrored", "mirrored", *_REFUSED),
+    )
+    num_devices: int | None = setting(
+        None, "devices of one process under 'mirrored' (default: all GPUs; on CPUs 1)", int, minimum=1
+    )
+
+
+class TensorFlowBackend(Backend[Any]):
+    """Forward, backward, collectives, clipping, NaN check, update and tensors for Keras models."""
+
+    Options: ClassVar[type[Any]] = TensorFlowOptions
+    refuses: ClassVar[Refusals] = {
+        "communication_backend": "TensorFlow has transports of its own: drop it",
+        "mixed_precision=fp16": "TensorFlow's loss scaling is not in this version: set mixed_precision='bf16'",
+        "activation_checkpointing": "wrap the layers in keras.RematScope in the model instead",
+        "compile": "the step is a TensorFlow graph already: drop it",
+        "scheduler_interval=epoch": "a Keras LearningRateSchedule counts updates: give its lengths in updates",
+        "scaler_init_scale": "there is no loss scaling: drop it",
+        "scaler_growth_interval": "there is no loss scaling: drop it",
+        "data.presharded": "give every rank all samples, each takes its part",
+    }
+
+    def __init__(self, merged: MergedConfig, options: Any, plan: ProcessPlan) -> None:
+        super().__init__(merged, options, plan)
+        self._is_mirrored = False
+        self._check_options()
+        self._check_environment()
+        self._step = 0  # updates done
+        self._is_training = False
+        self._norm: float | None = None  # of the newest update's gradient, before clipping
+        self._train_data: Data | None = None
+        self._nan_policy = NanPolicy(self.config.nan_policy, lambda event: self.report(event))
+
+    # ------------------------------------------------------------------ what differs where Horovod carries the tensors
+
+    _words: ClassVar[str] = start.WORDS  # for messages
+    _flags: ClassVar[str] = start.FLAGS
+
+    def _check_options(self) -> None:
+        strategy, number = self.options.strategy, self.options.num_devices
+        if strategy in _REFUSED:
+            raise ConfigError(
+                f"tensorflow.strategy={strategy!r} is not supported, as {_REFUSED[strategy]}:"
+                " drop it for 'multi_worker_mirrored'"
+            )
+        self._is_mirrored = strategy == "mirrored"
+        if not self._is_mirrored:
+            if number is not None:
+                raise ConfigError(
+                    f"tensorflow.num_devices={number} is for one process with several devices: set"
+                    " tensorflow.strategy='mirrored' too, or set nproc_per_node instead"
+                )
+            return
+        if self.plan.world_size > 1:
+            raise ConfigError(
+                f"tensorflow.strategy='mirrored' is one process on all its devices, and this run has {self.plan.world_size}:"
+                " set nproc_per_node=1, or drop the strategy for a process on each device"
+            )
+        self.devices_per_process = number or (visible_gpus() if self.plan.device == "cuda" else 1)
+
+    def _check_environment(self) -> None:
+        start.check_engine(self._words, self._flags)
+        start.check_cluster()
+
+    def _join(self, found: WorkerEnvironment | None) -> World:
+        """The processes that train together. Called before TensorFlow is used."""
+        is_alone = found is None or self.plan.world_size == 1
+        joined = None if is_alone else start.join(found, self.config.start_timeout, self._warn)  # type: ignore[arg-type]
+        start.import_quietly()
+        if self.plan.device == "cuda":
+            start.set_memory_growth(first_only=not self._is_mirrored)
+        from distributed.backends._tensorflow.replicas import Replicas, mirrored
+        from distributed.backends._tensorflow.world import World, cluster_collectives
+
+        device = "cuda:0" if self.plan.device == "cuda" else "cpu"
+        if found is None or joined is None:
+            replicas = mirrored(self.plan.device, self.devices_per_process) if self._is_mirrored else Replicas()
+            return World(alone(found, device), None, replicas=replicas)
+        context = WorkerContext(
+            found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, device,
+            found.restart_count,
+        )  # fmt: skip
+        return World(context, cluster_collectives(joined, self.config.timeout_s), joined.store)
+
+    # ------------------------------------------------------------------ set-up
+
+    def check(self, job: Job, *, here: bool) -> None:
+        refuse_torch(job, self._words)
+
+    def setup(self) -> WorkerContext:
+        found = worker_environment()
+        start.set_environment(found, self.plan.device)
+        self.world = self._join(found)
+        self.context = self.world.context
+        import keras
+        import tensorflow as tf
+
+        from distributed.backends._tensorflow.generators import Generators
+
+        self._generators = Generators(self.world.replicas, self.context.rank)
+        if self.config.deterministic:
+            keras.utils.set_random_seed(self.config.seed & 0xFFFFFFFF)
+            tf.config.experimental.enable_op_determinism()
+        return self.context
+
+    def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
+        with self.world.replicas.scope():
+            return self._prepare(job, batch)
+
+    def _prepare(self, job: Job, batch: BatchPlan) -> list[str]:
+        from distributed.backends._keras.models import batch_dependent, check_model
+        from distributed.backends._tensorflow import models, optim
+        from distributed.backends._tensorflow.objective import Objective
+        from distributed.backends._tensorflow.step import Step
+
+        notices: list[str] = []
+        self._given = job.model
+        policy = models.policy_of(self.config, self.mixed_precision)
+        replicas = self.world.replicas
+        self.model = models.build_model(job.model, self.config, policy, replicas)
+        self._objective = Objective(
+            self.model, job.loss_fn, job.training_step, job.metrics, self._notice, self.config.dtype
+        )
+        source = job.model if hasattr(job.model, "compiled") else self.model  # a factory's may be compiled too
+        optimizer = None
+        if self._train_data is not None:
+            models.build(self.model, self._cast(self._train_data.example()), self._objective.predict)
+            check_model(self.model)
+            models.check_model(self.model, self.data_parallel_size)
+            self.world.copy_from_main([variable.value for variable in self.model.variables])
+            optimizer = optim.build_optimizer(job.optimizer, job.scheduler, self.model, source, self.merged)
+            self._rates = optim.Rates(optimizer, self.merged, batch, notices.append)
+        self.optimizer = optimizer
+        self._steps = Step(self.model, self._objective, self.world, self._updating, self.config.gradient_clipping)
+        self._generators.model = self.model
+        self._seed_generators()
+        if self.mixed_precision != "no":
+            notices.append(f"mixed precision {self.mixed_precision} on {self.plan.device}")
+        if self._is_mirrored:
+            number = replicas.number
+            notices.append(f"MirroredStrategy: {number} device{'s' * (number > 1)} in one process")
+        self.batch_dependent = batch_dependent(self.model)
+        if split := self.batch_dependent:
+            more = ", ..." if len(split) > 3 else ""
+            notices.append(f"results depend on the split of a batch because of {', '.join(split[:3])}{more}")
+        return notices
+
+    def _updating(self) -> contextlib.AbstractContextManager[Any]:
+        return self._rates.updating()
+
+    def _seed_generators(self) -> None:
+        self._generators.seed(self.config.seed, self._step)
+
+    @contextlib.contextmanager
+    def own_generators(self) -> Iterator[None]:
+        import keras
+
+        before = keras.config.floatx()
+        keras.config.set_floatx(self.config.dtype)  # what losses, metrics and optimizers compute in
+        try:
+            with self._generators.inside():
+                yield
+        finally:
+            keras.config.set_floatx(before)
+
+    def batch_size_of(self, data: Any) -> int | None:
+        from distributed.backends._tensorflow.sources import batch_size_of
+
+        return batch_size_of(data)
+
+    def shard(self, data: Any, batch: BatchPlan, train: bool) -> ShardedData:
+        from distributed.backends._tensorflow.replicas import Joint, joint_plan
+        from distributed.backends._tensorflow.sources import shard
+
+        own = joint_plan(batch, self.devices_per_process)
+        found = shard(data, batch=own, context=self.context, config=self.config, train=train, reduce=self.reduce)
+        if self.devices_per_process > 1:
+            found = Joint(found, self.devices_per_process)
+        if train:
+            self._train_data = found
+        return found
+
+    # ------------------------------------------------------------------ the step
+
+    def train_step(self, group: Group) -> StepResult:
+        self._is_training = True
+        pending: Pending | None = None
+        last = group.micro_batches[-1]
+        for micro in group.micro_batches:
+            batch = self._cast(micro.batch)
+            pending = self._steps.forward_backward(batch, micro.num_samples, group.num_samples, pending, micro is last)
+        assert pending is not None
+        result = StepResult(_averages(pending.rows), group.num_samples)
+        self._norm = float(pending.norm)
+        if not math.isfinite(self._norm):
+            self._on_non_finite(group, pending, result)
+        if not result.skipped:
+            self._rates.before_update(self._step)
+            self._steps.apply(pending.gradients)
+        self._step += 1
+        return result
+
+    def _on_non_finite(self, group: Group, pending: Pending, result: StepResult) -> None:
+        """Every rank comes here together, because the summed gradients are the same everywhere."""
+        mine, world = vote([float(pending.rows["loss"][0])]), range(self.context.world_size)
+        votes = self.reduce({rank: mine if rank == self.context.rank else 0.0 for rank in world})
+        self._nan_policy.apply(self._step, describe(self._step + 1, group, votes), result, can_be_made=True)
+
+    # ------------------------------------------------------------------ results and evaluation
+
+    def collect(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
+        sums: dict[tuple[str, str], float] = {}
+        for result in results:
+            for name, value, _, count in result.averages:
+                sums[name, "sum"] = sums.get((name, "sum"), 0.0) + float(value)
+                sums[name, "count"] = sums.get((name, "count"), 0.0) + float(count)
+        total = self.reduce(dict(sorted(sums.items())))
+        return {name: (total[name, "sum"], total[name, "count"]) for name in sorted({name for name, _ in total})}
+
+    def gradient_norm(self) -> float | None:
+        return self._norm
+
+    def eval_step(self, micro: MicroBatch) -> StepResult:
+        self._enter_evaluation()
+        rows = self._steps.evaluate(self._cast(micro.batch), micro.num_samples)
+        return StepResult(_averages(rows), micro.num_samples)
+
+    def predict_step(self, micro: MicroBatch) -> Any:
+        self._enter_evaluation()
+        return self._steps.predict(self._cast(micro.batch), micro.num_samples)
+
+    def join_outputs(self, parts: list[list[tuple[int, int, Any]]]) -> Any:
+        from distributed.backends._tensorflow.outputs import joined
+
+        number = self.devices_per_process
+        return joined(
+            [
+                [
+                    (update, rank * number + i, each)
+                    for update, rank, found in mine
+                    for i, each in enumerate(found)
+                    if each[1]
+                ]
+                for mine in parts
+            ]
+        )
+
+    def _enter_evaluation(self) -> None:
+        if self._is_training:
+            self._is_training = False
+            self._sync_statistics()
+
+    def _sync_statistics(self) -> None:
+        """Moving averages follow each rank's own samples; the main process' are evaluated and stored."""
+        statistics = [v.value for v in self.model.non_trainable_variables if "float" in str(v.dtype)]
+        self.world.copy_from_main(statistics)
+
+    # ------------------------------------------------------------------ collectives
+
+    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
+        return dict(zip(sums, self.world.sum(list(sums.values())), strict=True))
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        return self.world.gather(value if self.context.rank == src else None)[src]
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.world.gather(value)
+
+    def key_value_store(self) -> Any:
+        return self.world.store()
+
+    def barrier(self) -> None:
+        self.world.barrier()
+
+    # ------------------------------------------------------------------ schedule, state, end
+
+    def learning_rates(self) -> list[float]:
+        return [self._rates.at(self._step)]
+
+    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Keras' schedules count updates."""
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        from distributed.backends._keras import files
+
+        self._sync_statistics()
+        extra: dict[str, Any] = {"world_size": self.data_parallel_size, "step": self._step, "scaler": None}
+        if self.context.is_main_process:
+            files.save_model(self.model, directory)
+            if self.optimizer is not None:
+                extra["optimizer"] = files.save_optimizer(self.optimizer, self.model, directory)
+                extra["optimizer"] |= {"learning_rate": self._rates.fixed}
+        if self.optimizer is not None:
+            extra |= self._rates.state()
+        self._generators.save(directory)
+        return extra
+
+    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
+        from distributed.backends._keras import files
+
+        files.load_model(self.model, directory)
+        if self.optimizer is not None:
+            files.load_optimizer(self.optimizer, self.model, directory, state["optimizer"])
+            self._rates.load(state, self._notice)
+        self._step = int(state["step"])
+        is_same = int(state["world_size"]) == self.data_parallel_size
+        if not (is_same and self._generators.load(directory)):
+            self._seed_generators()
+
+    def export(self, path: Path) -> None:
+        from distributed.backends._keras import files
+
+        self._sync_statistics()
+        if self.context.is_main_process:
+            files.export(self.model, path)
+        self.barrier()
+
+    def take_weights(self, model: Any, directory: Path) -> Any:
+        from distributed.backends._keras import files
+        from distributed.backends._tensorflow import models
+
+        built = models.build_model(model, self.config, models.policy_of(self.config, self.mixed_precision))
+        files.load_model(built, directory)
+        _give_back(built, model)
+        return built
+
+    def unwrap(self) -> None:
+        """The user's own model has the trained weights, also where another one was made of it for its element types."""
+        _give_back(self.model, self._given)
+
+    def rewrap(self) -> None:
+        """Nothing is around the model."""
+
+    def teardown(self) -> None:
+        """The cluster ends with the process: TensorFlow has no way out of it."""
+
+    # ------------------------------------------------------------------ small things
+
+    def _cast(self, batch: Any) -> Any:
+        """Floating arrays in the element type of the run, as Keras does it with arrays."""
+        import numpy
+        import tensorflow as tf
+
+        dtype = numpy.dtype(self.config.dtype)
+
+        def cast(leaf: Any) -> Any:
+            value = numpy.asarray(leaf)
+            return value.astype(dtype) if value.dtype.kind == "f" and value.dtype != dtype else value
+
+        return tf.nest.map_structure(cast, batch)
+
+    def _warn(self, text: str) -> None:
+        self.report({"kind": "warning", "text": text})
+
+    def _notice(self, text: str) -> None:
+        if self.context.is_main_process:
+            self.report({"kind": "notice", "text": text})
+
+
+def _averages(rows: Mapping[str, tuple[Any, Any]]) -> list[tuple[str, Any, float, Any]]:
+    return [(name, value, 1.0, count) for name, (value, count) in rows.items()]
+
+
+def alone(found: WorkerEnvironment | None, device: str) -> WorkerContext:
+    """The place of the one process of a run."""
+    return WorkerContext(0, 1, 0, 1, 0, device, found.restart_count if found else 0)
+
+
+def _give_back(trained: Any, given: Any) -> None:
+    keras = sys.modules["keras"]
+    if isinstance(given, keras.Model) and given is not trained:
+        from distributed.backends._tensorflow.models import copy_values
+
+        if not given.built and trained.built:
+            given.build_from_config(trained.get_build_config())
+        copy_values(trained, given)

@@ -1,0 +1,186 @@
+"""`distributed parity`: one script on every backend, and how far its numbers are from those of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distributed.backends import REGISTRY, backend_row
+from distributed.cli.train import read_typed
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError
+from distributed.launcher import check_script
+from distributed.parity import FIRST_LOSS, FLOORS, Compared, Report, measure
+from distributed.parity_runs import Asked, Cell, is_for
+
+_WIDTH = 80
+_HEADS = ("backend", "procs", "weights64", "loss64", "weights32", "loss32", "ms/step", "")
+
+
+def parity(
+    script: Annotated[Path, typer.Option(help="the script; its own arguments follow after --")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- SCRIPT ARGUMENTS]", show_default=False)] = None,
+    backends: Annotated[str, typer.Option(help="names with commas, or all that are installed")] = "all",
+    world_sizes: Annotated[str, typer.Option(help="numbers of processes, with commas")] = "1,2,3",
+    steps: Annotated[int, typer.Option(min=1, help="optimizer updates of each run")] = 50,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="largest difference of a weight or loss in float64")] = 1e-9,
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="samples per update (default: the script's)")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="a setting of every run, or an option of one backend"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="everything as one JSON object")] = False,
+    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="keep the run directories and logs in DIR")] = None,
+) -> None:
+    """Train a script on every backend and number of processes, with the same global batches, beside one process.
+
+    Exits with 1 where a run failed or its numbers are too far away.
+    """
+    check_script(str(script))
+    names = tuple(REGISTRY) if backends == "all" else tuple(_backend(name) for name in _words(backends, "backends"))
+    given = read_typed(None, {}, settings or (), None, ()).flag
+    with _directory(keep) as directory:
+        asked = Asked(
+            str(script), tuple(arguments or ()), names, backends == "all", _worlds(world_sizes), steps, tolerance,
+            global_batch_size, tuple(settings or ()), DistributedConfig(**given), directory,
+        )  # fmt: skip
+        _refuse_unused(asked)
+        report = measure(asked, _say)
+    if as_json:
+        print(json.dumps(_plain(dataclasses.asdict(report) | {"is_good": report.is_good}), indent=1))
+    else:
+        print("\n".join(_lines(report)))
+    if not report.is_good:
+        raise typer.Exit(1)
+
+
+def _refuse_unused(asked: Asked) -> None:
+    for setting in asked.settings:
+        if not any(is_for(asked, setting, backend) for backend in asked.backends):
+            raise ConfigError(
+                f"--set {setting} has no effect on {', '.join(asked.backends)}: drop it, or add its backend"
+            )
+
+
+def _words(text: str, flag: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise ConfigError(f"{flag}={text!r} names nothing: write {flag}=all, or names with commas")
+    return list(dict.fromkeys(words))
+
+
+def _backend(name: str) -> str:
+    return backend_row(name).name
+
+
+def _worlds(text: str) -> tuple[int, ...]:
+    words = _words(text, "world_sizes")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"world_sizes={text!r} are not numbers of processes: write --world-sizes 1,2,3")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+@contextlib.contextmanager
+def _directory(keep: Path | None) -> Iterator[Path]:
+    """Where the runs go: a directory of their own that is gone afterwards, or an empty one that stays."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="distributed-parity-") as name:
+            yield Path(name)
+        return
+    if keep.exists() and not (keep.is_dir() and not any(keep.iterdir())):
+        raise ConfigError(f"{keep} is not an empty directory: name another with --keep")
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep
+
+
+def _say(cell: Cell) -> None:
+    print(f"running {cell}", file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------ the table
+
+
+def _lines(report: Report) -> Iterator[str]:
+    assert report.batch is not None
+    yield f"{report.script}: {report.steps} steps, global batch size {report.batch.global_batch_size}"
+    tables = {name: [_HEADS, *_rows(report, name)] for name in report.floors}
+    widths = [max(map(len, column)) for column in zip(*(row for rows in tables.values() for row in rows), strict=True)]
+    for name, rows in tables.items():
+        yield ""
+        yield from _wrapped(f"largest differences from {name} in one process, and the median time of a step")
+        yield ""
+        for row in rows:
+            cells = [
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            yield "  ".join([*cells[:-1], row[-1]]).rstrip()
+        yield ""
+        yield from _wrapped(
+            f"ok: in float64 up to {report.tolerance:g} (--tolerance); in float32 weights up to {FLOORS} x the largest floor ="
+            f" {FLOORS * report.floors[name]:.2g}, the first update's loss up to {FIRST_LOSS:g}"
+        )
+    yield ""
+    yield from _wrapped(
+        "A floor is how far rounding alone moves one process: from its float64 run, and when it adds up the same batches in slices."
+    )
+    if report.batch_dependent:
+        yield from _wrapped(
+            f"results depend on the split of a batch because of {', '.join(report.batch_dependent)}: runs of several processes"
+            " are shown and not judged"
+        )
+    for each in report.skipped:
+        yield from _wrapped(f"{each.what} {'FAILED' if each.is_failure else 'not run'}: {each.reason}")
+    yield "all agree" if report.is_good else "NOT all agree"
+
+
+def _rows(report: Report, reference: str) -> Iterator[tuple[str, ...]]:
+    """One for each backend and number of processes, both element types beside each other."""
+    places: dict[tuple[str, int, int], dict[str, Compared]] = {}
+    for each in report.compared:
+        if each.reference == reference:
+            cell = each.cell
+            places.setdefault((cell.backend, cell.world_size, cell.cut), {})[cell.dtype] = each
+    for (backend, world, cut), found in sorted(places.items(), key=lambda item: _order(*item[0])):
+        verdicts = {each.verdict for each in found.values()}
+        word = next(word for word in ("FAR", "floor", "reference", "split", "ok") if word in verdicts)
+        numbers = [_text(found.get(dtype), name) for dtype in ("float64", "float32") for name in ("weights", "losses")]
+        name = backend if cut == 1 else f"  in {cut} slices" if cut else "  in float64"
+        timed = found.get("float32") or next(iter(found.values()))
+        yield (name, str(world), *numbers, f"{timed.step_s * 1e3:.1f}", word)
+
+
+def _order(backend: str, world: int, cut: int) -> tuple[int, int, int]:
+    return list(REGISTRY).index(backend), world, cut if cut != 1 else -1
+
+
+def _text(each: Compared | None, name: str) -> str:
+    if each is None:
+        return "-"
+    value = getattr(each, name)
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for both."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,129 @@
+"""A process whose descendants, however they detached themselves, end with it and with the one that asked for it.
+
+Some of Ray's processes outlive a cluster that was killed: they are children of children in sessions of their own. So a
+keeper stands between, which inherits every orphan below it (Linux: PR_SET_CHILD_SUBREAPER).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distributed.launching.processes import STOP_SIGNALS, die_with_parent
+
+_PR_SET_CHILD_SUBREAPER = 36
+Report = Callable[[dict[str, Any]], None]
+
+
+class Guarded:
+    """Runs `work(report)` below a keeper. Start it from a process with a single thread.
+
+    Its output goes to `log`; when all is over `scratch` is removed.
+    """
+
+    def __init__(self, work: Callable[[Report], None], log: Path, scratch: Path | None) -> None:
+        life, self._life = os.pipe()
+        self.reports, write = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Both are born with the signals of a stop held back: those are for the launcher alone.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
+        self._keeper = os.fork()
+        if self._keeper == 0:
+            os.close(self._life)
+            os.close(self.reports)
+            _keep(work, log, scratch, life, write)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(life)
+        os.close(write)
+        self._rest = b""
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """What `work` reported since the last call, waiting for it; None once it has ended."""
+        data = os.read(self.reports, 65536)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines] if data else None
+
+    def end(self) -> None:
+        """Kill what is left of it, and wait until all is gone."""
+        os.close(self._life)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._keeper, 0)
+
+
+def _keep(work: Callable[[Report], None], log: Path, scratch: Path | None, life: int, write: int) -> None:
+    """The life of the keeper. Never returns."""
+    try:
+        os.setsid()
+        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_IGN if number != signal.SIGCHLD else signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        keeper = os.getpid()
+        child = os.fork()
+        if child == 0:
+            die_with_parent(keeper)
+            os.close(life)
+            _work(work, log, write)
+        os.close(write)
+        select.select([life, os.pidfd_open(child)], [], [])
+        _kill_all_below(keeper)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+    finally:
+        os._exit(0)
+
+
+def _work(work: Callable[[Report], None], log: Path, write: int) -> None:
+    """The life of the process itself. Never returns."""
+    code = 1
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        for target in (1, 2):
+            os.dup2(fd, target)
+        work(lambda report: _write(write, report))
+        code = 0
+    except BaseException:  # the top frame of a process: say it, whatever it is
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _write(fd: int, report: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(fd, json.dumps(report).encode() + b"\n")
+
+
+def _kill_all_below(keeper: int) -> None:
+    """Until this process has no child: each one that ends leaves its own to this process."""
+    while True:
+        for pid in _children(keeper):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # ended while we looked
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(entry.name))
+    return found

@@ -1,0 +1,106 @@
+"""Signals that stop a launcher's run: how they are seen in a select loop, and how long the workers then have."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from types import FrameType
+
+from distributed.launching.processes import STOP_SIGNALS, heeded_signals
+
+
+class Signals:
+    """Signals as bytes on a descriptor, for a select loop."""
+
+    def __enter__(self) -> Signals:
+        self._read, self._write = os.pipe()
+        for fd in (self._read, self._write):
+            os.set_blocking(fd, False)
+        self._old = {number: signal.signal(number, _noted) for number in (*heeded_signals(), signal.SIGCHLD)}
+        self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        # Who started this process may have held them back until now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._old_fd)
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._close()
+
+    def fileno(self) -> int:
+        return self._read
+
+    def read(self) -> list[int]:
+        """The signals since the last call, in order."""
+        try:
+            return list(os.read(self._read, 4096))
+        except BlockingIOError:
+            return []
+
+    def are_waiting(self) -> bool:
+        """Whether `read` would return any."""
+        return bool(select.select([self._read], [], [], 0)[0])
+
+    def restore(self) -> None:
+        """In a forked worker: what a fresh interpreter has."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._end_here(*(number for number in self._old if number != signal.SIGINT))
+
+    def ignore(self) -> None:
+        """In the forked agent: the launcher decides."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        self._end_here(signal.SIGCHLD)
+
+    def _end_here(self, *defaults: signal.Signals) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in defaults:
+            signal.signal(number, signal.SIG_DFL)
+        self._close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
+
+    def _close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """The byte on the wake-up descriptor says it all."""
+
+
+class Stop:
+    """A stop that was asked for: by which signal (0: by none yet), how often, and when patience ends (monotonic seconds)."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.signum = 0
+        self.count = 0
+        self.kill_at: float | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that ends by it."""
+        return 128 + (signal.SIGINT if self.signum == signal.SIGINT else signal.SIGTERM)
+
+    def note(self, number: int) -> bool:
+        """Take in one more stop signal; True where it is the first, which the workers are to get."""
+        if number == signal.SIGHUP:  # the terminal has gone, and with it who could say more
+            number = signal.SIGTERM
+        self.count += 1
+        if self.count == 1:
+            self.signum = number
+            self.kill_at = time.monotonic() + self._timeout_s
+        elif number == signal.SIGINT and self.count >= 3:
+            self.kill_at = time.monotonic()
+        return self.count == 1
+
+    def is_due(self) -> bool:
+        """Whether the workers are to be killed now; after that they have as long again."""
+        now = time.monotonic()
+        if self.kill_at is None or now < self.kill_at:
+            return False
+        self.kill_at = now + self._timeout_s
+        return True

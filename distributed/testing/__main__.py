@@ -1,0 +1,106 @@
+"""`python -m distributed.testing fsdp:1,2,3 'deepspeed[zero_stage=3]:2'`: the conformance suite for these backends.
+
+Each is NAME, NAME:SIZES or NAME[SETTING=VALUE,...]:SIZES, where SIZES are numbers of processes (by themselves 2 and 3).
+`--checkpoints` prints instead the table of checkpoints that go from each of them to each other.
+Exits with 1 where a check fails, with 2 and 3 as `train` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from distributed.errors import DistributedError
+from distributed.testing.adapter import Adapter
+from distributed.testing.conformance import checks_for
+from distributed.testing.faults import check_exception, check_kill, check_refusals, check_starts
+from distributed.testing.running import AllReferences, Ran, train_cases
+from distributed.testing.travel import table, travel
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what was asked for; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m distributed.testing", description=__doc__)
+    parser.add_argument("adapters", nargs="+", metavar="ADAPTER", help="NAME:1,2,3 or NAME[SETTING=VALUE]:1,2,3")
+    parser.add_argument("--checkpoints", action="store_true", help="the table of travelling checkpoints as Markdown")
+    asked = parser.parse_args(argv)
+    try:
+        adapters = [_adapter(text) for text in asked.adapters]
+    except DistributedError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    with tempfile.TemporaryDirectory(prefix="distributed-testing-") as name:
+        directory = Path(name)
+        references = AllReferences(directory)
+        ran = [
+            train_cases(adapter, size, directory / f"{number}-{size}")
+            for number, adapter in enumerate(adapters)
+            for size in adapter.world_sizes
+        ]
+        if asked.checkpoints:
+            return _checkpoints(ran, references, directory)
+        problems = [*_cases(ran, references), *_ends(adapters, directory)]
+    sys.stdout.write(f"{len(problems)} problems\n" if problems else "all as it must be\n")
+    return 1 if problems else 0
+
+
+def _adapter(text: str) -> Adapter:
+    adapter = Adapter.parse(text)
+    adapter.check()
+    return adapter
+
+
+def _checkpoints(ran: Sequence[Ran], references: AllReferences, directory: Path) -> int:
+    """One table for torch modules, and one for each backend that is compared with itself."""
+    groups: dict[int, list[Ran]] = {}
+    for one in ran:
+        groups.setdefault(id(references.of(one.adapter)), []).append(one)
+    bad = []
+    for number, alike in enumerate(groups.values()):
+        found = references.of(alike[0].adapter)
+        trips = [
+            trip
+            for place, target in enumerate(alike)
+            for trip in travel(
+                found.sources(alike), target.adapter, target.world_size, directory / f"to-{number}-{place}", found
+            )
+        ]
+        sys.stdout.write(table(trips) + "\n\n")
+        bad += [trip for trip in trips if not trip.is_good]
+    for trip in bad:
+        sys.stdout.write(f"{trip}\n")
+    return 1 if bad else 0
+
+
+def _cases(ran: Sequence[Ran], references: AllReferences) -> Iterator[str]:
+    for one in ran:
+        found = references.of(one.adapter)
+        for name, check in checks_for(one.adapter).items():
+            yield from _tried(f"{one}: {name}", lambda: check(one, found))  # noqa: B023 - called at once
+
+
+def _ends(adapters: Sequence[Adapter], directory: Path) -> Iterator[str]:
+    for number, adapter in enumerate(adapters):
+        size, out = max(adapter.world_sizes), directory / f"ends-{number}"
+        yield from _tried(f"{adapter}: starts in a row", lambda: check_starts(adapter, size, out / "starts", 2))  # noqa: B023
+        yield from _tried(f"{adapter}: an exception on one rank", lambda: check_exception(adapter, size, out / "raise"))  # noqa: B023
+        yield from _tried(f"{adapter}: a killed rank", lambda: check_kill(adapter, size, out / "kill"))  # noqa: B023
+        yield from _tried(f"{adapter}: refusals", lambda: check_refusals(adapter))  # noqa: B023
+
+
+def _tried(name: str, check: Callable[[], object]) -> Iterator[str]:
+    """Say how the check went; its name where it failed."""
+    try:
+        check()
+    except AssertionError as error:
+        sys.stdout.write(f"FAILED {name}: {error}\n")
+        yield name
+    else:
+        sys.stdout.write(f"ok     {name}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,246 @@
+"""What every adapter must do, with real processes: `python -m distributed.testing BACKEND`, or one pytest test per check.
+
+    references = train_references(Adapter("fsdp"), directory / "one")
+    ran = train_cases(Adapter("fsdp"), 2, directory / "fsdp-2")
+    for check in checks_for(ran.adapter).values():
+        check(ran, references)
+
+Every check raises AssertionError with what is wrong. Where the engine has float64, the numbers agree within 1e-9 with those of
+one process; else they are no further away than three times what float32 moves that process itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.parity import FIRST_LOSS, FLOORS, farthest
+from distributed.storage.manifest import step_name
+from distributed.storage.state_file import read_state
+from distributed.testing.adapter import Adapter
+from distributed.testing.running import Case, Ran, References, has_compiled, refused_cases
+
+EXACT = 1e-9
+SAME_EVERYWHERE = (
+    "adamw", "sgd-schedule-clip-warmup", "accumulation", "accumulation-clip", "sum-count", "unreduced", "tiny-last",
+    "empty-slices", "stream", "class-weights", "ignored", "epoch-schedule", "scaled-rate", "in-order", "kept", "recomputed",
+    "repeatable", "left-out", "stopped-early", "whole", "one-update", "one-clipped-update", "cut-off", "resumed",
+)  # fmt: skip
+_NUMBERS = ("loss", "val_loss", "again", "predicted", "norms")
+_SEEDS = range(4)
+_CLIP = 0.05  # of jobs/cases.py
+# A bfloat16 number has 8 binary digits, so that rounding to one moves it by up to 2**-8 of itself. A gradient that went through
+# it is further away than a quarter of that (fp16 moves it an eighth as far, float32 not at all), and no tensor of it further than
+# four times: 1.2 and at most 2.0 times were measured. A gradient that is wrong by two per cent is found out.
+BF16_ROUNDING = 2.0**-8
+
+Check = Callable[[Ran, References], None]
+
+
+def check_same_numbers(name: str, ran: Ran, references: References) -> None:
+    """Weights, losses, validation, predictions and gradient norms are those of one process on the joint batches."""
+    one, many = references.like(ran).case(name), ran.case(name)
+    assert one.numbers["steps"] == many.numbers["steps"] > 0, f"{ran}, {name}: another number of updates"
+    assert one.numbers["accuracy"] == many.numbers["accuracy"] or ran.dtype == "float32", f"{ran}, {name}: accuracy"
+    limit = limit_of(ran, references)
+    _near(many.weights, one.weights, limit, f"{ran}, {name}: weights")
+    for number in _NUMBERS:
+        _near(_finite(many, number), _finite(one, number), limit, f"{ran}, {name}: {number}")
+    reasons = {each["stop_reason"] for each in (*one.ranks, *many.ranks)}
+    assert len(reasons) == 1, f"{ran}, {name}: stopped because of {reasons}"
+
+
+def limit_of(ran: Ran, references: References) -> float:
+    """How far a number may be away."""
+    return EXACT if ran.dtype == "float64" else FLOORS * _rounding(references)
+
+
+@functools.cache
+def _rounding(references: References) -> float:
+    """What float32 moves one process, at most."""
+    names = same_numbers_for(references.float64.adapter)
+    pairs = [(references.float32.case(name), references.float64.case(name)) for name in names]
+    return max(farthest(one.weights, other.weights) for one, other in pairs)
+
+
+def check_a_big_batch_may_be_cut(ran: Ran, references: References) -> None:
+    """k micro-batches make the update of one batch."""
+    one = references.like(ran).case("adamw")
+    _near(ran.case("accumulation").weights, one.weights, limit_of(ran, references), f"{ran}: accumulated")
+
+
+def check_scaled_rate(ran: Ran, references: References) -> None:
+    """`lr_scaling` multiplies the rate by global_batch_size / batch_size."""
+    one = references.like(ran).case("adamw")
+    _near(ran.case("scaled-rate").weights, one.weights, limit_of(ran, references), f"{ran}: lr_scaling")
+
+
+def check_clipping(ran: Ran, references: References) -> None:
+    """The norm that is told is the one before clipping, and what is applied has the norm asked for."""
+    free, clipped = ran.case("one-update"), ran.case("one-clipped-update")
+    (norm,), (told,) = free.numbers["norms"], clipped.numbers["norms"]
+    assert norm > 2 * _CLIP and math.isclose(told, norm, rel_tol=1e-5), f"{ran}: norms {norm} and {told}"
+    squares = sum(float(((value - clipped.weights[name]) ** 2).sum()) for name, value in free.weights.items())
+    assert math.isclose(math.sqrt(squares), norm - _CLIP, rel_tol=1e-4), f"{ran}: clipped to another norm than {_CLIP}"
+
+
+def check_resume(ran: Ran, references: References) -> None:
+    """Cut off in the middle of an epoch and taken up again, a run ends in the same bits."""
+    whole, resumed = ran.case("whole"), ran.case("resumed")
+    assert ran.case("cut-off").numbers["steps"] < whole.numbers["steps"] == resumed.numbers["steps"]
+    _near(resumed.weights, whole.weights, 0.0, f"{ran}: resumed")
+
+
+def check_nan_is_left_out_everywhere(ran: Ran, references: References) -> None:
+    """A NaN on one rank leaves the update out on all."""
+    skipped = [rank["skipped"] for rank in ran.case("left-out").ranks]
+    assert skipped == [[3]] * ran.world_size, f"{ran}: left out {skipped}"
+
+
+def check_bf16(ran: Ran, references: References) -> None:
+    """bfloat16 moves gradients by its rounding alone, and weights as far as in one process; or it is refused."""
+    if not ran.adapter.takes(mixed_precision="bf16"):
+        return
+    half, one = ran.case("bf16"), references.float32
+    check_bf16_gradient(*_gradients(ran, references), str(ran))
+    moved, floor = _apart(half, one.case("float32")), _apart(one.case("bf16"), one.case("float32"))
+    assert moved <= FLOORS * floor, f"{ran}: bf16 moves the weights by {moved}, and those of one process by {floor}"
+    kinds = {str(value.dtype) for value in half.weights.values()}
+    assert kinds == {"float32"}, f"{ran}: bf16 leaves weights of {kinds}"
+
+
+def check_bf16_gradient(half: Mapping[str, Any], full: Mapping[str, Any], what: str) -> None:
+    """The same gradient with and without bfloat16 by tensor: not the same, and no tensor far away."""
+    rounded = _length(half[name] - full[name] for name in full) / _length(full.values())
+    assert rounded > BF16_ROUNDING / 4, f"{what}: bf16 moves the gradient by {rounded} of itself: it was not used"
+    each = {name: _length([half[name] - full[name]]) / _length([full[name]]) for name in full}
+    worst = max(each, key=lambda name: each[name])
+    assert each[worst] <= 4 * BF16_ROUNDING, f"{what}: bf16 moves the gradient of {worst} by {each[worst]} of itself"
+
+
+def _gradients(ran: Ran, references: References) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the adapter's in bfloat16, that of one process in float32) of the same update.
+
+    Plain SGD at rates 1 and 2 began with the same weights in all of them, so that differences of weights are gradients.
+    """
+    one = references.float32.case("float32-update").weights
+    twice, half = references.float32.case("float32-double-update").weights, ran.case("bf16-update").weights
+    full = {name: one[name] - twice[name] for name in one}
+    return {name: full[name] + one[name] - half[name] for name in full}, full
+
+
+def _length(tensors: Iterable[Any]) -> float:
+    return math.sqrt(sum(float((tensor**2).sum()) for tensor in tensors))
+
+
+def check_fp16(ran: Ran, references: References) -> None:
+    """float16 moves the weights by its rounding alone, and the loss scale is the one asked for; or it is refused."""
+    if not ran.adapter.takes(mixed_precision="fp16"):
+        return
+    half = ran.case("fp16")
+    moved = _apart(half, references.float32.case("float32"))
+    assert 1e-5 < moved < 0.1, f"{ran}: fp16 moves the weights by {moved}"  # float32 itself: about 1e-6
+    steps = int(half.numbers["steps"])
+    checkpoint = Path(half.ranks[0]["run_dir"]) / "checkpoints" / step_name(steps)
+    scaler = read_state(checkpoint)[1]["scaler"]
+    found = scaler["scale"], scaler["_growth_tracker"], scaler["growth_interval"]
+    assert found == (256.0 * 2 ** (steps // 3), steps % 3, 3), f"{ran}: the loss scale after {steps} updates is {found}"
+
+
+def check_recomputed(ran: Ran, references: References) -> None:
+    """Activation checkpointing computes the blocks twice, and changes no bit; or it is refused."""
+    if "recomputed" in refused_cases(ran.adapter):
+        return
+    kept, recomputed = ran.case("kept"), ran.case("recomputed")
+    counts = [(one["forwards"], other["forwards"]) for one, other in zip(kept.ranks, recomputed.ranks, strict=True)]
+    assert all(other == 2 * one > 0 for one, other in counts), f"{ran}: forwards without and with it are {counts}"
+    _near(recomputed.weights, kept.weights, 0.0, f"{ran}: recomputed")
+
+
+def check_deterministic(ran: Ran, references: References) -> None:
+    """Operations whose result can differ between two runs are refused, on every rank, once it was asked for."""
+    before, asked = ran.case("adamw").ranks, ran.case("repeatable").ranks
+    assert not any(rank["deterministic"] for rank in before) and all(rank["deterministic"] for rank in asked), f"{ran}"
+
+
+def check_compiled(ran: Ran, references: References) -> None:
+    """torch.compile makes graphs of the model on every rank, which change no number; or it is refused."""
+    if not has_compiled(ran.adapter, ran.world_size):
+        return
+    compiled, plain = ran.case("compiled"), ran.case("repeatable")
+    graphs = [rank["graphs"] for rank in compiled.ranks]
+    assert all(graphs) and not any(rank["graphs"] for rank in plain.ranks), f"{ran}: {graphs} graphs"
+    _near(compiled.weights, plain.weights, limit_of(ran, references), f"{ran}: compiled")
+
+
+def check_float32(ran: Ran, references: References) -> None:
+    """In float32 no further away than three times what one process moves when it cuts the same batches."""
+    one, cut = references.float32, max(2, ran.world_size)
+    moved = max(_apart(ran.case(f"fp32-{seed}"), one.case(f"fp32-{seed}")) for seed in _SEEDS)
+    floor = max(_apart(one.case(f"fp32-{seed}-cut-{cut}"), one.case(f"fp32-{seed}")) for seed in _SEEDS)
+    assert moved <= FLOORS * floor, f"{ran}: {moved} apart in float32, and cutting moves one process by {floor}"
+    firsts = [[each.case(f"fp32-{seed}").ranks[0]["logged"][0][2] for seed in _SEEDS] for each in (ran, one)]
+    apart = max(abs(a - b) for a, b in zip(*firsts, strict=True))
+    assert apart < FIRST_LOSS, f"{ran}: the first losses are {apart} apart"
+
+
+def check_one_writer(ran: Ran, references: References) -> None:
+    """All ranks are told the same numbers, and the run directory has each of them once."""
+    ranks = [rank["logged"] for rank in ran.case("whole").ranks]
+    assert all(rank == ranks[0] for rank in ranks), f"{ran}: ranks were told different numbers"
+    run_dir = Path(ran.case("whole").ranks[0]["run_dir"])
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    written = [(row["split"], row["step"], row["loss"]) for row in rows]
+    assert written == [(split, step, loss) for split, step, loss, _ in ranks[0]], f"{ran}: {run_dir}/metrics.jsonl"
+
+
+def _apart(one: Case, other: Case) -> float:
+    return farthest(one.weights, other.weights)
+
+
+def _finite(case: Case, name: str) -> dict[str, Any]:
+    """The numbers, and where they are none: the norm of an update that was left out is NaN or infinite."""
+    import numpy
+
+    values = case.numbers[name]
+    is_finite = numpy.isfinite(values)
+    return {"values": numpy.where(is_finite, values, 0.0), "are none": ~is_finite * 1.0}
+
+
+def _near(found: Mapping[str, Any], wanted: Mapping[str, Any], limit: float, what: str) -> None:
+    apart = farthest(found, wanted)
+    assert apart <= limit, f"{what} are {apart} away, {limit} is allowed"
+
+
+def same_numbers_for(adapter: Adapter) -> list[str]:
+    """The cases in which `adapter` must make the numbers of one process: all but those that need what it refuses."""
+    refused = refused_cases(adapter)
+    return [name for name in SAME_EVERYWHERE if name not in refused]
+
+
+def checks_for(adapter: Adapter) -> dict[str, Check]:
+    """name -> check(ran, references) of all that `adapter` has to do."""
+    numbers = {
+        f"same numbers: {name}": functools.partial(check_same_numbers, name) for name in same_numbers_for(adapter)
+    }
+    return {**numbers, **_CHECKS}
+
+
+_CHECKS: dict[str, Check] = {
+    "a big batch may be cut": check_a_big_batch_may_be_cut,
+    "scaled rate": check_scaled_rate,
+    "clipping": check_clipping,
+    "resume in the middle of an epoch": check_resume,
+    "nan is left out everywhere": check_nan_is_left_out_everywhere,
+    "bf16": check_bf16,
+    "fp16": check_fp16,
+    "recomputed": check_recomputed,
+    "deterministic": check_deterministic,
+    "compiled": check_compiled,
+    "float32": check_float32,
+    "one writer": check_one_writer,
+}

@@ -1,0 +1,103 @@
+"""Ends: in order and many times over, by a rank that dies, and before anything started by a setting that is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from distributed.backends import make_backend
+from distributed.capabilities import SEVERAL
+from distributed.config import DistributedConfig, canonical, group_options
+from distributed.errors import ConfigError
+from distributed.fields import Rule, rules
+from distributed.plan import plan_processes
+from distributed.settings import Typed, merge
+from distributed.testing.adapter import Adapter
+from distributed.testing.running import Finished, Runner, run_python, train
+
+
+def check_starts(
+    adapter: Adapter, world_size: int, directory: Path, times: int, run: Runner = run_python
+) -> list[float]:
+    """`times` starts in a row end with exit 0 and leave nothing; returns how long each took, in seconds."""
+    seconds = []
+    for number in range(times):
+        done = train(adapter, world_size, "short.py", directory / str(number), [adapter.model], run)
+        assert done.returncode == 0, f"start {number + 1} of {times}: exit {done.returncode}\n{done.output[-3000:]}"
+        assert "came to its end" in done.output, done.output
+        for word in ("terminate called", "Traceback", "Warning", "warning"):
+            assert word not in done.output, f"start {number + 1} of {times}\n{done.output[-3000:]}"
+        seconds.append(done.seconds)
+    return seconds
+
+
+def check_exception(adapter: Adapter, world_size: int, directory: Path, run: Runner = run_python) -> Finished:
+    """An exception on one rank ends all, exit 1, and the user's own words are the last thing said."""
+    done = train(adapter, world_size, "short.py", directory, [adapter.model, "raise"], run)
+    last = done.output.strip().splitlines()[-1]
+    assert done.returncode == 1 and last == "ValueError: this rank has had enough", done.output[-3000:]
+    assert f"rank {world_size - 1} failed with ValueError" in done.output, done.output[-3000:]
+    return done
+
+
+def check_kill(adapter: Adapter, world_size: int, directory: Path, run: Runner = run_python) -> Finished:
+    """A rank that was killed ends all where nothing is restarted, exit 1, and it is named."""
+    killed = dataclasses.replace(adapter, settings={**adapter.settings, "max_restarts": 0})
+    done = train(killed, world_size, "short.py", directory, [adapter.model, "kill"], run)
+    assert done.returncode == 1, done.output[-3000:]
+    assert f"rank {world_size - 1} was killed by signal 9 (SIGKILL)" in done.output, done.output[-3000:]
+    return done
+
+
+def refused_value(name: str) -> Any:
+    """A value of the setting that is not its default."""
+    field, _, wanted = name.partition("=")
+    group, _, option = field.rpartition(".")
+    rule = rules(group_options(group) if group else DistributedConfig)[option]
+    return wanted if wanted else _another(rule)
+
+
+def _another(rule: Rule) -> Any:
+    if rule.choices is not None:
+        return next(choice for choice in rule.choices if choice != rule.default)
+    if bool in rule.kinds:
+        return not rule.default
+    if str in rule.kinds:
+        return "another"
+    number = (rule.default or rule.minimum or 1) + 1
+    return float(number) if float in rule.kinds else number
+
+
+def check_refusals(adapter: Adapter) -> int:
+    """What the adapter's table refuses is refused with its reason, before anything starts; returns how many."""
+    refuses = {name: why for name, why in adapter.capabilities.refuses.items() if name != SEVERAL}
+    for name, why in refuses.items():
+        merged = merge(Typed(), _settings(adapter, name))
+        said = ""
+        try:
+            make_backend(merged, plan_processes(merged.config, count_gpus=lambda: 8))
+        except ConfigError as error:
+            said = str(error)
+        assert why in said, f"{adapter}: of {name}={refused_value(name)!r} it says {said!r}, its table {why!r}"
+    return len(refuses)
+
+
+def _settings(adapter: Adapter, name: str) -> dict[str, Any]:
+    """The refused setting, with what it needs to be a setting at all."""
+    more: dict[str, dict[str, Any]] = {"node_rank": {"num_nodes": 3}, "gpus_per_node": {"nproc_per_node": None}}
+    needed = {"nproc_per_node": adapter.world_sizes[0], **more.get(name, {})}
+    given, _ = canonical({"backend": adapter.backend, **needed, name.partition("=")[0]: refused_value(name)})
+    return given
+
+
+def check_refused_in_a_second(adapter: Adapter, directory: Path, run: Runner = run_python) -> None:
+    """One of them on the command line: exit 2, one line, no worker."""
+    name = next((name for name in adapter.capabilities.refuses if name != SEVERAL), None)
+    if name is None:
+        return
+    refused = dataclasses.replace(adapter, settings={name.partition("=")[0]: refused_value(name)})
+    done = train(refused, adapter.world_sizes[0], "short.py", directory, [adapter.model], run)
+    said = done.output.strip().splitlines()
+    assert done.returncode == 2 and adapter.capabilities.refuses[name] in said[-1] and len(said) == 1, done.output
+    assert done.seconds < 5, f"{adapter}: {done.seconds:.1f} s until {name} was refused"

@@ -1,0 +1,204 @@
+"""A training script: every case of the conformance suite, one after the other, on whatever backend it was started.
+
+    cases.py OUT ASKED
+
+ASKED is JSON: `model` ("torch" or "keras"), `dtypes`, `refused` (cases to leave out), `kinds` ("bf16", "fp16", "compile": cases
+to add), and `reference`, which adds what only one process is measured at. OUT/DTYPE gets NAME.npz for each case (losses and what
+else a check compares), its weights in NAME.safetensors, NAME-RANK.json with what each rank saw, and `source/`, the checkpoint of
+a run cut off in the middle of an epoch. The cases in float32, bfloat16 and float16 lie beside the others of the last DTYPE.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from distributed import Callback, Trainer
+
+GLOBAL, RATE = 22, 1e-2
+UPDATES_PER_EPOCH, CUT_OFF = 5, 7  # the second update of the second epoch
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+CLIP = 0.05
+BASE: dict[str, Any] = {
+    "epochs": 3,
+    "global_batch_size": GLOBAL,
+    "learning_rate": RATE,
+    "checkpoint_frequency": None,
+    "seed": 3,
+}
+
+
+def parts_of(model: str) -> Any:
+    """The module with the models, losses and data of that kind."""
+    return importlib.import_module(f"distributed.testing.jobs.{model}_parts")
+
+
+def resumable(parts: Any) -> dict[str, Any]:
+    """With everything that a resume has to find again."""
+    return {
+        "scheduler": parts.cosine, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "optimizer": parts.adamw,
+        "model": parts.smooth, "learning_rate": None,
+    }  # fmt: skip
+
+
+def cases(parts: Any) -> dict[str, dict[str, Any]]:
+    """Cases of which every backend and world size must make the same numbers."""
+    own = {"optimizer": parts.sgd, "learning_rate": None}
+    return {
+        "adamw": {},
+        "sgd-schedule-clip-warmup": {**own, "scheduler": parts.cosine, "gradient_clipping": 0.5, "warmup_steps": 4},
+        "accumulation": {"gradient_accumulation_steps": 3},
+        "accumulation-clip": {"gradient_accumulation_steps": 2, "optimizer": parts.sgd, "gradient_clipping": 0.1},
+        "sum-count": {"loss_fn": parts.pair_loss, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
+        "unreduced": {"loss_fn": parts.unreduced},
+        "tiny-last": {"global_batch_size": 50, "gradient_accumulation_steps": 2},  # a last update of one sample
+        "empty-slices": {"global_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 40},  # fewer samples than slices
+        "stream": {"data": "stream"},
+        "class-weights": {**parts.weighing(), "gradient_accumulation_steps": 2},
+        "ignored": {**parts.ignoring(), "gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
+        "epoch-schedule": {**own, "scheduler": parts.halving, "scheduler_interval": "epoch"},
+        "scaled-rate": {"lr_scaling": "linear", "learning_rate": RATE * -(-GLOBAL // WORLD) / GLOBAL},  # RATE once it is scaled
+        "in-order": {"shuffle": False, "seed": 4},
+        "kept": {"model": parts.counted},
+        "recomputed": {"activation_checkpointing": True, "model": parts.counted},
+        "repeatable": {"deterministic": True, "model": parts.smooth},
+        "left-out": {**parts.poisoned(), "nan_policy": "skip", "max_steps": 6},
+        "stopped-early": {"epochs": 9, "early_stopping_patience": 1, "val": -1},
+        "whole": resumable(parts),
+    }  # fmt: skip
+
+
+class Watch(Callback):
+    """What the loop told this rank."""
+
+    def __init__(self, parts: Any) -> None:
+        self.logged: list[Any] = []
+        self.skipped: list[int] = []
+        self.is_deterministic = False
+        self._parts = parts
+
+    def on_log(self, state: Any, split: str, metrics: Mapping[str, float]) -> None:
+        self.logged.append([split, state.step, metrics["loss"], metrics.get("grad_norm", 0.0)])
+
+    def on_step_end(self, state: Any, result: Any) -> None:
+        self.skipped += [state.step] * result.skipped
+        self.is_deterministic = self._parts.is_deterministic()
+
+
+class Fits:
+    """Trains cases and writes what came of them."""
+
+    def __init__(self, parts: Any, out: Path, dtype: str) -> None:
+        self.parts, self.out, self.dtype = parts, out, dtype
+
+    def __call__(self, name: str, **case: Any) -> None:
+        settings = {"model": self.parts.model, "dtype": self.dtype, "log_every_n_steps": 1, **BASE, **case}
+        kind, sign, dtype = settings.pop("data", ""), settings.pop("val", 1), settings["dtype"]
+        built = settings.pop("model")
+        if settings["learning_rate"] is None:
+            del settings["learning_rate"]
+        training = self.parts.samples(dtype, kind)
+        watch = Watch(self.parts)
+        before = self.parts.counts()
+        trainer = Trainer(built, callbacks=[watch], **settings)
+        history = trainer.fit(self.parts.source(dtype, kind), self.parts.samples(dtype, kind, sign))
+        counts = {what: count - before[what] for what, count in self.parts.counts().items()}
+        again = trainer.evaluate(training)
+        predicted = trainer.predict(self.parts.samples(dtype))
+        trainer.save(self.out / f"{name}.safetensors")  # whole everywhere; trainer.model may hold this rank's part
+        seen = {
+            "logged": watch.logged,
+            "skipped": watch.skipped,
+            "stop_reason": history.stop_reason,
+            "run_dir": history.run_dir,
+            "deterministic": watch.is_deterministic,
+            **counts,
+        }
+        (self.out / f"{name}-{RANK}.json").write_text(json.dumps(seen))
+        if trainer.is_main_process:
+            numpy.savez(
+                self.out / f"{name}.npz", steps=history.steps, predicted=self.parts.numbers(predicted), again=again["loss"],
+                accuracy=again["accuracy"], val_loss=[row.get("val_loss", 0.0) for row in history.rows],
+                loss=[row["loss"] for row in history.rows],
+                norms=[norm for split, _, _, norm in watch.logged if split == "train"],
+            )  # fmt: skip
+
+    def _one(self) -> dict[str, Any]:
+        """One update of plain SGD at rate 1 moves the weights by the gradient that was applied."""
+        return {
+            "optimizer": self.parts.plain_sgd, "learning_rate": None, "max_steps": 1, "model": self.parts.same_weights
+        }  # fmt: skip
+
+    def clipped(self) -> None:
+        self("one-update", **self._one())
+        self("one-clipped-update", **self._one(), gradient_clipping=CLIP)
+
+    def resumed(self) -> None:
+        """Cut off in the middle of an epoch, and taken up by another trainer."""
+        source = self.out / "source"
+        self("cut-off", **resumable(self.parts), max_steps=CUT_OFF, checkpoint_dir=str(source))
+        (checkpoint,) = source.rglob(f"step-{CUT_OFF:08d}")
+        self("resumed", **resumable(self.parts), resume_from_checkpoint=str(checkpoint))
+
+    def mixed(self) -> None:
+        """In bfloat16: one update, and a whole training."""
+        self("bf16-update", **self._one(), dtype="float32", mixed_precision="bf16")
+        self("bf16", dtype="float32", model=self.parts.smooth, mixed_precision="bf16")
+
+    def scaled(self) -> None:
+        """In float16, with a loss scale that doubles every third update."""
+        half = {"mixed_precision": "fp16", "scaler_init_scale": 256.0, "scaler_growth_interval": 3}
+        self("fp16", dtype="float32", model=self.parts.smooth, checkpoint_frequency=1, **half)
+
+    def compiled(self) -> None:
+        """Graphs as the engine's wrapper cuts them, run one operation after the other: no compiler is needed."""
+        with self.parts.compiling():
+            self("compiled", model=self.parts.smooth, compile=True)
+
+    def unmixed(self) -> None:
+        """The same in float32, and the update at twice the rate, which tells the gradient."""
+        self("float32-update", **self._one(), dtype="float32")
+        self("float32-double-update", **{**self._one(), "learning_rate": 2.0}, dtype="float32")
+        self("float32", dtype="float32", model=self.parts.smooth)
+
+    def in_float32(self, is_reference: bool) -> None:
+        """The measure there is what one process itself moves when it cuts the same batches into slices."""
+        for seed in range(4):
+            case: dict[str, Any] = {"seed": seed, "epochs": 4, "dtype": "float32"}
+            self(f"fp32-{seed}", **case)
+            for cut in (2, 3, 4) if is_reference else ():
+                self(f"fp32-{seed}-cut-{cut}", **case, gradient_accumulation_steps=cut)
+
+
+def main(out: Path, asked: dict[str, Any]) -> None:
+    parts = parts_of(asked["model"])
+    gc.freeze()  # each fit ends with a collection, which need not look through the libraries again
+    for dtype in asked["dtypes"]:
+        (out / dtype).mkdir(exist_ok=True)
+        fits = Fits(parts, out / dtype, dtype)
+        for name, case in cases(parts).items():
+            if name not in asked["refused"]:
+                fits(name, **case)
+        fits.clipped()
+        fits.resumed()
+    if "compile" in asked["kinds"]:
+        fits.compiled()
+    if "bf16" in asked["kinds"]:
+        fits.mixed()
+    if "fp16" in asked["kinds"]:
+        fits.scaled()
+    if asked["reference"]:
+        fits.unmixed()
+    fits.in_float32(asked["reference"])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

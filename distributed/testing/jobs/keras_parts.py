@@ -1,0 +1,153 @@
+"""What the suite's cases are made of for Keras models. torch_parts.py has the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy
+from keras import ops
+
+SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3, 4
+RATE = 1e-2
+_NAN_AT = 65  # of the samples in order: in the third update of 22, the last rank's
+_WEIGHTS = (1.0, 5.0, 0.5, 2.0, 1.5)  # of the classes
+
+
+# ------------------------------------------------------------------ data
+
+
+def samples(dtype: str, kind: str = "", sign: int = 1) -> Any:
+    """Inputs, classes and for some kinds a weight of each sample.
+
+    Kind `ignored`: the first 60 weigh nothing, so that whole slices of an update have none left.
+    """
+    draw = numpy.random.default_rng(7)
+    x, y = (sign * draw.normal(size=(SAMPLES, FEATURES))).astype(dtype), draw.integers(0, CLASSES, SAMPLES)
+    weights = {"ignored": (numpy.arange(SAMPLES) >= 60) * 1.0, "weighted": numpy.array(_WEIGHTS)[y]}
+    return (x, y, weights[kind].astype(dtype)) if kind in weights else (x, y)
+
+
+def source(dtype: str, kind: str = "") -> Any:
+    """The training data. Kind `stream`: a tf.data.Dataset, which is read in its own order; `poisoned`: one sample is NaN."""
+    x, y, *weights = samples(dtype, kind)
+    if kind == "poisoned":
+        x[_NAN_AT] = float("nan")
+    if kind == "stream":
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices((x, y))
+    return (x, y, *weights)
+
+
+def numbers(outputs: Any) -> numpy.ndarray[Any, Any]:
+    """Predictions as float64."""
+    return numpy.asarray(outputs, dtype="float64")
+
+
+# ------------------------------------------------------------------ models
+
+
+class Drawn(keras.initializers.Initializer):  # type: ignore[misc]
+    """The same weights in every element type; Keras's own draw others in float64."""
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        return ops.cast(numpy.random.default_rng(shape).uniform(-1.0, 1.0, shape) / shape[0] ** 0.5, dtype)
+
+
+def _net(*activations: str) -> Any:
+    """Hidden layers of 16, then the scores of the classes. It has the same names however often it is made."""
+    sizes = [*(16 for _ in activations), CLASSES]
+    layers = [
+        keras.layers.Dense(size, activation=activation, kernel_initializer=Drawn(), name=f"dense{number}")
+        for number, (size, activation) in enumerate(zip(sizes, (*activations, None), strict=True))
+    ]
+    return keras.Sequential([keras.Input((FEATURES,)), *layers], name="net")
+
+
+def model() -> Any:
+    return _net("relu")
+
+
+def smooth() -> Any:
+    """Without the corner of a ReLU, at which rounding decides."""
+    return _net("tanh", "tanh")
+
+
+same_weights = smooth  # the same in every run, whatever its seed
+counted = smooth
+
+
+# ------------------------------------------------------------------ what the engine does with them
+
+
+def counts() -> dict[str, int]:
+    """Nothing is counted: no engine of Keras models recomputes or compiles them."""
+    return {}
+
+
+def is_deterministic() -> bool:
+    from tensorflow.python.framework import config
+
+    return bool(config.is_op_determinism_enabled())
+
+
+# ------------------------------------------------------------------ losses
+
+
+def unreduced(outputs: Any, targets: Any) -> Any:
+    return ops.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
+
+
+def pair_loss(outputs: Any, targets: Any) -> Any:
+    """Weighted by a count that differs from slice to slice."""
+    weights = 1.0 + ops.cast(targets % 3, outputs.dtype)
+    return ops.sum(unreduced(outputs, targets) * weights), ops.sum(weights)
+
+
+def ignoring() -> dict[str, Any]:
+    """Settings of a case whose loss leaves out the targets that `samples` marks."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    return {"data": "ignored", "loss_fn": loss}
+
+
+def weighing() -> dict[str, Any]:
+    """Settings of a case whose loss weighs the classes."""
+    return {"data": "weighted"}
+
+
+def poisoned() -> dict[str, Any]:
+    """Settings of a case whose third update is NaN on the last rank."""
+    return {"data": "poisoned", "shuffle": False}
+
+
+# ------------------------------------------------------------------ optimizers and schedules
+
+
+def sgd(variables: Iterable[Any]) -> Any:
+    return keras.optimizers.SGD(0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def plain_sgd(variables: Iterable[Any]) -> Any:
+    return keras.optimizers.SGD(1.0)
+
+
+def adamw(variables: Iterable[Any]) -> Any:
+    return keras.optimizers.AdamW(RATE, weight_decay=1e-2, epsilon=1e-8)
+
+
+def cosine(optimizer: Any) -> Any:
+    return keras.optimizers.schedules.CosineDecay(0.05, 20)
+
+
+halving = None  # no schedule of Keras counts epochs
+
+
+# ------------------------------------------------------------------ a short job
+
+
+def short() -> tuple[Any, Any]:
+    """(factory of a small model, 32 samples for it)."""
+    inputs = numpy.random.default_rng(1).normal(size=(32, 6)).astype("float32")
+    return lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]), (inputs, inputs.argmax(1) % 3)

@@ -1,0 +1,189 @@
+"""What the suite's cases are made of for torch modules. keras_parts.py has the same names."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3, 4
+RATE = 1e-2
+_ELEMENTS = {"float64": torch.float64, "float32": torch.float32}
+_WEIGHTS = (1.0, 5.0, 0.5, 2.0, 1.5)  # of the classes
+
+
+# ------------------------------------------------------------------ data
+
+
+def samples(dtype: str, kind: str = "", sign: int = 1) -> TensorDataset:
+    """Inputs and classes. Kind `ignored`: without the first 60 targets, so that whole slices of an update have none left."""
+    generator = torch.Generator().manual_seed(7)
+    x = sign * torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64).to(_ELEMENTS[dtype])
+    y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    y[: 60 if kind == "ignored" else 0] = -100
+    return TensorDataset(x, y)
+
+
+def source(dtype: str, kind: str = "") -> Any:
+    """The training data. Kind `stream`: as many samples as it has."""
+    return Stream(dtype) if kind == "stream" else DataLoader(samples(dtype, kind), batch_size=1, shuffle=True)
+
+
+class Stream(IterableDataset[Any]):
+    """Says no length."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+    def __iter__(self) -> Iterator[Any]:
+        data = samples(self.dtype)
+        yield from (data[i] for i in range(SAMPLES))
+
+
+def numbers(outputs: Any) -> numpy.ndarray[Any, Any]:
+    """Predictions as float64."""
+    array: numpy.ndarray[Any, Any] = outputs.double().numpy()
+    return array
+
+
+# ------------------------------------------------------------------ models
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(FEATURES, 16), torch.nn.ReLU(), torch.nn.Linear(16, CLASSES))
+
+
+def smooth() -> torch.nn.Module:
+    """Without the corner of a ReLU, at which rounding decides."""
+    inner = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh())
+    first = torch.nn.Sequential(torch.nn.Linear(FEATURES, 16), torch.nn.Tanh())
+    return torch.nn.Sequential(first, inner, torch.nn.Linear(16, CLASSES))
+
+
+class _Counted(torch.nn.Tanh):
+    """Counts the forwards that a backward pass may follow."""
+
+    forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _Counted.forwards += torch.is_grad_enabled()
+        return super().forward(x)
+
+
+def counted() -> torch.nn.Module:
+    """With blocks that can be recomputed, and that count how often they are computed."""
+    blocks = [torch.nn.Sequential(torch.nn.Linear(16, 16), _Counted()) for _ in range(2)]
+    return torch.nn.Sequential(torch.nn.Linear(FEATURES, 16), *blocks, torch.nn.Linear(16, CLASSES))
+
+
+def same_weights() -> torch.nn.Module:
+    """The same in every run, whatever its seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return smooth()
+
+
+# ------------------------------------------------------------------ what the engine does with them
+
+
+def counts() -> dict[str, int]:
+    """So far: forwards of `counted` with gradients, and graphs that torch.compile has made."""
+    from torch._dynamo.utils import counters
+
+    return {"forwards": _Counted.forwards, "graphs": int(counters["stats"]["unique_graphs"])}
+
+
+def is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Within it torch.compile makes its graphs and compiles none of them."""
+    given = torch.compile
+    torch.compile = functools.partial(given, backend="eager")
+    try:
+        yield
+    finally:
+        torch.compile = given
+
+
+# ------------------------------------------------------------------ losses
+
+
+def pair_loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted by a count that differs from slice to slice."""
+    weights = 1.0 + (targets % 3).to(outputs.dtype)
+    losses = torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+    return (losses * weights).sum(), weights.sum()
+
+
+def unreduced(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+class _Poisoned:
+    """A loss that is NaN in the third training forward of the last rank's."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(outputs, targets)
+        self.calls += torch.is_grad_enabled() and outputs.requires_grad
+        return loss * float("nan") if self.calls == 3 and self.is_last else loss
+
+
+def ignoring() -> dict[str, Any]:
+    """Settings of a case whose loss leaves out the targets that `samples` marks."""
+    return {"data": "ignored"}
+
+
+def weighing() -> dict[str, Any]:
+    """Settings of a case whose loss weighs the classes."""
+    return {"loss_fn": torch.nn.CrossEntropyLoss(weight=torch.tensor(_WEIGHTS), label_smoothing=0.1)}
+
+
+def poisoned() -> dict[str, Any]:
+    """Settings of a case whose third update is NaN on the last rank."""
+    return {"loss_fn": _Poisoned()}
+
+
+# ------------------------------------------------------------------ optimizers and schedules
+
+
+def sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def plain_sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=RATE)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    """For `scheduler_interval="epoch"`."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+# ------------------------------------------------------------------ a short job
+
+
+def short() -> tuple[Any, Any]:
+    """(factory of a small model, 32 samples for it)."""
+    inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
+    return lambda: torch.nn.Linear(6, 3), TensorDataset(inputs, inputs.argmax(1) % 3)

@@ -1,0 +1,219 @@
+"""Starts the suite's scripts on an adapter and reads what they left."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed.testing.adapter import Adapter
+
+if TYPE_CHECKING:
+    import numpy
+
+JOBS = Path(__file__).parent / "jobs"
+# What a case needs beside its own kind of model: an adapter whose table refuses that does not run it.
+NEEDS = {"recomputed": ("activation_checkpointing", True), "epoch-schedule": ("scheduler_interval", "epoch")}
+_MARK = "DISTRIBUTED_CONFORMANCE"
+# Models this small are slower on several threads, many times so where others use the processors too.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+_GONE_S = 10.0  # that processes may take to be gone after their command
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A command that ended."""
+
+    returncode: int
+    output: str  # both streams
+    seconds: float
+
+
+# How a command is run: (arguments of `python`, seconds it may take) -> what came of it. `run_python` is one; a test suite
+# may bring its own.
+Runner = Callable[[Sequence[str], float], Finished]
+
+
+def run_python(arguments: Sequence[str], timeout: float) -> Finished:
+    """`python ARGUMENTS`. AssertionError where it takes too long or leaves a process behind."""
+    mark, began = uuid.uuid4().hex, time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], env={**_ONE_THREAD, **os.environ, _MARK: mark}, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=output, start_new_session=True,
+        )  # fmt: skip
+        left: list[int] = []
+        code: int | None = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout)
+            seconds = time.monotonic() - began
+            left = _left(mark, _GONE_S if code is not None else 0.0)
+        finally:  # also where the caller's own time limit strikes
+            for pid in left or _marked(mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    assert code is not None, f"not done after {timeout:g} s: {' '.join(arguments)}\n{text[-3000:]}"
+    assert not left, f"processes left by {' '.join(arguments)}: {left}\n{text[-3000:]}"
+    return Finished(code, text, seconds)
+
+
+def _left(mark: str, patience: float) -> list[int]:
+    """Processes whose environment carries `mark`, once `patience` is over."""
+    deadline = time.monotonic() + patience
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _marked(mark: str) -> list[int]:
+    wanted, found = f"{_MARK}={mark}".encode(), []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:  # ended while we looked, or not ours
+            continue
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What one training left."""
+
+    weights: Mapping[str, numpy.ndarray[Any, Any]]
+    numbers: Mapping[str, numpy.ndarray[Any, Any]]  # losses, metrics, predictions, gradient norms
+    ranks: Sequence[Mapping[str, Any]]  # what each rank saw
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ran:
+    """One start of a script that trains many cases, in one element type; what they left lies in `directory`."""
+
+    adapter: Adapter
+    world_size: int
+    dtype: str
+    directory: Path
+    output: str
+
+    def __str__(self) -> str:
+        return f"{self.adapter} x {self.world_size}"
+
+    def case(self, name: str) -> Case:
+        """What case `name` left."""
+        return _case(self.directory, name, self.world_size)
+
+    @property
+    def source(self) -> Path:
+        """The checkpoint of the training that was cut off in the middle of an epoch."""
+        (path,) = (self.directory / "source").rglob("step-*")
+        return path
+
+
+@functools.cache
+def _case(directory: Path, name: str, world_size: int) -> Case:
+    import numpy
+    from safetensors.numpy import load_file
+
+    ranks = [json.loads((directory / f"{name}-{rank}.json").read_text()) for rank in range(world_size)]
+    with numpy.load(directory / f"{name}.npz") as numbers:
+        return Case(load_file(directory / f"{name}.safetensors"), dict(numbers), ranks)
+
+
+def train(
+    adapter: Adapter, world_size: int, script: str, directory: Path, arguments: Sequence[str], run: Runner
+) -> Finished:
+    """`distributed train` for one of the suite's own scripts."""
+    directory.mkdir(parents=True, exist_ok=True)
+    command = ["-m", "distributed.cli", "train", "--script", str(JOBS / script), *adapter.flags(world_size)]
+    return run([*command, "--run-dir", str(directory / "run"), "--", *arguments], 600)
+
+
+def refused_cases(adapter: Adapter) -> list[str]:
+    """The cases that need what the adapter's table refuses, always or beside its own settings."""
+    return [case for case, (name, value) in NEEDS.items() if _is_refused(adapter, name, value)]
+
+
+def _is_refused(adapter: Adapter, name: str, value: Any) -> bool:
+    found = adapter.capabilities
+    setting = name if value is True else f"{name}={value}"
+    is_conditional = bool(found.conditions_of(setting)) and not found.missing  # where it is missing, nothing is run
+    return not found.accepts(setting) or (is_conditional and not adapter.takes(**{name: value}))
+
+
+def has_compiled(adapter: Adapter, world_size: int) -> bool:
+    """Whether the compiled case is among the others: it takes a second or two, so in one number of processes."""
+    return adapter.takes(compile=True) and world_size == min(2, max(adapter.world_sizes))
+
+
+def train_cases(adapter: Adapter, world_size: int, directory: Path, run: Runner = run_python) -> Ran:
+    """Every case in one start of `world_size` processes."""
+    (ran,) = _start(adapter, world_size, directory, ["float64" if adapter.has_float64 else "float32"], run)
+    return ran
+
+
+def _start(
+    adapter: Adapter, world_size: int, directory: Path, dtypes: Sequence[str], run: Runner, reference: bool = False
+) -> list[Ran]:
+    kinds = [kind for kind in ("bf16", "fp16") if adapter.takes(mixed_precision=kind)]
+    asked = {
+        "model": adapter.model,
+        "dtypes": dtypes,
+        "refused": refused_cases(adapter),
+        "kinds": [*kinds, *(["compile"] if has_compiled(adapter, world_size) else [])],
+        "reference": reference,
+    }
+    done = train(adapter, world_size, "cases.py", directory, [str(directory), json.dumps(asked)], run)
+    assert done.returncode == 0, f"{adapter} x {world_size}: exit {done.returncode}\n{done.output[-3000:]}"
+    return [Ran(adapter, world_size, dtype, directory / dtype, done.output) for dtype in dtypes]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class References:
+    """One process, which all others are compared with."""
+
+    float64: Ran
+    float32: Ran
+
+    def like(self, ran: Ran) -> Ran:
+        """In the element type of `ran`."""
+        return self.float64 if ran.dtype == "float64" else self.float32
+
+    def sources(self, ran: Sequence[Ran]) -> list[Ran]:
+        """Those of `ran` that are compared with this one, for checkpoints that travel: this one's own stand in front."""
+        own = self.float64.adapter
+        return [self.float64, self.float32, *(each for each in ran if each.adapter.reference == own != each.adapter)]
+
+
+def train_references(adapter: Adapter, directory: Path, run: Runner = run_python) -> References:
+    """What `adapter` is compared with, in both element types, in one start."""
+    return References(*_start(adapter.reference, 1, directory, ("float64", "float32"), run, reference=True))
+
+
+class AllReferences:
+    """What each adapter is compared with, started once for all that are compared with the same, when first asked for."""
+
+    def __init__(self, directory: Path, run: Runner = run_python) -> None:
+        self._directory, self._run = directory, run
+        self._known: dict[str, References] = {}
+
+    def of(self, adapter: Adapter) -> References:
+        """For `adapter`."""
+        name = f"{adapter.reference}-{adapter.model}"
+        if name not in self._known:
+            self._known[name] = train_references(adapter, self._directory / name, self._run)
+        return self._known[name]

@@ -1,0 +1,115 @@
+"""Checkpoints that go from any adapter and number of processes to any other: what is compared, and the table of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed.parity import farthest
+from distributed.parity_runs import weights_of
+from distributed.storage.shards import read_tensors
+from distributed.testing.adapter import Adapter
+from distributed.testing.conformance import limit_of
+from distributed.testing.running import Ran, References, Runner, run_python, train
+
+MOMENTS = {
+    "torch": {"exp_avg", "exp_avg_sq"},
+    "keras": {"momentum", "velocity"},
+}  # Adam's, as the checkpoint calls them
+
+
+@dataclasses.dataclass(frozen=True)
+class Trip:
+    """A checkpoint of `source` taken up by `target`."""
+
+    source: Ran
+    target: Adapter
+    world_size: int
+    changed: tuple[str, ...]  # tensors that came out with other bits
+    state: Mapping[str, Any]  # of state.json: what is different after the trip
+    weights: float  # how far the weights are from those of the uninterrupted run, at the end
+    limit: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing was lost."""
+        return not self.changed and not self.state and self.weights <= self.limit
+
+    def __str__(self) -> str:
+        found = (
+            f"{len(self.changed)} tensors changed {self.changed[:3]}, state {self.state}, weights {self.weights} away"
+        )
+        return f"{self.source} ({self.source.dtype}) -> {self.target} x {self.world_size}: {found}"
+
+
+def travel(
+    sources: Sequence[Ran],
+    target: Adapter,
+    world_size: int,
+    directory: Path,
+    references: References,
+    run: Runner = run_python,
+) -> list[Trip]:
+    """All sources' checkpoints in one start of the target; without those in float64 where the target has none."""
+    fitting = [source for source in sources if source.dtype == "float32" or target.has_float64]
+    asked = {
+        "model": target.model,
+        "sources": [(str(number), source.dtype, str(source.source)) for number, source in enumerate(fitting)],
+    }
+    done = train(target, world_size, "targets.py", directory, [str(directory), json.dumps(asked)], run)
+    assert done.returncode == 0, f"{target} x {world_size}: exit {done.returncode}\n{done.output[-3000:]}"
+    outs = [directory / str(number) for number in range(len(fitting))]
+    return [_trip(source, target, world_size, out, references) for source, out in zip(fitting, outs, strict=True)]
+
+
+def _trip(source: Ran, target: Adapter, world_size: int, out: Path, references: References) -> Trip:
+    (again,), (onward,) = (sorted((out / kind).rglob("step-*"))[-1:] for kind in ("again", "onward"))
+    before, after = tensors(source.source), tensors(again)
+    moments = MOMENTS[source.adapter.model]
+    assert {name.rpartition(".")[2] for name in before} >= moments, f"{source}: no Adam moments in {source.source}"
+    changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    old, new = _progress(source.source), _progress(again)
+    state = {name: [old.get(name), new.get(name)] for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+    whole = references.like(source).case("whole").weights
+    weights = farthest(weights_of(onward), whole)
+    return Trip(source, target, world_size, tuple(sorted(changed)), state, weights, limit_of(source, references))
+
+
+def tensors(checkpoint: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor of model and optimizer, whole: element type, shape and bytes."""
+    found = {}
+    for part in ("model", "optimizer"):
+        for name, tensor in read_tensors(checkpoint / part)[0].items():
+            found[f"{part}/{name}"] = (tensor.dtype, tensor.shape, bytes(tensor.read()))
+    return found
+
+
+def _progress(checkpoint: Path) -> dict[str, Any]:
+    """Where the data stands, the schedule, and the rate of each group of parameters."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    found = {name: state["train"][name] for name in ("step", "epoch", "samples_in_epoch", "samples_seen")}
+    backend = state["backend"]
+    return found | {"rates": _rates(backend["optimizer"]), "scheduler": backend["scheduler"]}
+
+
+def _rates(optimizer: Mapping[str, Any]) -> list[Any]:
+    """Of torch's groups; of a Keras optimizer its rate and what a schedule goes by, the number of updates."""
+    if "groups" in optimizer:
+        return [group["options"]["lr"] for group in optimizer["groups"]]
+    return [optimizer["learning_rate"], optimizer["iterations"]]
+
+
+def table(trips: Iterable[Trip]) -> str:
+    """A Markdown table: a row for each source, a column for each target; ok, or what is wrong."""
+    trips = list(trips)
+    columns = list(dict.fromkeys(f"{trip.target} x {trip.world_size}" for trip in trips))
+    rows: dict[str, dict[str, str]] = {}
+    for trip in trips:
+        cell = f"{trip.weights:.0e}" if trip.is_good else "LOST"
+        rows.setdefault(f"{trip.source} {trip.source.dtype}", {})[f"{trip.target} x {trip.world_size}"] = cell
+    lines = [["from \\ to", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[name, *(cells.get(column, "") for column in columns)] for name, cells in rows.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,141 @@
+"""Trains Keras models the same on every engine; each rank writes NAME-RANK.json for each case.
+
+engines.py OUT FROM CASE...   FROM: a checkpoint of another engine, from which the case "arrived" goes on
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from distributed import Callback, Trainer
+
+OUT, FROM = Path(sys.argv[1]), sys.argv[2]
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+IS_FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+SAMPLES, GLOBAL, FEATURES, CLASSES = 49, 16, 6, 4  # a last update of one sample: the other ranks' slices are empty
+BASE = {
+    "epochs": 2, "global_batch_size": GLOBAL, "dtype": "float64", "shuffle": True, "checkpoint_frequency": None,
+    "learning_rate": 0.02,
+}  # fmt: skip
+FP32 = {"dtype": "float32"}
+draw = np.random.default_rng(0)
+X = draw.normal(size=(SAMPLES, FEATURES))
+Y = (X @ draw.normal(size=(FEATURES, CLASSES))).argmax(1)
+WORDS = draw.integers(1, 9, size=(SAMPLES, 5)) * (np.arange(5) < draw.integers(1, 6, size=(SAMPLES, 1)))
+
+
+class Samples:
+    def __init__(self, x=X, y=Y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+@keras.saving.register_keras_serializable()
+class Fixed(keras.initializers.Initializer):
+    """The same weights on every engine."""
+
+    def __call__(self, shape, dtype=None):
+        return keras.ops.convert_to_tensor(
+            np.float32(np.random.RandomState(shape[0]).normal(size=shape) / shape[0]), dtype=dtype
+        )
+
+
+def net():
+    layers = keras.layers
+    return keras.Sequential([
+        keras.Input((FEATURES,)), layers.Dense(8, activation="tanh", kernel_initializer=Fixed()),
+        layers.Dense(CLASSES, kernel_initializer=Fixed()),
+    ])  # fmt: skip
+
+
+def compiled():
+    model = net()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss=loss, metrics=["accuracy"])
+    return model
+
+
+def tokens():
+    layers = keras.layers
+    return keras.Sequential([
+        keras.Input((5,), dtype="int32"), layers.Embedding(9, 6, mask_zero=True, embeddings_initializer=Fixed()),
+        layers.Dense(9, kernel_initializer=Fixed()),
+    ])  # fmt: skip
+
+
+def dropping():
+    layers = keras.layers
+    return keras.Sequential([*net().layers[:1], layers.Dropout(0.3), layers.BatchNormalization(), net().layers[1]])
+
+
+def counted(outputs, targets):
+    """(sum, count): a class counts as often as its number says."""
+    each = keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
+    count = keras.ops.cast(targets, outputs.dtype)
+    return keras.ops.sum(each * count), keras.ops.sum(count)
+
+
+class Kill(Callback):
+    """Of the first attempt of several processes, the last one."""
+
+    def on_step_end(self, state, result):
+        if IS_FIRST and WORLD > 1 and (state.step, RANK) == (5, WORLD - 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def weights(model):
+    return [float(each) for value in model.get_weights() for each in np.ravel(value)]
+
+
+def train(model=net, data=None, **settings):
+    trainer = Trainer(model, **{**BASE, **settings})
+    history = trainer.fit(data or Samples(), Samples() if model is compiled else None)
+    return {"weights": weights(trainer.model), "row": history.rows[-1], "run_dir": str(history.run_dir)}
+
+
+def saved():
+    trainer = Trainer(net, **BASE, **TRAVEL, max_steps=3)
+    trainer.fit(Samples())
+    trainer.save(OUT / "at-3")
+    return {"weights": weights(trainer.model)}
+
+
+TRAVEL = {"gradient_clipping": 0.2, "warmup_steps": 2}
+CASES = {
+    "killed": lambda: train(dropping, checkpoint_every_n_steps=3, callbacks=[Kill()]),
+    "unhurt": lambda: train(dropping, checkpoint_every_n_steps=3),
+    "compiled": lambda: train(
+        compiled, learning_rate=0.1, gradient_accumulation_steps=2, gradient_clipping=0.5, warmup_steps=3
+    ),
+    "counted": lambda: train(loss_fn=counted, gradient_accumulation_steps=2),
+    "tokens": lambda: train(
+        tokens, Samples(WORDS.astype("int32"), (WORDS + 1) % 9),
+        loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    ),
+    "empty-slices": lambda: train(global_batch_size=2, max_steps=5),
+    "whole": lambda: train(**TRAVEL),
+    "saved": saved,
+    "float32": lambda: train(**FP32),
+    "float32-again": lambda: train(**FP32),
+    "arrived": lambda: train(**TRAVEL, resume_from_checkpoint=FROM),
+    "compressed": lambda: train(**FP32, horovod={"compression": "fp16"}),
+    "traced": lambda: train(**FP32, horovod={"timeline": "trace/of-two.json"}),
+    "with-adasum": lambda: train(**FP32, horovod={"adasum": True}),
+}  # fmt: skip
+
+for name in sys.argv[3:]:
+    try:
+        content = CASES[name]()
+    except Exception as error:  # told to the test, which knows whether it was to come
+        content = {"error": f"{type(error).__name__}: {error}"}
+    (OUT / f"{name}-{RANK}.json").write_text(json.dumps(content))

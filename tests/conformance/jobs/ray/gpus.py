@@ -1,0 +1,41 @@
+"""Which GPUs the workers see, placed by Ray Train and in the placement group of a trial, on a cluster that only claims to have
+any. Prints one JSON line."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import placement_group
+
+from distributed.launcher import LaunchRequest, start_launcher
+
+SCRIPT = 'import os; print(os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"])'
+
+
+def seen(name, **options):
+    """LOCAL_RANK and the GPUs of each worker."""
+    request = LaunchRequest(
+        name, script="show.py", nproc_per_node=2, device="cuda", preload=(), launcher="distributed.backends._ray.launch",
+        launcher_options={"address": ray.get_runtime_context().gcs_address, "cpus": 1.0, **options},
+    )  # fmt: skip
+    assert start_launcher(request) == 0
+    return [Path(name, "logs", f"rank-{rank}.log").read_text().split()[-2:] for rank in (0, 1)]
+
+
+def main():
+    Path("show.py").write_text(SCRIPT)
+    ray.init(
+        "local", num_cpus=5, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+        object_store_memory=10**8, _temp_dir=sys.argv[1],
+    )  # fmt: skip
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    group = placement_group([{"CPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}])
+    ray.get(group.ready())
+    print(json.dumps({"trial": seen("trial", placement_group=group.id.hex()), "train": seen("train")}))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

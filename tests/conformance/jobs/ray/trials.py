@@ -1,0 +1,68 @@
+"""Seed 002's search with Ray Tune, with a model and loaders filled in: trials that train in themselves, trials whose
+workers take the trial's placement group, and one whose group is too small. Prints one JSON line."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import ray
+import torch
+from ray import tune
+from torch.utils.data import DataLoader, TensorDataset
+
+from distributed import RayTrainer
+
+OUT = Path(sys.argv[1])
+GROUP = tune.PlacementGroupFactory
+KINDS = {  # resources of a trial, and more of its config. The cluster has what one trial asks for, and no more.
+    "alone": ({"cpu": 3}, {}),
+    "one bundle": ({"cpu": 3}, {"nproc_per_node": 2}),
+    "own bundles": (GROUP([{"CPU": 1}, {"CPU": 1}, {"CPU": 1}]), {"nproc_per_node": 2}),
+    "too small": (GROUP([{"CPU": 2}, {"CPU": 1}]), {"nproc_per_node": 2}),
+}
+
+
+def create_model(hidden_size):
+    return torch.nn.Sequential(torch.nn.Linear(6, hidden_size), torch.nn.ReLU(), torch.nn.Linear(hidden_size, 2))
+
+
+x = torch.randn(48, 6, generator=torch.Generator().manual_seed(3))
+data = TensorDataset(x, (x.sum(1) > 0).long())
+train_loader, val_loader = DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=8)
+
+
+def train_fn(config):
+    model = create_model(config["hidden_size"])
+    trainer = RayTrainer(model, config, epochs=6, global_batch_size=16)
+    trainer.fit(train_loader, val_loader)
+    trained = sum(float(parameter.detach().sum()) for parameter in model.parameters())
+    events = Path(trainer.history.run_dir, "result.json")
+    return {"accuracy": trainer.best_accuracy, "trained": trained, "result": json.loads(events.read_text())}
+
+
+def main():
+    ray.init(
+        address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+        object_store_memory=10**8, _temp_dir=str(OUT / "ray"),
+    )  # fmt: skip
+    found = {}
+    for name, (resources, more) in KINDS.items():
+        analysis = tune.run(
+            train_fn,
+            config={"hidden_size": tune.choice([8]), "lr": tune.loguniform(0.02, 0.03), **more},
+            num_samples=1,
+            resources_per_trial=resources,
+            metric="accuracy", mode="max", verbose=0, storage_path=str(OUT / "tune"), raise_on_failed_trial=False,
+        )  # fmt: skip
+        (trial,) = analysis.trials
+        best = analysis.best_config and analysis.best_config["hidden_size"]
+        error = str(trial.get_error()) if trial.status == "ERROR" else None
+        found[name] = {"last": trial.last_result, "best": best, "error": error}
+    print(json.dumps(found, default=str))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
+    main()

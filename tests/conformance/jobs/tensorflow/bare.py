@@ -1,0 +1,21 @@
+"""TensorFlow's own way, without a Trainer: MODEL.fit under the strategy that the first argument names."""
+
+import os
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+in_use = getattr(context.context(), "_context_handle", None) is not None
+print(f"memory growth {os.environ.get('TF_FORCE_GPU_ALLOW_GROWTH')}, in use {in_use}")
+
+strategy = getattr(tf.distribute, sys.argv[1])()
+print(f"replicas {strategy.num_replicas_in_sync}")
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(10, activation="softmax")])
+    model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
+history = model.fit(x, np.arange(64) % 10, epochs=2, batch_size=16, verbose=0)
+print(f"trained to {history.history['loss'][-1]:.3f}")

@@ -1,0 +1,99 @@
+"""Prints as JSON what parts of the backend make of small inputs."""
+
+from __future__ import annotations
+
+import json
+import os
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+from distributed.backends._tensorflow.optim import Rates
+from distributed.backends._tensorflow.sources import StreamData, batch_size_of
+from distributed.backends._tensorflow.start import set_memory_growth
+from distributed.errors import ConfigError
+from distributed.plan import BatchPlan
+from distributed.settings import Typed, merge
+
+HALVING = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+SAMPLES = tf.data.Dataset.range(10)
+BATCHES = SAMPLES.batch(4)
+
+
+def warm_up(left_out, rate=0.5):
+    """The rates of six updates after a warm-up of two, without those that were left out."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(rate)
+    optimizer.build(model.trainable_variables)
+    nothing = [tf.zeros_like(variable) for variable in model.trainable_variables]
+    settings = merge(Typed(), {"backend": "tensorflow", "warmup_steps": 2})
+    rates, used = Rates(optimizer, settings, BatchPlan(4, 1, 1, 4), print), []
+    for step in range(6):
+        if step not in left_out:
+            used.append(rates.at(step))
+            rates.before_update(step)
+            with rates.updating() as update:
+                assert float(optimizer._get_current_learning_rate()) == used[-1]
+                update(nothing, model.trainable_variables)
+    return used
+
+
+def growing(first_only, environ):
+    """What becomes of two GPUs: [those whose memory grows, those that are left visible]."""
+    grown, visible = [], []
+    with (
+        mock.patch.object(tf.config, "list_physical_devices", lambda kind: [f"{kind}:0", f"{kind}:1"]),
+        mock.patch.object(tf.config.experimental, "set_memory_growth", lambda gpu, on: grown.append([gpu, on])),
+        mock.patch.object(tf.config, "set_visible_devices", lambda gpus, kind: visible.extend(gpus)),
+        mock.patch.dict(os.environ, environ),
+    ):
+        set_memory_growth(first_only=first_only)
+    return [grown, visible]
+
+
+def size_of(data):
+    try:
+        return batch_size_of(data)
+    except ConfigError as error:
+        return str(error)
+
+
+def updates(data, skip=0):
+    """The samples of each update of four."""
+    stream = StreamData(data, BatchPlan(4, 1, 1, 4), 0, "training data", None)
+    return [group.micro_batches[0].batch.tolist() for group in stream.epoch(0, skip)]
+
+
+print(
+    json.dumps(
+        {
+            "warm-up": warm_up(()),
+            "warm-up, its last left out": warm_up((1, 2)),
+            "warm-up of a schedule": warm_up((4, 5), HALVING),
+            "warm-up of a schedule, its first left out": warm_up((0, 5), HALVING),
+            "growing": {
+                "all": growing(False, {}),
+                "first": growing(True, {}),
+                "refused": growing(False, {"TF_FORCE_GPU_ALLOW_GROWTH": "false"}),
+            },
+            "inner": {
+                "samples": size_of(BATCHES.flat_map(tf.data.Dataset.from_tensor_slices)),
+                "batches": size_of(BATCHES.flat_map(lambda x: tf.data.Dataset.from_tensors(x * 2))),
+                "interleaved": size_of(BATCHES.interleave(tf.data.Dataset.from_tensor_slices, num_parallel_calls=2)),
+                "more": size_of(BATCHES.flat_map(lambda x: tf.data.Dataset.from_tensors((x, x)))),
+            },
+            "sizes": {
+                "samples": size_of(SAMPLES),
+                "batches": size_of(BATCHES.map(lambda x: x + 1).prefetch(1)),
+                "zipped": size_of(tf.data.Dataset.zip((BATCHES, BATCHES))),
+                "unbatched": size_of(BATCHES.unbatch()),
+                "mixed": size_of(tf.data.Dataset.zip((BATCHES, SAMPLES))),
+            },
+            "once": updates(BATCHES),
+            "twice": updates(BATCHES.repeat(2)),
+            "twice, from the third": updates(BATCHES.repeat(2), 8),
+            "cut smaller": updates(BATCHES.rebatch(2)),
+        }
+    )
+)

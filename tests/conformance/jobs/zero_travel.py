@@ -1,0 +1,39 @@
+"""Takes a checkpoint through every stage of DeepSpeed, or trains.
+
+    zero_travel.py OUT begin|train|CHECKPOINT
+
+With CHECKPOINT, each stage takes it up, hands it to the engine and writes OUT/STAGE without an update in between.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+from distributed import Trainer
+from tests.conformance.jobs import zero
+
+OUT, KIND = Path(sys.argv[1]), sys.argv[2]
+BASE = {"global_batch_size": 12, "epochs": 2, "seed": 1, "learning_rate": 1e-2, "gradient_clipping": 0.5}
+loader = DataLoader(zero.data(), shuffle=True)
+
+
+def odd():
+    """Nothing in it divides by two or three."""
+    return torch.nn.Sequential(torch.nn.Linear(zero.FEATURES, 7), torch.nn.Tanh(), torch.nn.Linear(7, zero.CLASSES))
+
+
+if KIND in ("begin", "train"):
+    trainer = Trainer(odd, **BASE)
+    trainer.fit(loader)
+    trainer.save(OUT if KIND == "begin" else OUT / "weights.safetensors")
+else:
+    for name, options in (zero.STAGES | zero.OFFLOADED).items():
+        trainer = Trainer(odd, resume_from_checkpoint=KIND, deepspeed=options, **BASE)
+        trainer.fit(loader)  # nothing is left to do
+        trainer.backend.rewrap()
+        trainer.backend._before_first_update(None)
+        trainer.save(OUT / name)
+        trainer.backend.reassemble()
+        trainer.backend.unwrap()

@@ -1,0 +1,248 @@
+"""ZeRO's stages give the numbers of one process; what is cut is cut; checkpoints travel; a user's own config counts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+from safetensors.numpy import load_file
+
+from tests.conformance.jobs import zero as job
+from tests.conformance.runs import arguments, assert_same, events
+from tests.conftest import needs_backend
+
+JOBS = Path(__file__).parent / "jobs"
+ZEROS = [name for name in job.STAGES if name != "zero-0"]
+pytestmark = pytest.mark.timeout(400)  # times are those of a busy machine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _is_installed():
+    needs_backend("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory, run_cli_once):
+    """(backend, world size) -> (what every rank saw, the directory of the weights)."""
+    found = {}
+    for backend, world in (("single", 1), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)):
+        out = tmp_path_factory.mktemp(f"{backend}-{world}")
+        command = ["train", "--script", str(JOBS / "zero.py"), "--backend", backend, "--nproc-per-node", str(world)]
+        done = run_cli_once([*command, "--run-dir", str(out / "run"), "--", str(out), backend], timeout=280)
+        assert done.returncode == 0, done.output[-3000:]
+        assert not any(word in done.output for word in ("[WARNING]", "[INFO]", "Warning", "DeepSpeed info")), (
+            done.output
+        )
+        found[backend, world] = ([json.loads((out / f"{rank}.json").read_text()) for rank in range(world)], out)
+    return found
+
+
+@pytest.fixture
+def seen(worlds):
+    """case -> what rank 0 of two saw."""
+    return worlds["deepspeed", 2][0][0]
+
+
+def between(one, other):
+    one, other = load_file(one), load_file(other)
+    assert set(one) == set(other)
+    return max(numpy.abs(one[name] - other[name]).max() for name in one)
+
+
+def moved(worlds, case, reference, world=2):
+    """How far the final weights are from those of one process."""
+    return between(
+        worlds["deepspeed", world][1] / f"{case}.safetensors", worlds["single", 1][1] / f"{reference}.safetensors"
+    )
+
+
+@pytest.fixture
+def floor(worlds):
+    """What one process itself moves when it cuts the same batches, in fp32."""
+    out = worlds["single", 1][1]
+    return max(between(out / f"{name}.safetensors", out / f"{name}-cut.safetensors") for name in job.MEASURED)
+
+
+@pytest.mark.parametrize("case", job.CASES)
+@pytest.mark.parametrize("stage", job.STAGES)
+def test_every_stage_gives_the_numbers_of_one_process(worlds, seen, floor, stage, case):
+    assert moved(worlds, f"{stage}-{case}", case) <= 3 * floor
+    here, there = seen[f"{stage}/{case}"], worlds["single", 1][0][0][case]
+    for name in ("loss", "val_loss", "again", "predicted", "norms"):
+        assert numpy.allclose(here[name], there[name], rtol=1e-5, atol=2e-6, equal_nan=True), name
+    assert (here["steps"], here["skipped"]) == (there["steps"], there["skipped"])
+    assert bool(here["skipped"]) == (case in ("sgd-nan", "sgd-nothing-counts"))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*job.STAGES, *job.OFFLOADED])
+def test_any_number_of_processes_and_offloading_change_no_number(worlds, floor, stage, world):
+    assert moved(worlds, f"{stage}-sgd-pair", "sgd-pair", world) <= 3 * floor
+    if world == 2:
+        assert moved(worlds, f"{stage}-adam-clipped", "adam-clipped") <= 3 * floor
+
+
+@pytest.mark.parametrize("case", ["frozen", "groups"])
+@pytest.mark.parametrize("stage", range(4))
+def test_frozen_parameters_and_several_groups(worlds, floor, stage, case):
+    assert moved(worlds, f"{case}-{stage}", case) <= 3 * floor
+
+
+def test_the_optimizer_state_is_cut_over_the_processes(worlds):
+    whole = worlds["deepspeed", 2][0][0]["zero-0/sgd"]["state_held"][-1]
+    for stage in [*ZEROS, *job.OFFLOADED]:
+        for world in (2, 3):
+            held = [rank[f"{stage}/sgd-pair"]["state_held"][-1] for rank in worlds["deepspeed", world][0]]
+            assert sum(held) >= whole and max(held) < whole / world * 1.1, (stage, world)
+
+
+def test_in_stage_3_the_parameters_are_empty_between_their_uses(seen):
+    assert set(seen["zero-3/adam"]["held"]) == set(seen["offload-3/adam-clipped"]["held"]) == {0}
+    assert min(seen["zero-2/adam"]["held"]) > 0
+
+
+def test_in_16_bits_the_model_is_bf16_in_training_and_fp32_before_and_after(worlds, seen):
+    for stage in [*ZEROS, *job.OFFLOADED]:
+        here = seen[f"{stage}/bf16"]
+        assert set(here["kinds"]) == {"torch.bfloat16"}
+        assert set(here["after"]) == {"torch.float32"}
+        assert 0 < moved(worlds, f"{stage}-bf16", "bf16") < 0.05
+
+
+def test_buffers_are_16_bits_wide_in_training_alone_and_own_attributes_stay(run_cli_once, tmp_path):
+    command = ["train", "--script", str(JOBS / "zero_buffers.py"), "--backend", "deepspeed", "--nproc-per-node", "2"]
+    done = run_cli_once([*command, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path)], timeout=200)
+    assert done.returncode == 0, done.output[-3000:]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    for stage in (1, 2, 3):
+        short, whole = seen[f"{stage}-bf16"], seen[f"{stage}-no"]
+        assert (short["in training"], short["after"]) == (["torch.bfloat16"], ["torch.float32"])
+        assert (short["scale"], short["lowest"]) == (whole["scale"], whole["lowest"])  # to the last bit
+        assert short["statistics"] != whole["statistics"]
+        assert numpy.allclose(short["statistics"], whole["statistics"], rtol=0.02, atol=0.01)
+        assert abs(short["val_loss"] - whole["val_loss"]) < 0.05
+        saved = load_file(tmp_path / f"{stage}-bf16.safetensors")
+        assert saved["norm.running_mean"].dtype == numpy.float32
+        assert saved["scale"].tolist() == whole["scale"]
+
+
+def test_after_a_fit_the_model_is_plain_on_every_rank(worlds):
+    for rank in worlds["deepspeed", 2][0]:
+        for stage in [*job.STAGES, *job.OFFLOADED]:
+            assert rank[f"{stage}/adam-clipped"]["plain"] == rank["zero-0/adam"]["plain"]
+            assert rank[f"{stage}/adam-clipped"]["left"] == []
+
+
+def test_a_further_fit_goes_on_with_the_same_state(worlds, floor):
+    for stage in range(4):
+        assert moved(worlds, f"twice-{stage}", "adam") <= 3 * floor
+
+
+def test_the_users_own_config_trains_as_settings_of_ours_that_say_the_same(worlds, floor):
+    assert moved(worlds, "own", "own") <= 3 * floor
+
+
+def test_what_zero_cannot_cut_is_refused(seen):
+    assert "the optimizer Neighbours may look at more of a parameter" in seen["own-optimizer"]["error"]
+    assert "the optimizer Adagrad" in seen["adagrad"]["error"]
+    assert "trainable parameters of torch.bfloat16, and ZeRO keeps them in float32" in seen["halves"]["error"]
+    assert "both say what the optimizer is" in seen["two-optimizers"]["error"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_killed_at_any_moment_a_run_ends_in_the_same_bits(run_cli_once, tmp_path, stage):
+    faults = [["step", 5, 1], ["save", 3, 0], ["step", 9, 0], ["validation", 3, 1]]
+    for name, struck in (("clean", []), ("hurt", faults)):
+        (tmp_path / name).mkdir()
+        options = ["--backend", "deepspeed", "--set", f"deepspeed.zero_stage={stage}"]
+        done = run_cli_once(arguments(tmp_path / name, struck, *options), timeout=150)
+        assert done.returncode == 0, done.output
+
+    assert events(tmp_path / "hurt" / "run").count("restarted") == len(faults)
+    assert_same(tmp_path / "hurt", tmp_path / "clean")
+
+
+def test_checkpoints_travel_without_losing_a_bit(run_cli_once, tmp_path):
+    """From one process of `single` through every stage and back: each takes up the state, has it cut, and writes it again."""
+    script = [str(JOBS / "zero_travel.py"), "--run-dir"]
+    begin = ["train", "--script", script[0], "--backend", "single", "--run-dir", str(tmp_path / "first")]
+    assert run_cli_once([*begin, "--", str(tmp_path / "single"), "begin"], timeout=60).returncode == 0
+    reference = tensors(tmp_path / "single")
+    for world in (1, 2, 3):
+        command = ["train", "--script", script[0], "--backend", "deepspeed", "--nproc-per-node", str(world)]
+        out = tmp_path / f"on-{world}"
+        done = run_cli_once(
+            [*command, "--run-dir", str(tmp_path / f"run-{world}"), "--", str(out), str(tmp_path / "single")],
+            timeout=150,
+        )
+        assert done.returncode == 0, done.output
+        for name in job.STAGES | job.OFFLOADED:
+            found = tensors(out / name)
+            assert set(found) == set(reference)
+            for key, value in reference.items():
+                assert found[key].tobytes() == value.tobytes(), (world, name, key)
+
+
+def tensors(saved):
+    """All of a checkpoint's weights and optimizer state."""
+    (checkpoint,) = saved.glob("step-*")
+    weights, state = (load_file(checkpoint / kind / f"{kind}.safetensors") for kind in ("model", "optimizer"))
+    assert len(state) == 3 * len(weights)
+    return weights | state
+
+
+@pytest.mark.parametrize(("backend", "world"), [("single", 1), ("pytorch-ddp", 2), ("fsdp", 2), ("deepspeed", 3)])
+def test_a_checkpoint_of_deepspeed_goes_on_anywhere(run_cli_once, tmp_path, travelled, backend, world):
+    whole, half = travelled
+    shutil.copytree(half / "run", tmp_path / "run")
+    assert train(run_cli_once, tmp_path, backend, world, "--resume", "--max-steps", "12").returncode == 0
+    assert between(tmp_path / "weights.safetensors", whole / "weights.safetensors") < 2e-6
+
+
+@pytest.fixture(scope="module")
+def travelled(tmp_path_factory, run_cli_once):
+    """(a run of 12 updates on one process, one of 6 updates on stage 3)."""
+    whole, half = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("half")
+    assert train(run_cli_once, whole, "single", 1, "--max-steps", "12").returncode == 0
+    options = ["--max-steps", "6", "--set", "deepspeed.zero_stage=3"]
+    assert train(run_cli_once, half, "deepspeed", 2, *options).returncode == 0
+    return whole, half
+
+
+def train(run_cli_once, out, backend, world, *more):
+    command = ["train", "--script", str(JOBS / "zero_travel.py"), "--backend", backend, "--nproc-per-node", str(world)]
+    return run_cli_once([*command, "--run-dir", str(out / "run"), *more, "--", str(out), "train"], timeout=90)
+
+
+def test_fp16_goes_through_the_engine_and_its_scale_moves_as_torchs(run_cli_once, tmp_path):
+    """CPUs have no fp16 for DeepSpeed: the job says they have, as torch can compute it."""
+    command = ["train", "--script", str(JOBS / "zero_fp16.py"), "--backend", "deepspeed", "--nproc-per-node", "2"]
+    done = run_cli_once([*command, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path)], timeout=90)
+    assert done.returncode == 0, done.output
+    for stage in (1, 2, 3):
+        found = json.loads((tmp_path / f"{stage}.json").read_text())
+        assert set(found["kinds"]) == {"torch.float16"}
+        scale, without = 2.0**40, 0
+        for step, after in enumerate(
+            found["scales"], 1
+        ):  # halved after an overflow, doubled after four updates without
+            without = 0 if step in found["skipped"] else without + 1
+            scale *= 0.5 if without == 0 else 2.0 if without == 4 else 1.0
+            without %= 4
+            assert after == scale
+        assert 5 < len(found["skipped"]) < len(found["scales"]) - 5
+        assert (found["resumed"]["scale"], found["resumed"]["_growth_tracker"]) == (scale, without)
+        assert abs(found["loss"] - found["fp32"]) < 0.02
+
+
+def test_the_cxx_adam_is_compiled_once_though_a_build_was_killed_before(run_cli_once, tmp_path):
+    """The first test run on a machine compiles it, for minutes; its place is the user's cache."""
+    command = ["train", "--script", str(JOBS / "zero_cpu_adam.py"), "--backend", "deepspeed", "--nproc-per-node", "2"]
+    done = run_cli_once([*command, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path)], timeout=280)
+    assert done.returncode == 0, done.output
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert found["had_lock"] and not found["has_lock"]
+    assert 0 < found["moved"] < 1e-5  # from torch's own update

@@ -1,0 +1,76 @@
+"""Every "yes" of the capability table has a test of its effect on that backend.
+
+What the adapters read, each of them honours by itself: it is tested on every one. What only the code above them reads is one and
+the same on all: one test, named in test_options.py.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import distributed
+from distributed.backends import REGISTRY
+from distributed.capabilities import capabilities_of, settings_for_all
+from distributed.config import DistributedConfig, not_in_this_version
+from distributed.fields import rules
+from distributed.testing.conformance import checks_for
+from tests.conformance.test_every_backend import ADAPTERS
+from tests.conformance.test_options import TESTED
+
+HERE = Path(__file__).parent
+ADAPTER_FILES = sorted((Path(distributed.__file__).parent / "backends").rglob("*.py"))
+
+# setting -> the check of the shipped suite that fails where an adapter ignores it.
+OF_SUITE = {
+    "dtype": "same numbers: adamw",
+    "seed": "same numbers: in-order",
+    "shuffle": "same numbers: in-order",
+    "learning_rate": "same numbers: adamw",
+    "lr_scaling": "scaled rate",
+    "warmup_steps": "same numbers: sgd-schedule-clip-warmup",
+    "scheduler_interval": "same numbers: epoch-schedule",
+    "gradient_clipping": "clipping",
+    "mixed_precision": "bf16",
+    "scaler_init_scale": "fp16",
+    "scaler_growth_interval": "fp16",
+    "activation_checkpointing": "recomputed",
+    "compile": "compiled",
+    "deterministic": "deterministic",
+    "nan_policy": "nan is left out everywhere",
+}
+# Read by adapters for an error or a default, or while they meet: these have a test of their own where TESTED says.
+OF_ALL = {
+    "backend", "address", "communication_backend", "timeout_s", "start_timeout", "epochs", "max_steps", "monitor",
+    "data.presharded",
+}  # fmt: skip
+
+
+def read_by_adapters():
+    text = "\n".join(path.read_text() for path in ADAPTER_FILES)
+    return {name for name in settings_for_all() if re.search(rf'config\.{name}\b|is_typed\("{name}"\)', text)}
+
+
+def test_what_the_adapters_read_is_listed():
+    by_another_name = {"mixed_precision", "data.presharded"}  # Backend.mixed_precision, config.options("data")
+    assert read_by_adapters() | by_another_name == set(OF_SUITE) | OF_ALL
+
+
+def has_effect(found, name):
+    """Whether the backend takes a value of the setting that is not the default."""
+    rule = rules(DistributedConfig).get(name)
+    others = [] if rule is None else [each for each in rule.choices or () if each != rule.default]
+    return found.accepts(name) and (not others or any(found.accepts(f"{name}={each}") for each in others))
+
+
+@pytest.mark.parametrize("backend", REGISTRY)
+def test_every_setting_that_works_has_a_test_there(backend):
+    found = capabilities_of(REGISTRY[backend])
+    works = [name for name in settings_for_all() if has_effect(found, name) and name not in not_in_this_version()]
+    assert len(works) > len(DistributedConfig.__dataclass_fields__) / 2
+    adapters = [adapter for adapter in ADAPTERS if adapter.backend == backend]
+    for name in works:
+        checked = [OF_SUITE[name] in checks_for(adapter) for adapter in adapters] if name in OF_SUITE else []
+        assert all(checked) and (checked or name in TESTED), name

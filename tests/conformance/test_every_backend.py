@@ -1,0 +1,111 @@
+"""The suite of `distributed.testing` on every backend: one row of ROWS each, as `python -m distributed.testing` takes them."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+from distributed.backends import REGISTRY
+from distributed.testing import Adapter
+from distributed.testing.conformance import checks_for
+from distributed.testing.faults import (
+    check_exception,
+    check_kill,
+    check_refusals,
+    check_refused_in_a_second,
+    check_starts,
+)
+from distributed.testing.running import AllReferences, run_python, train_cases
+from distributed.testing.travel import table, travel
+from tests.conftest import needs_backend
+
+ROWS = """
+    single:1 pytorch-ddp:1,2,3 fsdp:1,2,3 horovod:1,2,3
+    deepspeed[zero_stage=0]:2 deepspeed[zero_stage=1]:3 deepspeed[zero_stage=2]:2 deepspeed[zero_stage=3]:1,2,3
+    ray[engine=fsdp]:2 ray[cpus_per_worker=0.5]:1,2,3
+    tensorflow:2
+"""
+ADAPTERS = [Adapter.parse(row) for row in ROWS.split()]
+WORLDS = {f"{adapter}-{world}": (adapter, world) for adapter in ADAPTERS for world in adapter.world_sizes}
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    return AllReferences(tmp_path_factory.mktemp("references"))
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """(adapter, number of processes) -> all cases on it, started once, when first asked for."""
+
+    @functools.cache
+    def start(world):
+        adapter, size = WORLDS[world]
+        needs_backend(adapter.backend)
+        return train_cases(adapter, size, tmp_path_factory.mktemp(world), run_python)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("world", "check"), [(name, check) for name, (adapter, _) in WORLDS.items() for check in checks_for(adapter)]
+)
+def test_conforms(started, references, world, check):
+    adapter, _ = WORLDS[world]
+    checks_for(adapter)[check](started(world), references.of(adapter))
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+def test_every_checkpoint_goes_on_here(started, references, adapter, tmp_path):
+    """Of every adapter and number of processes: the same bits once it is saved again, and the same end."""
+    needs_backend(adapter.backend)
+    found = references.of(adapter)
+    alike = {name: other for name, (other, _) in WORLDS.items() if other.reference == adapter.reference}
+    sources = found.sources([started(name) for name, other in alike.items() if not other.capabilities.missing])
+    trips = travel(sources, adapter, max(adapter.world_sizes), tmp_path, found, run_python)
+    print(table(trips))
+    fitting = [each for each in sources if each.dtype == "float32" or adapter.has_float64]
+    assert len(trips) == len(fitting) >= 2
+    assert [str(trip) for trip in trips if not trip.is_good] == []
+
+
+# ------------------------------------------------------------------ ends
+
+STARTS = int(os.environ.get("CONFORMANCE_STARTS", "2"))  # in a row, of each backend
+ENDS = {adapter.backend: adapter for adapter in ADAPTERS}.values()  # a backend ends alike with all of its settings
+
+
+@pytest.fixture(params=ENDS, ids=str)
+def adapter(request):
+    needs_backend(request.param.backend)
+    return request.param
+
+
+def several(adapter):
+    """A number of processes in which one can die alone."""
+    return max(size for size in adapter.world_sizes if size < 3)
+
+
+@pytest.mark.timeout(300 + 60 * STARTS)
+def test_starts_in_a_row_end_in_order_and_leave_nothing(adapter, tmp_path):
+    assert len(check_starts(adapter, several(adapter), tmp_path, STARTS)) == STARTS
+
+
+def test_an_exception_on_one_rank_ends_all_and_is_the_last_thing_said(adapter, tmp_path):
+    check_exception(adapter, several(adapter), tmp_path)
+
+
+def test_a_killed_rank_ends_all_and_is_named(adapter, tmp_path):
+    check_kill(adapter, several(adapter), tmp_path)
+
+
+def test_what_the_table_refuses_is_refused(adapter, tmp_path):
+    check_refusals(adapter)
+    check_refused_in_a_second(adapter, tmp_path)
+
+
+def test_every_backend_is_here():
+    assert {adapter.backend for adapter in ADAPTERS} == set(REGISTRY)

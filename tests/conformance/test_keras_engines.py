@@ -1,0 +1,188 @@
+"""One Keras script on PyTorch's engines, on Ray and on Horovod, there on torch and on TensorFlow: the same numbers everywhere."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from distributed.backends import make_backend, row_in_use
+from distributed.backends.base import Job
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError
+from distributed.plan import ProcessPlan
+from distributed.settings import Typed, merge
+from tests.conformance.runs import events
+from tests.conftest import needs_backend
+
+JOB = Path(__file__).parent / "jobs" / "keras_jobs" / "engines.py"
+ON_TENSORFLOW = ["horovod", "--set", "horovod.keras_backend=tensorflow"]
+SAME = ("compiled", "counted", "tokens", "empty-slices", "whole", "saved")
+# name -> (processes, flags, whose checkpoint is gone on from, cases)
+ENGINES = {
+    "single": (1, ["single"], None, (*SAME, "float32")),
+    "horovod-tensorflow-1": (1, ON_TENSORFLOW, "single", ("compiled", "arrived")),
+    "horovod-tensorflow-2": (
+        2, ON_TENSORFLOW, "single",
+        ("killed", "unhurt", *SAME, "arrived", "float32", "compressed", "traced", "with-adasum"),
+    ),
+    "horovod-tensorflow-3": (
+        3, ON_TENSORFLOW, "horovod-tensorflow-2", ("compiled", "empty-slices", "arrived", "float32", "float32-again"),
+    ),
+    "horovod": (2, ["horovod"], "horovod-tensorflow-2", (*SAME, "arrived")),
+    "ray": (2, ["ray", "--set", "ray.cpus_per_worker=0.5"], "single", ("compiled", "empty-slices", "arrived")),
+}  # fmt: skip
+OTHERS = [name for name in ENGINES if name != "single"]
+pytestmark = pytest.mark.timeout(400)
+
+
+def needs(name):
+    """What the engine `name` cannot do without."""
+    if "horovod-tensorflow" in name:
+        needs_backend("tensorflow")
+    needs_backend(ENGINES[name][1][0])
+    if importlib.util.find_spec("keras") is None:
+        if "tensorflow" in os.environ.get("REQUIRE_BACKENDS", ""):
+            pytest.fail("keras is not installed, and REQUIRE_BACKENDS names tensorflow")
+        pytest.skip("keras is not installed here")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory, run_cli_once):
+    """name of an engine -> (its directory, case -> what each rank saw); started once, when first asked for."""
+
+    @functools.cache
+    def run(name):
+        needs(name)
+        world, flags, source, cases = ENGINES[name]
+        out = tmp_path_factory.mktemp(name)
+        arrives = "-" if source is None else run(source)[0] / "at-3"
+        command = ["train", "--script", JOB, "--nproc-per-node", world, "--run-dir", out / "run", "--backend", *flags]
+        environ = {"HOROVOD_TIMELINE": "DYNAMIC"} if "traced" in cases else {}
+        done = run_cli_once([*command, "--", out, arrives, *cases], env=environ, timeout=200)
+        assert done.returncode == 0, done.output[-3000:]
+        return out, {
+            case: [json.loads((out / f"{case}-{rank}.json").read_text()) for rank in range(world)] for case in cases
+        }
+
+    return run
+
+
+def distance(one, other):
+    """Between the largest weights of two cases."""
+    for each in (one, other):
+        assert "error" not in each, each["error"]
+    assert len(one["weights"]) == len(other["weights"]) > 0
+    return max(abs(a - b) for a, b in zip(one["weights"], other["weights"], strict=True))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_keras_script_trains_as_in_one_process_on_torch(ran, name):
+    expected, found = ran("single")[1], ran(name)[1]
+    apart = {case: distance(expected[case][0], found[case][0]) for case in SAME if case in found}
+    assert {case: far for case, far in apart.items() if not far < 1e-9} == {}
+    for case, ranks in found.items():
+        assert all(rank.get("weights") == ranks[0].get("weights") for rank in ranks), case
+    one, other = expected["compiled"][0]["row"], found["compiled"][0]["row"]
+    assert [other[key] for key in ("loss", "accuracy", "val_loss", "val_accuracy")] == pytest.approx(
+        [one[key] for key in ("loss", "accuracy", "val_loss", "val_accuracy")], abs=1e-9
+    )
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_checkpoint_of_another_engine_goes_on_as_if_nothing_had_happened(ran, name):
+    expected = ran("single")[1]
+    assert distance(expected["whole"][0], ran(name)[1]["arrived"][0]) < 1e-9
+    assert distance(expected["whole"][0], expected["saved"][0]) > 1e-3
+
+
+def test_a_killed_rank_costs_no_bit(ran):
+    out, cases = ran("horovod-tensorflow-2")
+    assert cases["killed"] == [{**rank, "run_dir": cases["killed"][0]["run_dir"]} for rank in cases["killed"]]
+    assert events(out / "run").count("restarted") == 1
+    assert distance(cases["killed"][0], cases["unhurt"][0]) == 0
+
+
+def test_three_processes_give_the_same_bits_in_every_run(ran):
+    cases = ran("horovod-tensorflow-3")[1]
+    assert distance(cases["float32"][0], cases["float32-again"][0]) == 0
+    assert distance(cases["float32"][0], ran("single")[1]["float32"][0]) < 1e-5
+
+
+# ------------------------------------------------------------------ what only Horovod with TensorFlow has
+
+
+@pytest.fixture
+def seen(ran):
+    """case -> what each rank saw."""
+    return ran("horovod-tensorflow-2")[1]
+
+
+def test_compressed_gradients_are_close_and_not_equal(seen):
+    assert 1e-7 < distance(seen["compressed"][0], seen["float32"][0]) < 0.02
+
+
+def test_the_timeline_is_a_file_of_the_run_and_whole(seen):
+    trace = json.loads((Path(seen["traced"][0]["run_dir"]) / "trace" / "of-two.json").read_text())
+    names = {each["args"]["name"] for each in trace if each.get("name") == "process_name" and each["pid"]}
+    assert "allreduce.combine.0" in names
+    assert distance(seen["traced"][0], seen["float32"][0]) == 0
+
+
+def test_adasum_is_refused_on_tensorflow(seen):
+    assert all("horovod.adasum=true works with models on torch" in rank["error"] for rank in seen["with-adasum"])
+
+
+# ------------------------------------------------------------------ before any process starts
+
+
+def adapter(monkeypatch, engine="tensorflow", world=2, **settings):
+    monkeypatch.setenv("KERAS_BACKEND", engine)
+    monkeypatch.delitem(sys.modules, "keras", raising=False)  # an earlier test's: what is loaded counts
+    needs_backend("horovod")
+    needs_backend("tensorflow")
+    options = {"keras_backend": "tensorflow", **settings.pop("horovod", {})}
+    merged = merge(Typed(), {"backend": "horovod", "horovod": options, **settings})
+    return make_backend(merged, ProcessPlan(1, world, "cpu", "horovod"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"engine": "torch"}, "or leave it unset and start with --backend horovod --set horovod.keras_backend=tensorflow"),
+        ({"horovod": {"compression": "fp16"}, "dtype": "float64"}, "with horovod.compression='fp16': that is lossy"),
+        ({"mixed_precision": "fp16"}, "set mixed_precision='bf16'"),
+        ({"compile": True}, "the step is a TensorFlow graph already"),
+        ({"data": {"presharded": True}}, "give every rank all samples"),
+        ({"horovod": {"keras_backend": "jax"}}, "horovod.keras_backend='jax' is not a choice"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_on_tensorflow_is_refused(monkeypatch, settings, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        adapter(monkeypatch, **settings)
+
+
+def test_models_of_other_libraries_are_refused(monkeypatch):
+    import torch
+
+    with pytest.raises(
+        ConfigError, match=r"is torch.s \(Linear\), and horovod.keras_backend='tensorflow' trains Keras models"
+    ):
+        adapter(monkeypatch).check(Job(torch.nn.Linear(1, 1)), here=False)
+    block = type("Dense", (), {"__module__": "mxnet.gluon.nn", "__call__": lambda self: None})
+    with pytest.raises(ConfigError, match="MXNet, which is retired"):
+        adapter(monkeypatch).check(Job(block()), here=False)
+
+
+def test_the_option_sets_the_environment_of_the_workers():
+    def variables(engine):
+        config = DistributedConfig(backend="horovod", horovod={"keras_backend": engine})
+        return row_in_use(config, "horovod").environ["KERAS_BACKEND"]
+
+    assert [variables(engine) for engine in ("torch", "tensorflow")] == ["torch", "tensorflow"]

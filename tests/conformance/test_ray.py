@@ -1,0 +1,252 @@
+"""Under Ray a script runs as under our own launcher: the same environment, console, ends, restarts and bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.runs import arguments, assert_same, digests, events, newest
+from tests.conftest import Started, clean_environment, needs_backend, poll
+
+JOBS = Path(__file__).parent / "jobs" / "ray"
+CLI = [sys.executable, "-m", "distributed.cli"]
+OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # both sides of a cluster must say the same
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ray():
+    needs_backend("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """An existing cluster of two CPUs: its address, and that of its client server. For each client it starts a process, and gives
+    up after 30 s unless told: a busy machine needs more."""
+    directory = tmp_path_factory.mktemp("cluster")
+    ports = [free_port(), free_port()]
+    with tempfile.TemporaryDirectory(prefix="head-") as temporary:  # short: sockets lie in it
+        head = Started([
+            str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false",
+            "--node-ip-address=127.0.0.1", f"--port={ports[0]}", f"--ray-client-server-port={ports[1]}",
+            "--object-store-memory=100000000", f"--temp-dir={temporary}",
+        ], directory, None, clean_environment(**OPEN, RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S="120"))  # fmt: skip
+        try:
+            head.wait_for("Ray runtime started", 60)
+            poll(lambda: listens(ports[1]), 60, lambda: f"no client server\n{head.output}")
+            yield f"127.0.0.1:{ports[0]}", f"ray://127.0.0.1:{ports[1]}"
+        finally:
+            head.kill()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def plain(out, mode, *flags):
+    return [
+        "train", "--script", str(JOBS / "plain.py"), "--backend", "ray", "--nproc-per-node", "2",
+        "--run-dir", str(out / "run"), *flags, "--", mode,
+    ]  # fmt: skip
+
+
+def check_plain(done, out, world, threads):
+    """What a torchrun script finds, and what the console and the logs show of it."""
+    assert done.returncode == 0, done.output
+    *shown, seen = done.stdout.splitlines()
+    assert json.loads(seen) == {
+        "sum": sum(range(world + 1)), "argv": ["go"], "is_main": True, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0", "OMP_NUM_THREADS": threads, "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
+    assert (
+        shown[0].startswith(f"{world} processes")
+        and shown[1].startswith("run directory")
+        and shown[2] == "rank 0 is here"
+    )
+    assert len(shown) == 3 and done.stderr == ""
+    assert re.fullmatch(r"\[rank 1 \S+\] rank 1 is here\n", (out / "run" / "logs" / "rank-1.log").read_text())
+
+
+def test_an_existing_cluster_is_joined_by_its_address(run_cli, tmp_path, cluster):
+    """By three processes, which it has place for at half a CPU each, with the threads that the user said."""
+    flags = plain(tmp_path, "go", "--address", cluster[0], "--nproc-per-node", "3", "--set", "ray.cpus_per_worker=0.5")
+    check_plain(run_cli(flags, env={**OPEN, "OMP_NUM_THREADS": "3"}, timeout=90), tmp_path, 3, "3")
+
+
+def test_a_script_that_fails_and_the_client_server(run_cli, tmp_path, cluster):
+    done = run_cli(plain(tmp_path, "fail", "--address", cluster[1]), env=OPEN, timeout=90)
+    assert done.returncode == 1, done.output
+    assert done.output.count("ValueError: of rank 1") == 1 and "error: rank 1 failed with ValueError" in done.stderr
+    assert "ray" not in re.sub(r"\S*/\S*", "", done.stderr).lower(), done.stderr  # nobody else's words
+    assert events(tmp_path / "run").count("worker_failed") == 1
+
+
+def test_more_processes_than_the_cluster_has_cpus_are_refused(run_cli, tmp_path, cluster):
+    flags = plain(tmp_path, "go", "--address", cluster[0], "--set", "ray.cpus_per_worker=1.5")
+    done = run_cli(flags, env=OPEN)
+    assert done.returncode == 3 and done.seconds < 15, done.output
+    assert "needs 3 CPUs" in done.stderr and "has 2: set nproc_per_node=1, or ray.cpus_per_worker=1" in done.stderr
+
+
+# A fit in a run directory where an earlier one has finished.
+AGAIN = """
+import json, sys
+from pathlib import Path
+from distributed.launcher import LaunchRequest, start_launcher
+from distributed.remote import _failure
+from distributed.run_dir import RunDirectory
+
+Path("run").mkdir()
+Path("run", "result.json").write_text(json.dumps({"status": "finished", "error": "long ago"}))
+Path("job").write_bytes(b"")
+request = LaunchRequest(
+    "run", payload="job", resume=True, nproc_per_node=100, launcher="distributed.backends._ray.launch",
+    launcher_options={"address": sys.argv[1], "cpus": 1.0},
+)
+code = start_launcher(request)
+print(code, _failure(code, RunDirectory("run"), 0))
+"""
+
+
+def test_why_no_worker_started_is_what_fit_raises(run_python, tmp_path, cluster):
+    done = run_python(["-c", AGAIN, cluster[0]], cwd=tmp_path, env=OPEN, timeout=90)
+    assert done.stdout.startswith("3 nproc_per_node=100 with ray.cpus_per_worker=1 needs 100 CPUs"), done.output
+    assert done.stderr == ""
+
+
+def test_an_address_that_does_not_answer_is_refused_at_once(run_cli, tmp_path):
+    done = run_cli(plain(tmp_path, "go", "--address", f"ray://127.0.0.1:{free_port()}"))
+    assert done.returncode == 3 and done.seconds < 5, done.output
+    assert "does not answer" in done.stderr and "ray start --head" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_processes_than_this_machine_has_cpus_are_refused_at_once(run_cli, tmp_path):
+    cores = len(os.sched_getaffinity(0))
+    done = run_cli([*plain(tmp_path, "go")[:-2], "--nproc-per-node", str(cores + 3)])
+    assert done.returncode == 3 and done.seconds < 5, done.output
+    assert f"needs {cores + 3} CPUs, and this machine has {cores}: set nproc_per_node={cores}" in done.stderr
+
+
+# What Ray Train itself kept of a run.
+KEPT = """
+import json, os, sys
+os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+from ray.train import Result
+
+print(json.dumps(Result.from_path(sys.argv[1]).metrics))
+"""
+
+
+def test_killed_it_starts_again_ends_in_the_bits_of_ddp_and_tells_ray_of_each_epoch_once(run_cli, run_python, tmp_path):
+    """It is killed in the save after the first epoch, whose end comes again after the restart."""
+    watch = ["--set", "ray.callbacks=epochs_of_ray.Epochs"]
+    for name, faults, *flags in (("clean", [], "pytorch-ddp"), ("hurt", [["save", 3, 1]], "ray", *watch)):
+        (tmp_path / name).mkdir()
+        done = run_cli(arguments(tmp_path / name, faults, "--backend", *flags), timeout=120)
+        assert done.returncode == 0, done.output
+    rows = [json.loads(line) for line in (tmp_path / "hurt" / "run" / "metrics.jsonl").read_text().splitlines()]
+    heard = [
+        json.loads(line)
+        for line in (tmp_path / "hurt" / "run" / "logs" / "ray" / "epochs.jsonl").read_text().splitlines()
+    ]
+    assert [row["epoch"] for row in heard] == [1, 2, 3] and [row["step"] for row in heard] == [7, 14, 21]
+    assert heard[-1]["val_loss"] == next(row["loss"] for row in reversed(rows) if row["split"] == "val")
+    kept = run_python(["-c", KEPT, str(tmp_path / "hurt" / "run" / "logs" / "ray" / "train")])
+    assert json.loads(kept.stdout) == heard[-1], kept.output
+    assert "rank 1 was killed by signal 9 (SIGKILL): restarting (1 of 20)" in done.stderr
+    assert events(tmp_path / "hurt" / "run").count("restarted") == 1
+    assert_same(tmp_path / "hurt", tmp_path / "clean")
+
+
+def test_no_restart_is_left_for_a_worker_that_dies(run_cli, tmp_path, cluster):
+    done = run_cli(plain(tmp_path, "die", "--max-restarts", "0", "--address", cluster[0]), env=OPEN, timeout=90)
+    assert done.returncode == 1, done.output
+    assert done.stderr.strip() == "error: rank 1 was killed by signal 9 (SIGKILL); max_restarts=0"
+
+
+def test_stopped_all_ranks_save_at_one_step_and_another_backend_goes_on(start, run_cli, tmp_path):
+    command = start(
+        [*CLI, *arguments(tmp_path, [], "--backend", "ray", "--log-every-n-steps", "1")], env={"SLOW": "0.05"}
+    )
+    command.wait_for("step 3/21", 90)
+    command.signal(signal.SIGTERM)
+    done = command.finish(60)
+    assert done.returncode == 143 and "Traceback" not in done.output, done.output
+    assert events(tmp_path / "run")[-1] == "preempted"
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["status"] == "interrupted" and 3 <= result["steps"] < 21
+    again = run_cli(arguments(tmp_path, [], "--resume", "--backend", "pytorch-ddp"))
+    assert again.returncode == 0 and f"resumed from step-{result['steps']:08d}" in again.stdout, again.output
+    (tmp_path / "clean").mkdir()
+    assert run_cli(arguments(tmp_path / "clean")).returncode == 0
+    assert digests(newest(tmp_path / "run")) == digests(newest(tmp_path / "clean" / "run"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_while_ray_starts_it_can_be_ended_and_leaves_nobody(start, tmp_path, number):
+    with tempfile.TemporaryDirectory(prefix="r-") as scratch:  # short: sockets lie in it
+        command = start([*CLI, *plain(tmp_path, "go")], env={"TMPDIR": scratch})
+        command.wait_for(lambda: any("raylet" in name for name in names(command.alive())), 60)
+        assert len(list(Path(scratch).glob("ray-*"))) == 1
+        command.signal(number)
+        done = command.finish(10, grace=15)  # fails where a process is left
+        assert done.returncode == (130 if number == signal.SIGINT else -number), done.output
+        assert not list(Path(scratch).glob("ray-*"))
+
+
+def names(pids):
+    for pid in pids:
+        try:
+            yield Path(f"/proc/{pid}/comm").read_text()
+        except OSError:
+            continue
+
+
+def test_fit_of_a_plain_script_brings_the_weights_back(run_python, tmp_path):
+    done = run_python([str(JOBS / "fit.py")], cwd=tmp_path, timeout=90)
+    assert done.returncode == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["says"] == "ray" and found["steps"] == 12 and found["is_cut"] == 1.0
+    assert found["moved"] > 0.05 and 0.5 < found["accuracy"] <= found["best"]
+    assert "fsdp.reshard_after_forward is not used" not in done.output
+
+
+def test_a_trial_of_ray_tune_trains_in_its_own_placement_group(run_python, tmp_path):
+    """The cluster has no CPU beside the trial's own: workers anywhere else would wait for ever."""
+    with tempfile.TemporaryDirectory(prefix="tune-") as out:
+        done = run_python([str(JOBS / "trials.py"), out], cwd=tmp_path, timeout=200)
+    assert done.returncode == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, world in (("alone", 1), ("one bundle", 2), ("own bundles", 2)):
+        last = found[name]["last"]
+        assert last["result"]["world_size"] == world and last["result"]["backend"] == "ray"
+        assert last["accuracy"] == last["result"]["best_metrics"]["val_accuracy"] > 0.5
+        assert found[name]["best"] == 8
+    refused = "nproc_per_node=2 is more than the 1 that fit into the trial's placement group"
+    assert refused in found["too small"]["error"]
+
+
+def test_a_node_shows_its_workers_all_their_gpus(run_python, tmp_path):
+    """LOCAL_RANK names a worker's own among them; Ray itself would show each its own alone, as number 0."""
+    with tempfile.TemporaryDirectory(prefix="gpus-") as directory:
+        done = run_python([str(JOBS / "gpus.py"), directory], cwd=tmp_path, env=OPEN, timeout=100)
+    assert done.returncode == 0, done.output
+    for ranks in json.loads(done.stdout.splitlines()[-1]).values():
+        assert [local for local, _ in ranks] == ["0", "1"]
+        (gpus,) = {gpus for _, gpus in ranks}
+        assert len(set(gpus.split(","))) == 2

@@ -1,0 +1,102 @@
+"""The pages under docs/: their samples run, their links lead somewhere, and every backend's page names its options."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from distributed.backends import REGISTRY, option_class
+from tests.conftest import needs_backend
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PYTHON = "python -m distributed"
+
+
+def blocks(page):
+    """(language, what stands beside it, text) of each sample. `python NAME.py` is a file that a command of the page runs."""
+    return re.findall(r"^```(\w+) ?([\w.-]*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def name_of(page):
+    return page.relative_to(ROOT / "docs").with_suffix("").as_posix()
+
+
+def needed(page):
+    if page.parent.name == "backends":
+        needs_backend(page.stem)
+
+
+SCRIPTS = [
+    pytest.param(page, code, id=f"{name_of(page)}-{number}")
+    for page in PAGES
+    for number, (language, beside, code) in enumerate(blocks(page))
+    if (language, beside) == ("python", "")
+]
+COMMANDS = [
+    pytest.param(page, line, id=f"{name_of(page)}-{number}")
+    for page in PAGES
+    for number, line in enumerate(
+        line for language, _, code in blocks(page) if language == "bash" for line in code.splitlines()
+    )
+    if line.startswith(PYTHON)
+]
+
+
+@pytest.mark.parametrize(("page", "code"), SCRIPTS)
+def test_python_sample_runs(page, code, run_python, tmp_path):
+    needed(page)
+    (tmp_path / "sample.py").write_text(code)
+    done = run_python(["sample.py"], timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.output
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_command_line_sample_works(page, command, run_python, tmp_path):
+    """`train` is understood, which is all that can be known within a second; the others run."""
+    needed(page)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for language, beside, code in blocks(page):
+        if language == "python" and beside:
+            (tmp_path / beside).write_text(code)
+    arguments = shlex.split(command)[1:]
+    if arguments[1:3] == ["distributed.cli", "train"]:
+        arguments.insert(3, "--dry-run")
+    done = run_python(arguments, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.output
+
+
+def test_every_page_has_samples_of_both_kinds():
+    for page in PAGES:
+        if page.name != "README.md":
+            kinds = {language for language, _, _ in blocks(page)}
+            assert {"python", "bash"} <= kinds, page
+
+
+def test_every_backend_has_a_page_that_names_all_its_options_and_no_others():
+    assert {page.stem for page in PAGES if page.parent.name == "backends"} == set(REGISTRY)
+    for row in REGISTRY.values():
+        text = (ROOT / "docs" / "backends" / f"{row.name}.md").read_text()
+        rows = re.findall(r"^\| `([\w.]+)`", text, re.M)
+        assert rows == [f"{row.group}.{option}" for option in option_class(row.group).__dataclass_fields__], row.name
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "README.md", ROOT / "docker" / "README.md"],
+    ids=lambda page: page.parent.name + "-" + page.stem,
+)
+def test_no_heading_stands_twice(page):
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    assert headings and len(headings) == len(set(headings))
+
+
+def test_the_index_leads_to_every_page_and_no_link_is_broken():
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in PAGES:
+        assert page.name == "README.md" or f"({name_of(page)}.md)" in index, page
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), (page, target)

@@ -1,0 +1,90 @@
+"""What is known of a worker and its script before TensorFlow is imported, which it is not here."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from distributed import Trainer
+from distributed.backends._tensorflow.scripts import refuse_torch_script
+from distributed.backends._tensorflow.start import set_environment
+from distributed.errors import ConfigError, ResourceError
+from distributed.launcher import WorkerEnvironment
+
+
+def worker(local_rank, world=2):
+    return WorkerEnvironment(local_rank, local_rank, world, world, 0, "127.0.0.1", 1, 0, "environment")
+
+
+@pytest.mark.parametrize(("visible", "own"), [("", "1"), ("4,5", "5"), ("GPU-a, GPU-b", "GPU-b")])
+def test_a_worker_sees_its_own_gpu(monkeypatch, visible, own):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    set_environment(worker(1), "cuda")
+    set_environment(worker(1), "cuda")  # before the script, and by its Trainer
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+
+
+def test_a_worker_without_a_gpu_of_its_own_is_told_how_many_are_named(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ResourceError, match=r"CUDA_VISIBLE_DEVICES='3' names 1 GPU, and worker 1 .* nproc_per_node=1"):
+        set_environment(worker(1), "cuda")
+
+
+def test_one_process_sees_all_gpus_and_a_run_on_cpus_none(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    set_environment(worker(0, world=1), "cuda")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
+    set_environment(worker(1), "cpu")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
+
+
+TORCH = [
+    "import torch.nn\n",
+    "from torch import nn\n",
+    "from torch.nn import Linear\n",
+    "import torch\nmodel = torch.nn.Linear(2, 1)\n",
+    "from net import Net\n",
+]
+NOT_TORCH = [
+    "import keras\nimport torch.nn\n",
+    "from torch.utils.data import DataLoader\n",
+    "from torch import nn\nfrom models import make\n",
+    "def f():\n    import tensorflow as tf\nfrom torch import nn\n",
+    "this is no Python",
+]
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "net.py").write_text("from torch import nn\nimport main\n")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text("from keras import layers\n")
+    return tmp_path / "main.py"
+
+
+@pytest.mark.parametrize("text", TORCH)
+def test_a_script_of_torch_is_known_by_what_it_and_its_neighbours_import(script, text):
+    script.write_text(text)
+    with pytest.raises(ConfigError, match="makes models of torch and imports neither keras nor tensorflow"):
+        refuse_torch_script(script)
+
+
+@pytest.mark.parametrize("text", NOT_TORCH)
+def test_a_script_that_may_have_a_keras_model_is_let_through(script, text):
+    script.write_text(text)
+    refuse_torch_script(script)
+
+
+def test_a_model_or_optimizer_of_torch_is_refused_without_tensorflow():
+    torch = pytest.importorskip("torch")
+    loaded = "tensorflow" in sys.modules
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(
+        ConfigError, match=r"the model is torch's \(Linear\), and backend='tensorflow' trains Keras models"
+    ):
+        Trainer(model, backend="tensorflow")
+    with pytest.raises(ConfigError, match=r"the optimizer is torch's \(SGD\)"):
+        Trainer(lambda: None, backend="tensorflow", optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    assert ("tensorflow" in sys.modules) == loaded
