@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 
 HOROVOD_STAMP := $(VENV)/.horovod
 HOROVOD_WITH ?=
+# Two test processes, each of which runs whole files: most tests start workers and wait for them.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: demo test check format bench docker-check clean horovod
 .DEFAULT_GOAL := demo
@@ -16,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/python -m distributed.cli train --script examples/train.py --backend pytorch-ddp --nproc-per-node 2
 
 test: $(STAMP) $(HOROVOD_STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # Horovod for the installed torch; its wheel is kept outside of the checkout. `make horovod HOROVOD_WITH="mpi tensorflow"`.
 horovod: $(STAMP)
@@ -32,7 +34,7 @@ check: $(STAMP) $(HOROVOD_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 format: $(STAMP)
 	$(BIN)/ruff format .
