@@ -379,7 +379,8 @@ def test_tensorflows_own_way_works_in_one_process_and_finds_its_cluster_in_sever
     said = "MirroredStrategy is for one process with several devices, and this run has 2: start with --nproc-per-node 1"
     assert apart.returncode == 2 and said in apart.stderr and "replicas" not in apart.stdout, apart.output
     assert "restart" not in apart.output
-    assert "replicas 2" in two.stdout
+    assert "SIGTERM ends it True" in two.stdout, two.output  # without waiting for `timeout_s`
+    assert "replicas 2" in two.stdout and "summed [2. 2.]\nsummed [2. 2. 2.]\n" in two.stdout, two.output
     # keras issue 20585: model.fit does not work there with Keras 3, hence our own step. Once it does, this says so.
     assert two.returncode == 1 and "PerReplica" in two.stderr and "trained to" not in two.stdout, two.output
 

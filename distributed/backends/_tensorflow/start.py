@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import random
+import signal
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +27,8 @@ from distributed.launcher import LaunchRequest, WorkerEnvironment
 from distributed.launching.environment import TFCluster, read_tf_config
 
 WORDS, FLAGS = "backend='tensorflow'", "--backend tensorflow"  # how it is set, and how workers that have it are started
+
+_KEYS_OF_ONE = 100_000  # numbers of groups that a strategy may give, as TensorFlow's own tests keep them apart
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,6 +125,7 @@ def join(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
         store = meet(found, start_timeout, warn, "fit()")
         with _addresses(found, store):
             _ThisProcess.joined = Joined(_strategy(), store)
+        _share_cluster()
     return _ThisProcess.joined
 
 
@@ -154,10 +160,41 @@ def _strategy() -> Any:
     import_quietly()
     import tensorflow as tf
 
+    with _own_sigterm():
+        try:
+            return tf.distribute.MultiWorkerMirroredStrategy()
+        except (tf.errors.OpError, RuntimeError) as error:
+            raise ResourceError(f"TensorFlow's workers did not find each other: {str(error).splitlines()[0]}") from None
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep what SIGTERM does here: in a cluster TensorFlow notes it for its PreemptionWatcher, and nothing else comes of it."""
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        return tf.distribute.MultiWorkerMirroredStrategy()
-    except (tf.errors.OpError, RuntimeError) as error:
-        raise ResourceError(f"TensorFlow's workers did not find each other: {str(error).splitlines()[0]}") from None
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def _share_cluster() -> None:
+    """Let strategies that a script makes use the cluster that this process is in, each with collectives of its own.
+
+    By itself TensorFlow would enable collectives anew for each of them. Worker 0 then forgets what the others have asked it
+    until then, and those that were ahead of it wait for ever.
+    """
+    from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+
+    begin, first_keys = CollectiveAllReduceExtended.__init__, itertools.count(_KEYS_OF_ONE, _KEYS_OF_ONE)
+
+    def begin_in_cluster(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        strategy._collective_key_base = next(first_keys)
+        self._std_server_started = True
+        self._enable_check_health = False  # TensorFlow's coordination service sees to it, as for the first one
+        begin(self, strategy, *args, **kwargs)
+
+    CollectiveAllReduceExtended.__init__ = begin_in_cluster
 
 
 def _refuse_mirrored(world_size: int) -> None:

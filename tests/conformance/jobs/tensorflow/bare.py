@@ -1,7 +1,9 @@
 """TensorFlow's own way, without a Trainer: MODEL.fit under the strategy that the first argument names."""
 
 import os
+import signal
 import sys
+import time
 
 import keras
 import numpy as np
@@ -9,10 +11,19 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 in_use = getattr(context.context(), "_context_handle", None) is not None
+caught = next(int(line.split()[1], 16) for line in open("/proc/self/status") if line.startswith("SigCgt"))
+print(f"SIGTERM ends it {not caught >> signal.SIGTERM - 1 & 1}")
 print(f"memory growth {os.environ.get('TF_FORCE_GPU_ALLOW_GROWTH')}, in use {in_use}")
 
-strategy = getattr(tf.distribute, sys.argv[1])()
+if os.environ["WORLD_SIZE"] != "1" and os.environ["RANK"] == "0":
+    time.sleep(1)  # the others are ahead of it, as on a busy machine
+kind = getattr(tf.distribute, sys.argv[1])
+strategy, another = kind(), kind()
 print(f"replicas {strategy.num_replicas_in_sync}")
+for each, number in ((strategy, 2), (another, 3)):
+    with each.scope():
+        ones = tf.Variable(tf.ones([number]))
+    print("summed", each.reduce("sum", each.run(lambda value=ones: value + 0.0), axis=None).numpy())
 with strategy.scope():
     model = keras.Sequential([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(10, activation="softmax")])
     model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
