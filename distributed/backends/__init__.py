@@ -93,7 +93,7 @@ REGISTRY: dict[str, BackendRow] = {
         BackendRow(
             "tensorflow", "distributed.backends.tensorflow", "TensorFlowBackend", "tensorflow", (), ("torch", "tensorflow", "keras"),
             "pip install 'distributed-trainer[tensorflow]'",
-            "Keras 3 models on TensorFlow: MultiWorkerMirroredStrategy over the processes", alone="tensorflow",
+            "Keras 3 models on TensorFlow: a process for each device, or one on all its devices (mirrored)", alone="tensorflow",
             before_script="distributed.backends._tensorflow.start:before_script",
             environ={"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"},
         ),

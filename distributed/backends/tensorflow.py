@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -157,6 +156,7 @@ class TensorFlowBackend(Backend[Any]):
         from distributed.backends._keras.models import batch_dependent, check_model
         from distributed.backends._tensorflow import models, optim
         from distributed.backends._tensorflow.objective import Objective
+        from distributed.backends._tensorflow.saving import Saved
         from distributed.backends._tensorflow.step import Step
 
         notices: list[str] = []
@@ -177,6 +177,8 @@ class TensorFlowBackend(Backend[Any]):
             optimizer = optim.build_optimizer(job.optimizer, job.scheduler, self.model, source, self.merged)
             self._rates = optim.Rates(optimizer, self.merged, batch, notices.append)
         self.optimizer = optimizer
+        rates = self._rates if optimizer is not None else None
+        self._saved = Saved(self.model, optimizer, rates, self._generators, self.world, self.data_parallel_size)
         self._steps = Step(self.model, self._objective, self.world, self._updating, self.config.gradient_clipping)
         self._generators.model = self.model
         self._seed_generators()
@@ -294,12 +296,7 @@ class TensorFlowBackend(Backend[Any]):
     def _enter_evaluation(self) -> None:
         if self._is_training:
             self._is_training = False
-            self._sync_statistics()
-
-    def _sync_statistics(self) -> None:
-        """Moving averages follow each rank's own samples; the main process' are evaluated and stored."""
-        statistics = [v.value for v in self.model.non_trainable_variables if "float" in str(v.dtype)]
-        self.world.copy_from_main(statistics)
+            self._saved.sync_statistics()
 
     # ------------------------------------------------------------------ collectives
 
@@ -327,52 +324,25 @@ class TensorFlowBackend(Backend[Any]):
         """Keras' schedules count updates."""
 
     def save(self, directory: Path) -> dict[str, Any]:
-        from distributed.backends._keras import files
-
-        self._sync_statistics()
-        extra: dict[str, Any] = {"world_size": self.data_parallel_size, "step": self._step, "scaler": None}
-        if self.context.is_main_process:
-            files.save_model(self.model, directory)
-            if self.optimizer is not None:
-                extra["optimizer"] = files.save_optimizer(self.optimizer, self.model, directory)
-                extra["optimizer"] |= {"learning_rate": self._rates.fixed}
-        if self.optimizer is not None:
-            extra |= self._rates.state()
-        self._generators.save(directory)
-        return extra
+        return self._saved.save(directory, self._step)
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        from distributed.backends._keras import files
-
-        files.load_model(self.model, directory)
-        if self.optimizer is not None:
-            files.load_optimizer(self.optimizer, self.model, directory, state["optimizer"])
-            self._rates.load(state, self._notice)
         self._step = int(state["step"])
-        is_same = int(state["world_size"]) == self.data_parallel_size
-        if not (is_same and self._generators.load(directory)):
+        if not self._saved.load(directory, state, self._notice):
             self._seed_generators()
 
     def export(self, path: Path) -> None:
-        from distributed.backends._keras import files
-
-        self._sync_statistics()
-        if self.context.is_main_process:
-            files.export(self.model, path)
-        self.barrier()
+        self._saved.export(path)
 
     def take_weights(self, model: Any, directory: Path) -> Any:
-        from distributed.backends._keras import files
         from distributed.backends._tensorflow import models
 
-        built = models.build_model(model, self.config, models.policy_of(self.config, self.mixed_precision))
-        files.load_model(built, directory)
-        _give_back(built, model)
-        return built
+        return models.with_weights(model, directory, self.config, models.policy_of(self.config, self.mixed_precision))
 
     def unwrap(self) -> None:
-        """The user's own model has the trained weights, also where another one was made of it for its element types."""
-        _give_back(self.model, self._given)
+        from distributed.backends._tensorflow.models import give_back
+
+        give_back(self.model, self._given)
 
     def rewrap(self) -> None:
         """Nothing is around the model."""
@@ -410,13 +380,3 @@ def _averages(rows: Mapping[str, tuple[Any, Any]]) -> list[tuple[str, Any, float
 def alone(found: WorkerEnvironment | None, device: str) -> WorkerContext:
     """The place of the one process of a run."""
     return WorkerContext(0, 1, 0, 1, 0, device, found.restart_count if found else 0)
-
-
-def _give_back(trained: Any, given: Any) -> None:
-    keras = sys.modules["keras"]
-    if isinstance(given, keras.Model) and given is not trained:
-        from distributed.backends._tensorflow.models import copy_values
-
-        if not given.built and trained.built:
-            given.build_from_config(trained.get_build_config())
-        copy_values(trained, given)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy
 import tensorflow as tf
 
+from distributed.backends._keras import files
 from distributed.backends._keras.losses import in_dtype
 from distributed.backends._tensorflow.replicas import Replicas
 from distributed.config import DistributedConfig
@@ -120,6 +122,27 @@ def copy_values(source: Any, target: Any) -> None:
     """Give the variables of `target` the values of those of `source`, one by one."""
     for ours, theirs in zip(source.variables, target.variables, strict=True):
         theirs.assign(tf.cast(ours.value, theirs.dtype))
+
+
+def statistics(model: Any) -> list[Any]:
+    """The moving averages of a model, as TensorFlow's variables."""
+    return [v.value for v in model.non_trainable_variables if "float" in str(v.dtype)]
+
+
+def with_weights(given: Any, directory: Path, config: DistributedConfig, policy: str) -> Any:
+    """The model of a checkpoint; `given` has its weights afterwards, if it is an object."""
+    built = build_model(given, config, policy)
+    files.load_model(built, directory)
+    give_back(built, given)
+    return built
+
+
+def give_back(trained: Any, given: Any) -> None:
+    """Give the user's own model the trained weights, also where another one was made of it for its element types."""
+    if isinstance(given, keras.Model) and given is not trained:
+        if not given.built and trained.built:
+            given.build_from_config(trained.get_build_config())
+        copy_values(trained, given)
 
 
 def build(model: Any, batch: Any, predict: Callable[[Any], Any]) -> None:

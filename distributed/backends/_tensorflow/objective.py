@@ -10,15 +10,8 @@ import keras
 import tensorflow as tf
 
 from distributed.backends._keras.batches import KerasBatch, unpacked
-from distributed.backends._keras.losses import (
-    KerasLoss,
-    checked_metric,
-    compiled_metrics,
-    default_loss,
-    is_of_keras,
-    metric_value,
-    of_output,
-)
+from distributed.backends._keras.comparison import Comparison
+from distributed.backends._keras.losses import checked_metric, compiled_metrics, is_of_keras, metric_value, of_output
 from distributed.errors import ConfigError
 
 Rows = dict[str, tuple[Any, Any]]  # name -> (sum, count)
@@ -46,10 +39,8 @@ class Objective:
         notice: Callable[[str], None],
         dtype: str,
     ) -> None:
-        self._model, self._training_step, self._notice, self._dtype = model, training_step, notice, dtype
-        self._loss_fn = None if is_of_keras(loss_fn) else loss_fn
-        self._keras_loss = KerasLoss(loss_fn) if is_of_keras(loss_fn) else None
-        self._is_compiled = loss_fn is None and getattr(model, "_compile_loss", None) is not None
+        self._model, self._training_step, self._dtype = model, training_step, dtype
+        self._comparison = Comparison(model, loss_fn, notice)
         self._functions = {n: f for n, f in metrics.items() if not isinstance(f, keras.metrics.Metric)}
         self._given = {n: checked_metric(f, n) for n, f in metrics.items() if isinstance(f, keras.metrics.Metric)}
         self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # as `compiled_metrics` gives them
@@ -72,8 +63,7 @@ class Objective:
         if targets is None:
             return
         outputs = tf.nest.map_structure(self._widened, outputs)
-        if self._is_compiled and not self._model._compile_loss.built:
-            self._model._compile_loss.build(targets, outputs)
+        self._comparison.build(targets, outputs)
         self._choose_metrics(targets, outputs)
 
     def predict(self, batch: Any) -> Any:
@@ -93,35 +83,8 @@ class Objective:
 
     def _compare(self, parts: KerasBatch, outputs: Any, training: bool) -> tuple[Any, Any]:
         """(value, count) with the regularisation of the model's layers; count None: a mean over samples."""
-        if self._is_compiled:
-            return self._compiled(parts, outputs, training)
-        if self._loss_fn is not None:
-            if parts.weight is not None:
-                raise ConfigError(
-                    "the batch has a sample_weight, which a loss_fn of your own cannot get: use a loss of keras.losses, or"
-                    " training_step"
-                )
-            return self._regularized(_as_loss(self._loss_fn(outputs, parts.x if parts.y is None else parts.y)))
-        if self._keras_loss is None:
-            function, why = default_loss(self._model, outputs, parts.y)
-            self._notice(f"no loss_fn given: {why}")
-            self._keras_loss = KerasLoss(function)
-        return self._regularized(_as_loss(self._keras_loss(parts.y, outputs, parts.weight)))
-
-    def _compiled(self, parts: KerasBatch, outputs: Any, training: bool) -> tuple[Any, Any]:
-        """`compile(loss=...)`: one loss of one output as (sum, count) where it counts tokens, else as Keras adds them up."""
-        model = self._model
-        compiled = model._compile_loss
-        if not compiled.built:
-            compiled.build(parts.y, outputs)
-        losses = compiled._flat_losses
-        is_own = type(model).compute_loss.__module__.startswith("keras.")
-        if is_own and len(losses) == 1 and tf.is_tensor(outputs):
-            if self._keras_loss is None:
-                self._keras_loss = KerasLoss(losses[0].loss, losses[0].loss_weights)
-            return self._regularized(_as_loss(self._keras_loss(parts.y, outputs, parts.weight)))
-        total = model._compute_loss(x=parts.x, y=parts.y, y_pred=outputs, sample_weight=parts.weight, training=training)
-        return _as_loss(total)
+        value, is_whole = self._comparison(parts, outputs, training)
+        return _as_loss(value) if is_whole else self._regularized(_as_loss(value))
 
     def _regularized(self, loss: tuple[Any, Any]) -> tuple[Any, Any]:
         value, count = loss

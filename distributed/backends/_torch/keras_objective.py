@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from distributed.backends._keras.batches import KerasBatch, unpacked
+from distributed.backends._keras.comparison import Comparison
 from distributed.backends._keras.losses import (
-    KerasLoss,
     compiled_metrics,
     compute_in_floatx,
-    default_loss,
     is_of_keras,
     metric_value,
     of_output,
@@ -21,7 +20,6 @@ from distributed.backends._keras.losses import (
 from distributed.backends._torch.keras_module import KerasModule, widen
 from distributed.backends._torch.keras_optimizer import Scope
 from distributed.backends._torch.objective import Loss, Objective, as_loss
-from distributed.errors import ConfigError
 
 
 class KerasObjective(Objective):
@@ -38,8 +36,7 @@ class KerasObjective(Objective):
     ) -> None:
         super().__init__(None if is_of_keras(loss_fn) else loss_fn, training_step, module, notice)
         self._module, self._model, self._scope = module, module.keras, scope
-        self._keras_loss = KerasLoss(loss_fn) if is_of_keras(loss_fn) else None
-        self._is_compiled = loss_fn is None and getattr(module.keras, "_compile_loss", None) is not None
+        self._comparison = Comparison(module.keras, loss_fn, self._say)
         self._given_metrics = metrics
         self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # as `compiled_metrics` gives them
 
@@ -71,39 +68,8 @@ class KerasObjective(Objective):
                 tensor._keras_mask = mask
 
     def _compare(self, parts: KerasBatch, outputs: Any) -> Loss:
-        if self._is_compiled:
-            return self._compiled(parts, outputs)
-        if self._loss_fn is not None:
-            if parts.weight is not None:
-                raise ConfigError(
-                    "the batch has a sample_weight, which a loss_fn of your own cannot get: use a loss of keras.losses, or"
-                    " training_step"
-                )
-            return self._regularized(as_loss(self._loss_fn(outputs, parts.x if parts.y is None else parts.y)))
-        if self._keras_loss is None:
-            function, why = default_loss(self._model, outputs, parts.y)
-            self._say(f"no loss_fn given: {why}")
-            self._keras_loss = KerasLoss(function)
-        return self._regularized(as_loss(self._keras_loss(parts.y, outputs, parts.weight)))
-
-    def _compiled(self, parts: KerasBatch, outputs: Any) -> Loss:
-        """`compile(loss=...)`: one loss of one output as (sum, count) where it counts tokens, else as Keras adds them up."""
-        model = self._model
-        compiled = model._compile_loss
-        if not compiled.built:
-            compiled.build(parts.y, outputs)
-        losses = compiled._flat_losses
-        for each in (compiled, *(flat.loss for flat in losses)):
-            compute_in_floatx(each)
-        is_own = type(model).compute_loss.__module__.startswith("keras.")
-        if is_own and len(losses) == 1 and isinstance(outputs, torch.Tensor):
-            if self._keras_loss is None:
-                self._keras_loss = KerasLoss(losses[0].loss, losses[0].loss_weights)
-            return self._regularized(as_loss(self._keras_loss(parts.y, outputs, parts.weight)))
-        total = model._compute_loss(
-            x=parts.x, y=parts.y, y_pred=outputs, sample_weight=parts.weight, training=torch.is_grad_enabled()
-        )
-        return as_loss(total)
+        value, is_whole = self._comparison(parts, outputs, torch.is_grad_enabled())
+        return as_loss(value) if is_whole else self._regularized(as_loss(value))
 
     def _regularized(self, loss: Loss) -> Loss:
         extra = self._model.losses

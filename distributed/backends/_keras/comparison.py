@@ -1,0 +1,61 @@
+"""Which loss the outputs of a Keras model are compared by: the user's, that of `compile`, or the default. Any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from distributed.backends._keras.batches import KerasBatch
+from distributed.backends._keras.losses import KerasLoss, compute_in_floatx, default_loss, is_of_keras
+from distributed.errors import ConfigError
+
+
+class Comparison:
+    """Chooses at the first batch, and says what it chose where nobody had said it."""
+
+    def __init__(self, model: Any, loss_fn: Callable[..., Any] | None, say: Callable[[str], None]) -> None:
+        self._model, self._say = model, say
+        self._loss_fn = None if is_of_keras(loss_fn) else loss_fn
+        self._keras_loss = KerasLoss(loss_fn) if is_of_keras(loss_fn) else None
+        self._is_compiled = loss_fn is None and getattr(model, "_compile_loss", None) is not None
+
+    def __call__(self, parts: KerasBatch, outputs: Any, training: bool) -> tuple[Any, bool]:
+        """(what a loss function may return, whether the regularisation of the model's layers is in it)."""
+        if self._is_compiled:
+            return self._by_compiled(parts, outputs, training)
+        if self._loss_fn is not None:
+            if parts.weight is not None:
+                raise ConfigError(
+                    "the batch has a sample_weight, which a loss_fn of your own cannot get: use a loss of keras.losses, or"
+                    " training_step"
+                )
+            return self._loss_fn(outputs, parts.x if parts.y is None else parts.y), False
+        if self._keras_loss is None:
+            function, why = default_loss(self._model, outputs, parts.y)
+            self._say(f"no loss_fn given: {why}")
+            self._keras_loss = KerasLoss(function)
+        return self._keras_loss(parts.y, outputs, parts.weight), False
+
+    def build(self, targets: Any, outputs: Any) -> None:
+        """Make what the model was compiled with ready for its first batch."""
+        if self._is_compiled and not self._model._compile_loss.built:
+            self._model._compile_loss.build(targets, outputs)
+
+    def _by_compiled(self, parts: KerasBatch, outputs: Any, training: bool) -> tuple[Any, bool]:
+        """`compile(loss=...)`: one loss of one output as (sum, count) where it counts tokens, else as Keras adds them up."""
+        import keras
+
+        self.build(parts.y, outputs)
+        compiled = self._model._compile_loss
+        losses = compiled._flat_losses
+        for each in (compiled, *(flat.loss for flat in losses)):
+            compute_in_floatx(each)
+        is_own = type(self._model).compute_loss.__module__.startswith("keras.")
+        if is_own and len(losses) == 1 and keras.ops.is_tensor(outputs):
+            if self._keras_loss is None:
+                self._keras_loss = KerasLoss(losses[0].loss, losses[0].loss_weights)
+            return self._keras_loss(parts.y, outputs, parts.weight), False
+        total = self._model._compute_loss(
+            x=parts.x, y=parts.y, y_pred=outputs, sample_weight=parts.weight, training=training
+        )
+        return total, True
