@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -29,20 +31,22 @@ def _ray():
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """An existing cluster of two CPUs: its address, and that of its client server. For each client it starts a process, and gives
-    up after 30 s unless told: a busy machine needs more."""
+    """An existing cluster of two CPUs: its address, that of its client server, and the file that makes the next process of this
+    for a client fail. It waits 30 s for such a process unless told: a busy machine needs more."""
     directory = tmp_path_factory.mktemp("cluster")
-    ports = [free_port(), free_port()]
+    ports, failing = [free_port(), free_port()], directory / "failing"
+    environ = clean_environment(**OPEN, RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S="120", FAILING_SERVER=str(failing))
+    environ["PYTHONPATH"] += f":{JOBS / 'head'}"
     with tempfile.TemporaryDirectory(prefix="head-") as temporary:  # short: sockets lie in it
         head = Started([
             str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false",
             "--node-ip-address=127.0.0.1", f"--port={ports[0]}", f"--ray-client-server-port={ports[1]}",
             "--object-store-memory=100000000", f"--temp-dir={temporary}",
-        ], directory, None, clean_environment(**OPEN, RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S="120"))  # fmt: skip
+        ], directory, None, environ)  # fmt: skip
         try:
             head.wait_for("Ray runtime started", 60)
             poll(lambda: listens(ports[1]), 60, lambda: f"no client server\n{head.output}")
-            yield f"127.0.0.1:{ports[0]}", f"ray://127.0.0.1:{ports[1]}"
+            yield f"127.0.0.1:{ports[0]}", f"ray://127.0.0.1:{ports[1]}", failing
         finally:
             head.kill()
 
@@ -88,11 +92,14 @@ def test_an_existing_cluster_is_joined_by_its_address(run_cli, tmp_path, cluster
 
 
 def test_a_script_that_fails_and_the_client_server(run_cli, tmp_path, cluster):
+    """Whose first process for this client dies. Ray's own client then waits for minutes, and gives up."""
+    cluster[2].touch()
     done = run_cli(plain(tmp_path, "fail", "--address", cluster[1]), env=OPEN, timeout=90)
     assert done.returncode == 1, done.output
     assert done.output.count("ValueError: of rank 1") == 1 and "error: rank 1 failed with ValueError" in done.stderr
     assert "ray" not in re.sub(r"\S*/\S*", "", done.stderr).lower(), done.stderr  # nobody else's words
     assert events(tmp_path / "run").count("worker_failed") == 1
+    assert not cluster[2].exists()
 
 
 def test_more_processes_than_the_cluster_has_cpus_are_refused(run_cli, tmp_path, cluster):
@@ -133,6 +140,24 @@ def test_an_address_that_does_not_answer_is_refused_at_once(run_cli, tmp_path):
     assert done.returncode == 3 and done.seconds < 5, done.output
     assert "does not answer" in done.stderr and "ray start --head" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_client_server_that_says_nothing_is_given_up(run_cli, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=greet, args=(server,), daemon=True).start()
+        address = f"ray://127.0.0.1:{server.getsockname()[1]}"
+        done = run_cli(plain(tmp_path, "go", "--address", address, "--set", "start_timeout=6"), env=OPEN, timeout=40)
+    assert done.returncode == 3, done.output
+    assert f"the Ray cluster at {address} was not joined (no answer within 6 s): 'ray status' there" in done.stderr
+
+
+def greet(server):
+    """Answer every connection as an HTTP/2 server begins, and no more."""
+    connections = []
+    with contextlib.suppress(OSError):
+        while True:
+            connections.append(server.accept()[0])
+            connections[-1].sendall(b"\0\0\0\4\0\0\0\0\0")
 
 
 def test_more_processes_than_this_machine_has_cpus_are_refused_at_once(run_cli, tmp_path):

@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distributed.backends._ray.joining import join
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import LaunchRequest
 
 _REACH_S = 5.0  # for the port of an existing cluster to answer
 _ANSWER_S = 20.0  # for its server to say a first word, on a busy machine too
+_JOIN_S = 180.0  # for joining it: all tries
 _OBJECT_STORE_BYTES = 10**8
 _LONGEST_DIRECTORY = 28
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")  # which every node takes for itself
@@ -39,6 +41,21 @@ class Cluster:
             self.scratch = _short_directory() / f"ray-{secrets.token_hex(4)}"
 
     @property
+    def patience_s(self) -> float:
+        """What `connect` may take."""
+        limit = self._request.start_timeout
+        return limit if self._address is None else min(limit, _JOIN_S)
+
+    @property
+    def late(self) -> ResourceError:
+        """What to do where it takes longer."""
+        if self._address is not None:
+            return _unreached(self._address, f"no answer within {self.patience_s:g} s")
+        return ResourceError(
+            f"Ray did not start on this machine within start_timeout={self.patience_s:g} s: wait longer"
+        )
+
+    @property
     def host(self) -> str | None:
         """A host of the existing cluster, as its nodes name it; None where it is this machine's own. After `connect`."""
         if self._address is None:
@@ -50,13 +67,13 @@ class Cluster:
         return found[0] if found is not None else None
 
     def connect(self, payload_bytes: int) -> None:
-        """Start or join the cluster. Raises ResourceError where it has too few CPUs."""
+        """Start or join the cluster. Raises ResourceError where it has too few CPUs, or is not to be reached."""
         self._set_environment()
         self._ray = importlib.import_module("ray")
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
         if self._address is not None:
             try:
-                self._ray.init(self._address, **quiet)
+                join(self._ray, self._address, **quiet)
             except ConnectionError as error:
                 raise _unreached(self._address, str(error)) from None
             self._check_resources()
@@ -94,8 +111,7 @@ class Cluster:
             "RAY_CHDIR_TO_TRIAL_DIR": "0",
             "RAY_TRAIN_METRICS_ENABLED": "0",
             "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-            # A head starts a server for each client: on a busy machine that takes longer than the 5 s of Ray's first try.
-            "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "30", "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "60",
+            "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "10",  # of three tries, for a busy head to say its first word
         })  # fmt: skip
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if self._address is None:  # nobody else's: no word with other clusters, and no token in the user's home

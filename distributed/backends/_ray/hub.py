@@ -129,7 +129,7 @@ class Hub:
     def _hear_ray(self, ray: Guarded) -> None:
         reports = ray.read()
         for report in reports or ():
-            self._note("failed", **report)
+            self._note(**report)
         if reports is None:
             self._selector.unregister(ray.reports)
             self._note("left")

@@ -70,7 +70,7 @@ class _Launch:
         threads: dict[str, str],
     ) -> None:  # fmt: skip
         self._request, self._run, self._cluster, self._display = request, run, cluster, display
-        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # "begun", "stop" or "left": Ray has ended
+        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # "joined", "begun", "stop", or Ray has ended: "left"
         self._verdicts = Verdicts(request, run, display)
         self._channel, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._output = WorkerOutput(run, display, side, self._verdicts.note, self._report)
@@ -98,8 +98,14 @@ class _Launch:
 
     def _watch(self) -> bool:
         """Until the run is over. False where that came before any verdict: stopped, or never started."""
-        left = self._request.max_restarts
-        while self._news_within(self._request.start_timeout) == "begun":
+        if self._news_within(self._cluster.patience_s, self._cluster.late) != "joined":
+            return False
+        left, patience = self._request.max_restarts, self._request.start_timeout
+        too_few = ResourceError(
+            f"Ray did not start {self._request.nproc_per_node} workers within start_timeout={patience:g} s: free CPUs of its"
+            " cluster ('ray status' shows them), or wait longer"
+        )
+        while self._news_within(patience, too_few) == "begun":
             while (verdict := self._verdicts.judge(left)) is Verdict.AT_WORK:
                 continue
             self._hub.dismiss(restart=verdict is Verdict.RESTART)
@@ -108,15 +114,12 @@ class _Launch:
             left -= 1
         return False
 
-    def _news_within(self, seconds: float) -> str:
-        """The next news; what Ray waits for without an end is an error of ours when time is up."""
+    def _news_within(self, seconds: float, late: DistributedError) -> str:
+        """The next news; what Ray waits for without an end is the error `late` when time is up."""
         try:
             return self._news.get(timeout=seconds)
         except queue.Empty:
-            self._error = ResourceError(
-                f"Ray did not start {self._request.nproc_per_node} workers within start_timeout={seconds:g} s: free CPUs of its"
-                " cluster ('ray status' shows them), or wait longer"
-            )
+            self._error = late
             return "late"
 
     def _wait_for_ray(self) -> None:
@@ -151,14 +154,17 @@ class _Launch:
         try:
             payload = Path(self._request.payload).read_bytes() if self._request.payload is not None else None
             self._cluster.connect(len(payload or b""))
+            report({"news": "joined"})
             self._cluster.train(self._order(payload), self._run.logs.absolute() / "ray")
         except DistributedError as error:
-            report({"error": str(error), "exit_code": error.exit_code})
+            report({"news": "failed", "error": str(error), "exit_code": error.exit_code})
         except BaseException as error:  # the top frame of a process: who waits must hear of it, whatever it is
             logging.getLogger(__name__).exception("Ray failed")
             lines = [line for line in str(error).splitlines() if line.strip()]
             said = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
-            report({"error": f"Ray failed ({said}): see {self._run.logs / 'ray.log'}", "exit_code": 3})
+            report(
+                {"news": "failed", "error": f"Ray failed ({said}): see {self._run.logs / 'ray.log'}", "exit_code": 3}
+            )
         finally:
             self._cluster.leave()
 
@@ -181,7 +187,7 @@ class _Launch:
     # ------------------------------------------------------------------ the hub's thread
 
     def _note(self, news: str, error: str | None = None, exit_code: int = 3) -> None:
-        """A stop, or the end of Ray's process and why."""
+        """That Ray has joined its cluster, a stop, or the end of Ray's process and why."""
         if error is not None and self._error is None:
             self._error = ConfigError(error) if exit_code == ConfigError.exit_code else ResourceError(error)
         self._news.put(news)
