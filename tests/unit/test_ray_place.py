@@ -96,10 +96,20 @@ def test_an_address_is_tried_and_words_are_rays_own():
 def test_a_host_that_nobody_knows_and_an_address_without_a_port_are_named():
     with pytest.raises(ResourceError, match=r"'no-such-host.invalid:6379' names no host that this machine knows"):
         check_place("no-such-host.invalid:6379", 1, 1.0)
-    with pytest.raises(
-        ConfigError, match="address='head' has no port: set it to 'head:6379', ray://head:10001 or auto"
+    for address, like in (
+        ("head", "head:6379, ray://head:10001 or auto"),
+        ("head:", "head:6379, ray://head:10001 or auto"),
+        ("head:port", "head:6379, ray://head:10001 or auto"),
+        ("head:70000", "head:6379, ray://head:10001 or auto"),
+        ("http://head:8265", "head:6379, ray://head:10001 or auto"),
+        ("ray://head", "ray://head:10001"),  # Ray itself waits a minute and a half for it
     ):
-        check_place("head", 1, 1.0)
+        with pytest.raises(ConfigError) as caught:
+            check_place(address, 1, 1.0)
+        assert (
+            str(caught.value)
+            == f"address={address!r} is not of the form HOST:PORT or ray://HOST:PORT: set it to {like}"
+        )
 
 
 def test_auto_without_a_cluster_names_what_to_do(monkeypatch):

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import secrets
 import socket
 import tempfile
@@ -22,6 +23,7 @@ _ANSWER_S = 20.0  # for its server to say a first word, on a busy machine too
 _JOIN_S = 180.0  # for joining it: all tries
 _OBJECT_STORE_BYTES = 10**8
 _LONGEST_DIRECTORY = 28
+_ADDRESS = re.compile(r"(?:ray://)?(\[[^\[\]]+\]|[^\[\]/:\s]+):(\d+)")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")  # which every node takes for itself
 
 
@@ -207,8 +209,11 @@ def check_place(address: str | None, processes: int, cpus: float) -> None:
         check_cpus(processes, cpus, _local_cpus(), "this machine")
     elif (host_and_port := _host_and_port(address)) is not None:
         _reach(address, *host_and_port)
-    elif address != "auto" and "://" not in address:
-        raise ConfigError(f"address={address!r} has no port: set it to '{address}:6379', ray://{address}:10001 or auto")
+    elif address != "auto":
+        scheme, _, rest = address.rpartition("://")
+        host = re.sub(r":[^:\]]*\Z", "", rest) or "HOST"
+        like = f"ray://{host}:10001" if scheme == "ray" else f"{host}:6379, ray://{host}:10001 or auto"
+        raise ConfigError(f"address={address!r} is not of the form HOST:PORT or ray://HOST:PORT: set it to {like}")
 
 
 def check_cpus(processes: int, cpus: float, there: float, where: str) -> None:
@@ -240,8 +245,8 @@ def _has_failed(ray: Any, task: Any, wanted: type[Exception]) -> bool:
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
     """Of `HOST:PORT`, `[::1]:PORT` and `ray://HOST:PORT`; None for `auto` and the like."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    return (host.removeprefix("[").removesuffix("]"), int(port)) if colon and port.isdigit() else None
+    match = _ADDRESS.fullmatch(address)
+    return (match[1].strip("[]"), int(match[2])) if match and int(match[2]) < 1 << 16 else None
 
 
 def _unreached(address: str, said: str) -> ResourceError:
