@@ -398,6 +398,7 @@ def test_tensorflows_own_way_works_in_one_process_and_finds_its_cluster_in_sever
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "a:1"]}}'}, [], "names an address twice"),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b"]}}'}, [], "not of the form 'HOST:PORT'"),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"index": 2}}'}, [], "its task is worker 2"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}, [], "it has no task, which says which"),
         ({}, ["--set", "tensorflow.strategy=tpu"], "tensorflow.strategy='tpu' is not supported"),
         ({}, ["--set", "tensorflow.strategy=parameter_server"], "parameter servers update asynchronously"),
         ({}, ["--set", "tensorflow.strategy=mirrored", "--nproc-per-node", "2"], "set nproc_per_node=1, or drop"),

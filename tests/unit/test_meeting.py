@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from distributed.backends._torch import meeting
+from distributed.errors import ResourceError
+from distributed.launcher import WorkerEnvironment
 
 
 def join(store, ranks, world_size, seconds=5.0):
@@ -48,6 +51,34 @@ def test_who_stays_away_is_named_while_waiting_and_when_time_is_up(monkeypatch):
 
 def test_without_rank_0_the_others_name_it():
     assert meeting._answer(dist.HashStore(), 1, time.monotonic() + 0.05)[1] == "0"
+
+
+def test_a_rank_0_that_nobody_reaches_is_named_in_time_and_without_torchs_stack(monkeypatch, capfd):
+    monkeypatch.setattr(meeting, "_PATIENCE_S", 0.05)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with socket.socket() as bound:  # does not listen
+        bound.bind(("127.0.0.1", 0))
+        place = WorkerEnvironment(1, 1, 2, 2, 0, "127.0.0.1", bound.getsockname()[1], 0, "TF_CONFIG")
+        said, began = [], time.monotonic()
+        with pytest.raises(ResourceError) as caught:
+            meeting._connect(place, 0.4, said.append, "fit()")
+    assert time.monotonic() - began < 5
+    at = f"127.0.0.1:{place.master_port}: Connection refused"
+    assert str(caught.value) == f"{meeting._absence('0', 0.4)} ({at})"
+    assert said == [f"waiting for rank 0 at {at} (at most 0.4 s)"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_rank_0_that_comes_late_is_found():
+    with socket.socket() as later:
+        later.bind(("127.0.0.1", 0))
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(meeting._await_listener, *later.getsockname(), 10.0, pytest.fail)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.1)
+            later.listen()
+            assert waiting.result(10.0) is None
 
 
 @pytest.mark.parametrize(("listed", "text"), [("0", "rank 0"), ("1, 3", "ranks 1, 3")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,7 @@ from distributed.errors import ResourceError
 from distributed.launcher import WorkerEnvironment
 
 _POLL_S = 0.002
+_RETRY_S = 0.05  # between looks whether rank 0 listens
 _PATIENCE_S = 5.0  # before the missing ranks are named
 _GRACE_S = 5.0  # for rank 0's verdict to reach the others
 
@@ -28,7 +30,7 @@ def meet(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
 
     `call` is what brings a rank here. Raises ResourceError with the ranks that did not come within `start_timeout` seconds.
     """
-    store = _connect(found, start_timeout, call)
+    store = _connect(found, start_timeout, warn, call)
     roll = dist.PrefixStore("trainer", store)
     deadline = time.monotonic() + start_timeout
     if found.rank == 0:
@@ -40,17 +42,42 @@ def meet(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
     return dist.PrefixStore(f"trainer/{name}", store)
 
 
-def _connect(found: WorkerEnvironment, start_timeout: float, call: str) -> Any:
+def _connect(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], None], call: str) -> Any:
+    host = os.environ.get("MASTER_ADDR") or found.master_addr
+    port = int(os.environ.get("MASTER_PORT") or found.master_port)
     is_host = found.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not is_host:
+        _await_listener(host, port, start_timeout, warn, call)
     try:
         return dist.TCPStore(
-            os.environ.get("MASTER_ADDR") or found.master_addr, int(os.environ.get("MASTER_PORT") or found.master_port),
-            found.world_size, is_host, timedelta(seconds=start_timeout), wait_for_workers=False, multi_tenant=True,
+            host, port, found.world_size, is_host, timedelta(seconds=start_timeout), wait_for_workers=False, multi_tenant=True
         )  # fmt: skip
     except dist.DistNetworkError as error:
         if found.rank == 0:
             raise
         raise ResourceError(f"{_absence('0', start_timeout, call)} ({str(error).splitlines()[0]})") from None
+
+
+def _await_listener(
+    host: str, port: int, start_timeout: float, warn: Callable[[str], None], call: str = "fit()"
+) -> None:
+    """Return once rank 0 listens. torch would wait up to twice as long and write its C++ stack each time.
+
+    A name that is not known is waited for too: that of a pod comes when the pod does. ResourceError when time is up.
+    """
+    deadline, warn_at = time.monotonic() + start_timeout, time.monotonic() + _PATIENCE_S
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return socket.create_connection((host, port), timeout=max(_RETRY_S, left)).close()
+        except OSError as error:
+            reason = f"{host}:{port}: {error.strerror or error}"
+        if left <= 0:
+            raise ResourceError(f"{_absence('0', start_timeout, call)} ({reason})")
+        if time.monotonic() >= warn_at:
+            warn(f"waiting for rank 0 at {reason} (at most {start_timeout:g} s)")
+            warn_at = deadline
+        time.sleep(_RETRY_S)
 
 
 def _call_the_roll(
