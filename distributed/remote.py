@@ -7,6 +7,7 @@ import dataclasses
 import json
 import linecache
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -177,7 +178,7 @@ def _pickled(fit: RemoteFit) -> bytes:
 
     try:
         content = dumps(fit)
-    except (TypeError, AttributeError, ValueError) as error:
+    except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
         raise ConfigError(
             f"the trainer cannot be sent to its workers ({error}): pass factories instead of the objects that hold it,"
             " or run the script with 'python -m distributed.cli train --script'"

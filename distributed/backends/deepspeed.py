@@ -181,7 +181,9 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
 
     def _check_trainable_kinds(self) -> None:
         from distributed.backends._deepspeed import engine
+        from distributed.backends._torch.modules import check_can_be_cut
 
+        check_can_be_cut(self.plain, "DeepSpeed", allows_sparse=self.stage == 0)  # the others it cannot even send
         if self.stage:
             engine.check(self.plain, self.optimizer, allows_any=bool(self._own.get("zero_allow_untested_optimizer")))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distributed.backends._torch.fully_sharded import check_parameters
+from distributed.backends._torch.fully_sharded import check_units
+from distributed.backends._torch.modules import build_model, check_can_be_cut
+from distributed.config import DistributedConfig
 from distributed.errors import ConfigError
 
 
@@ -24,8 +26,35 @@ def model(parameter: torch.Tensor) -> torch.nn.Module:
 )
 def test_a_parameter_that_cannot_be_cut_is_named(parameter, said):
     with pytest.raises(ConfigError, match=said):
-        check_parameters(model(parameter))
+        check_can_be_cut(model(parameter), "fully_shard")
+
+
+def test_sparse_gradients_are_refused_where_they_would_be_cut():
+    table = torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True))
+    with pytest.raises(
+        ConfigError, match=r"0.weight gets sparse gradients, which DeepSpeed cannot cut: .* sparse=False"
+    ):
+        check_can_be_cut(table, "DeepSpeed")
+    check_can_be_cut(table, "DeepSpeed", allows_sparse=True)
 
 
 def test_others_pass():
-    check_parameters(model(torch.ones(1)))
+    check_can_be_cut(model(torch.ones(1)), "fully_shard")
+
+
+def test_parameters_that_are_cut_together_have_one_type():
+    made = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1).bfloat16())
+    made.frozen = torch.nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    check_units(made, [made[1], made])  # the second layer on its own
+    with pytest.raises(ConfigError, match=r"1.weight is of torch.bfloat16 and 0.weight of torch.float32"):
+        check_units(made, [made])
+
+
+def test_a_lazy_layer_is_named_before_anything_is_wrapped():
+    lazy = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LazyLinear(1))
+    with pytest.raises(
+        ConfigError, match=r"1.weight has no shape before the model has seen a batch: call the model once"
+    ):
+        build_model(lambda: lazy, DistributedConfig(), torch.device("cpu"))
+    lazy(torch.zeros(1, 2))
+    assert build_model(lambda: lazy, DistributedConfig(), torch.device("cpu")) is lazy

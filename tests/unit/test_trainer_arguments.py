@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 
 from distributed import Callback, ConfigError, Trainer
+from distributed.remote import _pickled
+
+
+class Unsendable:
+    """As a scripted module of torch, or an object of C++."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("kind", [TypeError, RuntimeError, pickle.PicklingError])
+def test_what_cannot_be_pickled_is_a_sentence_whatever_it_raises(kind: type[Exception]) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be sent to its workers \(no state\): pass factories"):
+        _pickled(Unsendable(kind("no state")))  # type: ignore[arg-type]
 
 
 class Misspelt(Callback):

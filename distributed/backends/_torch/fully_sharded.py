@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +66,12 @@ def _has_hidden_meta(model: torch.nn.Module) -> bool:
 
 def shard(model: torch.nn.Module, options: FSDPOptions, device: torch.device, mixed_precision: str) -> None:
     """Cut the model in place, bottom up, and give every rank its part of the main process' weights. All ranks call it."""
-    check_parameters(model)
+    modules.check_can_be_cut(model, "fully_shard")
     blocks = _blocks(model, options)
     weights = model.state_dict() if dist.get_rank() == 0 else {}
     arguments = _arguments(options, device, mixed_precision)
     norms = _with_statistics(model) if mixed_precision != "no" else []
+    check_units(model, [*norms, *blocks, model])
     for norm in norms:
         fully_shard(norm, **{**arguments, "mp_policy": MixedPrecisionPolicy()})
     for block in blocks:
@@ -91,19 +92,22 @@ def shard(model: torch.nn.Module, options: FSDPOptions, device: torch.device, mi
         dist.broadcast(buffer, src=0)
 
 
-def check_parameters(model: torch.nn.Module) -> None:
-    """Raise ConfigError for a parameter that fully_shard cannot cut."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            raise ConfigError(
-                f"{name} is a single number without a dimension, which fully_shard cannot cut: make it one of shape [1],"
-                " torch.nn.Parameter(torch.ones(1)), or use backend='pytorch-ddp'"
-            )
-        if not parameter.is_contiguous():
-            raise ConfigError(
-                f"{name} is not contiguous in memory, so fully_shard cannot cut it: build it with .contiguous(), or use"
-                " backend='pytorch-ddp'"
-            )
+def check_units(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:
+    """Raise ConfigError where the trainable parameters of a unit have several types. `units`: children before parents.
+
+    fully_shard would say so in the first forward, without a name.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    taken: set[torch.nn.Parameter] = set()
+    for unit in units:
+        own = [p for p in unit.parameters() if p not in taken and p.requires_grad]
+        taken.update(own)
+        for parameter in own:
+            if parameter.dtype != own[0].dtype:
+                raise ConfigError(
+                    f"{names[parameter]} is of {parameter.dtype} and {names[own[0]]} of {own[0].dtype}, and fully_shard cuts"
+                    " parameters together that have one type: build the model in one, or use backend='pytorch-ddp'"
+                )
 
 
 def _set_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:

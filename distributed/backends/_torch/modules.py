@@ -26,7 +26,38 @@ def build_model(given: Any, config: DistributedConfig, device: torch.device) -> 
         return KerasModule(model)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"the model factory returned a {type(model).__name__}: return a torch.nn.Module")
+    _refuse_unbuilt(model)
     return model.double() if config.dtype == "float64" else model
+
+
+def _refuse_unbuilt(model: torch.nn.Module) -> None:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if (name := next((name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)), None)) is not None:
+        raise ConfigError(
+            f"{name} has no shape before the model has seen a batch: call the model once on one before you pass it (in the"
+            " factory, if it is made by one), or give its layer the sizes"
+        )
+
+
+def check_can_be_cut(model: torch.nn.Module, engine: str, *, allows_sparse: bool = False) -> None:
+    """Raise ConfigError for a parameter that `engine` cannot cut over the processes."""
+    sparse = frozenset() if allows_sparse else sparse_names(model)
+    for name, parameter in model.named_parameters():
+        if name in sparse:
+            raise ConfigError(
+                f"{name} gets sparse gradients, which {engine} cannot cut: build its module with sparse=False, or use"
+                " backend='pytorch-ddp'"
+            )
+        if parameter.dim() == 0:
+            raise ConfigError(
+                f"{name} is a single number without a dimension, which {engine} cannot cut: make it one of shape [1],"
+                " torch.nn.Parameter(torch.ones(1)), or use backend='pytorch-ddp'"
+            )
+        if not parameter.is_contiguous():
+            raise ConfigError(
+                f"{name} is not contiguous in memory, so {engine} cannot cut it: build it with .contiguous(), or use"
+                " backend='pytorch-ddp'"
+            )
 
 
 def make_model(given: Any, config: DistributedConfig, device: torch.device) -> Any:
