@@ -64,6 +64,8 @@ def trainer(**settings):
             {"deepspeed_config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}},
             "offload_param.device='nvme' is not in this version",
         ),
+        ({"deepspeed_config": {"zero_optimization": {"stage": 5}}}, "zero_optimization.stage=5 is no stage: set 0, 1, 2 or 3"),
+        ({"deepspeed_config": {"zero_optimization": {"stage": "two"}}}, "zero_optimization.stage='two' is no stage"),
         ({"deepspeed_config": {"train_batch_size": "many"}}, "deepspeed_config.train_batch_size='many' is not a number"),
         ({"deepspeed_config": {"optimizer": {"type": "Lamb"}}}, "optimizer.type='Lamb' is not made here"),
         ({"offload_param": True}, "offloading parameters needs zero_stage=3, not 2"),

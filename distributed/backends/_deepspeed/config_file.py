@@ -100,6 +100,11 @@ def check(config: Mapping[str, Any]) -> None:
         for inner in value:
             if inner not in known:
                 raise ConfigError(f"deepspeed_config.{name}.{inner} has no effect here{nearest(inner, known)}: drop it")
+    stage = at(config, ("zero_optimization", "stage"))
+    if stage is not None and stage not in (0, 1, 2, 3):
+        raise ConfigError(
+            f"deepspeed_config.zero_optimization.stage={stage!r} is no stage: set 0, 1, 2 or 3, or 'auto'"
+        )
     for path in (("offload_optimizer",), ("offload_param",)):
         device = at(config, ("zero_optimization", *path, "device"))
         if device not in (None, "none", "cpu"):

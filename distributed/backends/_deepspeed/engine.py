@@ -58,6 +58,7 @@ class Engine:
     ) -> None:
         """`config`: DeepSpeed's own, complete. `previous`: the released one of an earlier fit, with the optimizer's state."""
         import deepspeed
+        import pydantic  # a part of it
 
         self.model, self.optimizer, self._world = model, optimizer, world
         self.stage = int(config["zero_optimization"]["stage"])
@@ -69,7 +70,14 @@ class Engine:
         state = dict(optimizer.state)
         if self.stage:
             optimizer.state.clear()
-        self.wrapper, self.zero, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config))
+        try:
+            self.wrapper, self.zero, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config))
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"deepspeed_config: DeepSpeed does not take {where}={first['input']!r} ({first['msg']}): correct it"
+            ) from None
         self._own.note()
         self.wrapper.set_gradient_accumulation_boundary(True)
         if not self.stage:

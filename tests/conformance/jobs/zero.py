@@ -230,10 +230,20 @@ class Neighbours(torch.optim.SGD):
     """An optimizer of the user's own."""
 
 
+def tempered():
+    model = net()
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    return model
+
+
 REFUSED = {
     "own-optimizer": {"optimizer": lambda params: Neighbours(params, lr=0.1)},
     "adagrad": {"optimizer": lambda params: torch.optim.Adagrad(params)},
     "halves": {"model": lambda: net().bfloat16()},
+    "scalar": {"model": tempered, "deepspeed": {"zero_stage": 0}},
+    "bad-value": {
+        "deepspeed": {"deepspeed_config": {"zero_optimization": {"stage": 2, "reduce_bucket_size": "large"}}}
+    },
     "two-optimizers": {"optimizer": sgd, "deepspeed": {"deepspeed_config": {"optimizer": {"type": "AdamW"}}}},
 }
 
