@@ -129,6 +129,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("comm", "gradient_checkpointing"):  # modules whose functions users call by their full names
+        return importlib.import_module(f"distributed.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'distributed' has no attribute {name!r}")
     return getattr(importlib.import_module(f"distributed.{_HOMES[name]}"), name)

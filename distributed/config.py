@@ -187,6 +187,16 @@ def unknown_name(name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"{name} is not a setting{nearest(name, known)}: see 'python -m distributed.cli train --help'")
 
 
+def _owned(raw: str, name: str) -> ConfigError | None:
+    """The error for the bare name of a backend's option; None where no backend has one."""
+    for group in GROUPS:
+        if name in group_options(group).__dataclass_fields__:
+            return ConfigError(
+                f"{raw} is an option of {group}: write {group}={{{name!r}: ...}} in code, {group}.{name} by --set and in a file"
+            )
+    return None
+
+
 # Spellings of other tools: name -> ours. A dotted name is an option of a group.
 ALIASES: Mapping[str, str] = {
     **{name: f"{row.group}.{option}" for row in REGISTRY.values() for name, option in row.aliases.items()},
@@ -199,8 +209,11 @@ ALIASES: Mapping[str, str] = {
 SWEEP_ALIASES: Mapping[str, str] = {"lr": "learning_rate"}  # only in a dict that a sweep hands over
 
 
-def canonical(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Settings under their own names: aliases and dotted names resolved, with one notice for each alias."""
+def canonical(given: Mapping[str, Any], flat: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """Settings under their own names: aliases and dotted names resolved, with one notice for each alias.
+
+    `flat`: other names that the caller takes, for the error of a misspelt one.
+    """
     out: dict[str, Any] = {}
     notices: list[str] = []
     for raw, value in given.items():
@@ -225,7 +238,7 @@ def canonical(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         elif group in GROUPS:
             out.setdefault(group, {}).update(check(group, value, rules(DistributedConfig)[group]) or {})
         elif name not in DistributedConfig.__dataclass_fields__:
-            raise unknown_name(raw, [*DistributedConfig.__dataclass_fields__, *ALIASES])
+            raise _owned(raw, name) or unknown_name(raw, [*DistributedConfig.__dataclass_fields__, *ALIASES, *flat])
         else:
             out[name] = value
     return out, notices

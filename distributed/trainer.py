@@ -211,7 +211,7 @@ class Trainer:
             raise ConfigError(
                 f"config is a {type(config).__name__}: pass a DistributedConfig, the path of a file or a dict of settings"
             )
-        direct, said = canonical(self._flat_options(settings))
+        direct, said = canonical(self._flat_options(settings), self._own_options())
         code = joined(code, direct)
         if self._backend is not None:
             self._backend, option = pinned_backend(self._backend, code)
@@ -222,9 +222,12 @@ class Trainer:
         """On a subclass that pins the backend its options may be given flat."""
         if self._backend is None:
             return dict(settings)
-        row = backend_row(self._backend)
-        options = backend_class(self._backend).Options.__dataclass_fields__
-        return {f"{row.group}.{name}" if name in options else name: value for name, value in settings.items()}
+        group, options = backend_row(self._backend).group, self._own_options()
+        return {f"{group}.{name}" if name in options else name: value for name, value in settings.items()}
+
+    def _own_options(self) -> list[str]:
+        """Of the backend that a subclass pins."""
+        return [] if self._backend is None else list(backend_class(self._backend).Options.__dataclass_fields__)
 
     def _merge(self, more: Mapping[str, Any]) -> MergedConfig:
         typed = self._typed

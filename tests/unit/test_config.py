@@ -29,6 +29,7 @@ from tests.conftest import clean_environment
     ("given", "words"),
     [
         ({"batch_sise": 3}, ["batch_sise", "batch_size"]),
+        ({"wrap_classes": "x"}, ["wrap_classes is an option of fsdp", "fsdp={'wrap_classes': ...} in code", "--set"]),
         ({"run_dir": "x"}, ["run_dir is not a setting", "--run-dir", "checkpoint_dir"]),
         ({"batch_size": 0}, ["batch_size=0", "at least 1"]),
         ({"epochs": -1}, ["epochs=-1", "at least 1"]),
@@ -427,7 +428,10 @@ run(["train", "--help"])
 
 
 def test_importing_the_package_and_the_config_loads_no_framework():
-    code = "import sys, distributed; distributed.DistributedConfig(nproc_per_node=2); print(*sys.modules)"
+    code = (
+        "import sys, distributed; distributed.DistributedConfig(nproc_per_node=2); print(*sys.modules);"
+        " distributed.comm.all_reduce, distributed.gradient_checkpointing.checkpoint_scope"
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
     ).stdout.split()

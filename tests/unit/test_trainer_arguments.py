@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distributed import Callback, ConfigError, Trainer
+from distributed import Callback, ConfigError, FSDPTrainer, Trainer
 from distributed.remote import _pickled
 
 
@@ -53,3 +53,8 @@ class Misspelt(Callback):
 def test_an_argument_of_the_wrong_form_is_answered_with_the_right_one(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Trainer(lambda: None, **arguments)
+
+
+def test_a_misspelt_option_of_a_pinned_backend_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"wrap_class is not a setting \(did you mean 'wrap_classes'\?\)"):
+        FSDPTrainer(lambda: None, wrap_class="Linear")
