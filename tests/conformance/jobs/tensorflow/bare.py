@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -11,7 +12,9 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 in_use = getattr(context.context(), "_context_handle", None) is not None
-caught = next(int(line.split()[1], 16) for line in open("/proc/self/status") if line.startswith("SigCgt"))
+caught = next(
+    int(line.split()[1], 16) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt")
+)
 print(f"SIGTERM ends it {not caught >> signal.SIGTERM - 1 & 1}")
 print(f"memory growth {os.environ.get('TF_FORCE_GPU_ALLOW_GROWTH')}, in use {in_use}")
 
