@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,7 @@ class LaunchRequest:
     started_lines: tuple[str, ...] = ()  # shown once, before the workers start
     launcher: str = "distributed.launching.forkserver"  # the module whose `serve` starts and watches the workers
     launcher_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what only that launcher reads
+    epochs_fd: int | None = None  # a descriptor that gets the row of each finished epoch as a JSON line
 
     @property
     def world_size(self) -> int:
@@ -272,14 +273,15 @@ def launch(request: LaunchRequest) -> int:
     return code
 
 
-def start_launcher(request: LaunchRequest) -> int:
+def start_launcher(request: LaunchRequest, on_epoch: Callable[[Mapping[str, Any]], None] | None = None) -> int:
     """Run the workers from a launcher process of their own, for a plain script or a notebook; returns its exit code.
 
+    `on_epoch` gets the row of each finished epoch, here and in this thread; what it raises ends the workers as SIGTERM does.
     KeyboardInterrupt is passed on as SIGINT and raised again when the launcher has ended.
     """
     from distributed.launching.subprocess_launch import run_launcher
 
-    return run_launcher(request, sys.stdout, sys.stderr)
+    return run_launcher(request, sys.stdout, sys.stderr, on_epoch)
 
 
 if __name__ == "__main__":  # python -m distributed.launcher SCRIPT

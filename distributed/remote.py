@@ -99,7 +99,7 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
         payload.write_bytes(_pickled(fit))
         _warn_of_profiler(merged.config.verbose)
         try:
-            code = start_launcher(_request(trainer, merged, run, payload, resume))
+            code = start_launcher(_request(trainer, merged, run, payload, resume), trainer.backend.on_epoch)
         except KeyboardInterrupt:
             code = _INTERRUPTED
     if code not in (0, _INTERRUPTED, _PREEMPTED):

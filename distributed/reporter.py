@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed.launcher import link
@@ -14,6 +14,7 @@ class Reporter:
     def __init__(self, is_main_process: bool, verbose: bool) -> None:
         self._is_main_process, self._verbose = is_main_process, verbose
         self._display: Any = None
+        self.on_event: Callable[[Mapping[str, Any]], None] = lambda event: None  # gets what is shown here
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         if not self._is_main_process:
@@ -30,6 +31,7 @@ class Reporter:
 
             self._display = Display(verbose=self._verbose)
         self._display.handle(content)
+        self.on_event(content)
 
     def set_verbose(self, verbose: bool) -> None:
         """Show all from now on, or only warnings and errors: the script may say otherwise than the command line."""

@@ -22,6 +22,7 @@ from distributed.common_step import CommonStep
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, TrainingInterrupted
 from distributed.interrupts import save_by_the_clock, stop_on_signals
+from distributed.launching.epochs import Caller, Epochs
 from distributed.monitor import check_monitor
 from distributed.plan import BatchPlan, in_effect, plan_batch
 from distributed.reporter import Reporter
@@ -110,6 +111,8 @@ class Session:
             self.context.rank, self.context.world_size, self.backend.key_value_store(), f"fit-{next(_fit_numbers)}",
             timeout_s=config.timeout_s,
         )  # fmt: skip
+        caller = Caller(self.backend.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
+        self._reporter.on_event = Epochs(caller)
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
         run = loop.Run(
             self.backend, config, train, val, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved
@@ -133,8 +136,10 @@ class Session:
             list(state.rows), dict(state.best), state.total_time, state.step, str(fit.run.path), state.stop_reason
         )
         self._say_end(fit)
+        if caller.error is not None:
+            raise caller.error
         if was_interrupted(state):
-            self._leave_after_signal(int(str(state.stop_reason).split()[1]), fit)
+            self._leave_after_signal(int(str(state.stop_reason).split()[1]))
         return history
 
     def _note_failure(self, fit: _Fit, error: BaseException) -> None:
@@ -143,9 +148,7 @@ class Session:
         fit.stop_clock()
         fit.result.write_failed(fit.state, self._checkpoint, error)
 
-    def _leave_after_signal(self, signum: int, fit: _Fit) -> None:
-        if self.context.is_main_process:
-            fit.run.event("preempted", signal=signum, step=fit.state.step)
+    def _leave_after_signal(self, signum: int) -> None:
         if signum == signal.SIGINT and self.trainer._worker is None:
             raise KeyboardInterrupt
         raise TrainingInterrupted(signum if signum == signal.SIGINT else signal.SIGTERM)
@@ -272,7 +275,9 @@ class Session:
         if not self.context.is_main_process:
             return
         fit.result.write("interrupted" if was_interrupted(state) else "finished", state, self._checkpoint)
-        if not was_interrupted(state):
+        if was_interrupted(state):
+            fit.run.event("preempted", signal=int(str(state.stop_reason).split()[1]), step=state.step)
+        else:
             fit.run.event("finished", step=state.step, epoch=state.epoch)
         self._reporter({"kind": "finished", "lines": finished_lines(fit.run, state)})
 

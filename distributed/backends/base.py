@@ -147,6 +147,11 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """Into how many slices a micro-batch is cut."""
         return self.plan.world_size * self.devices_per_process
 
+    @property
+    def on_epoch(self) -> Callable[[Mapping[str, Any]], None] | None:
+        """What the process that called `fit` does with the row of each finished epoch, if anything."""
+        return None
+
     def launcher_options(self) -> dict[str, Any]:
         """What `launcher` must know beside the settings of a run. JSON-able."""
         return {}

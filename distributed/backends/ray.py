@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from distributed.backends._ray.cluster import check_place
@@ -14,6 +15,7 @@ from distributed.backends.fsdp import FSDPBackend
 from distributed.backends.torch_base import PROCESS_GROUPS
 from distributed.errors import ConfigError
 from distributed.fields import setting
+from distributed.launcher import worker_environment
 from distributed.plan import ProcessPlan
 from distributed.settings import MergedConfig
 
@@ -31,6 +33,7 @@ class RayOptions:
     callbacks: str | None = setting(
         None, "classes of ray.train.UserCallback that hear of each epoch, as module.Class, with commas", str
     )
+    report_to_tune: bool = setting(False, "give each epoch's metrics to Ray Tune, in a trial")
 
 
 class _OnRay(Backend[Any]):
@@ -46,6 +49,23 @@ class _OnRay(Backend[Any]):
         "master_addr": "Ray chooses where rank 0 runs: drop it",
     }
 
+    def _refuse(self) -> None:
+        super()._refuse()
+        options = self.config.options("ray")
+        if options.callbacks is not None and _trial() is not None:
+            raise ConfigError(
+                "ray.callbacks are called by Ray Train, which a trial of Ray Tune does without: give tune.run callbacks, or drop it"
+            )
+        if options.report_to_tune and worker_environment() is None and not _is_in_tune():
+            raise ConfigError(
+                "ray.report_to_tune=True works in a trial of Ray Tune, and this is none: drop it, or make the trainer in the function"
+                " that tune.run gets"
+            )
+
+    @property
+    def on_epoch(self) -> Callable[[Mapping[str, Any]], None] | None:
+        return _report if self.config.options("ray").report_to_tune and _is_in_tune() else None
+
     @property
     def is_fit_in_workers(self) -> bool:
         return self.plan.world_size > 1 or _trial() is None
@@ -60,10 +80,6 @@ class _OnRay(Backend[Any]):
     def launcher_options(self) -> dict[str, Any]:
         options = self.config.options("ray")
         trial = _trial()
-        if trial is not None and options.callbacks is not None:
-            raise ConfigError(
-                "ray.callbacks are called by Ray Train, which a trial of Ray Tune does without: give tune.run callbacks, or drop it"
-            )
         if trial is not None and trial["bundles"] == 1:
             return {}
         if trial is not None:
@@ -126,3 +142,21 @@ def _trial() -> dict[str, Any] | None:
         "placement_group": None if group is None else group.id.hex(),
         "bundles": 1 if group is None else group.bundle_count,
     }
+
+
+def _is_in_tune() -> bool:
+    """Whether this is a trial that runs a function: another kind of trial has no `tune.report`."""
+    reporting = sys.modules.get("ray.tune.trainable.trainable_fn_utils")
+    return reporting is not None and bool(reporting._in_tune_session())
+
+
+def _report(row: Mapping[str, Any]) -> None:
+    """Wait for Tune to take it. Where Tune stops a trial this raises SystemExit."""
+    from ray import tune
+    from ray.train._internal.session import get_session
+
+    # Then it ends the trial's process without waiting for its thread, though a stop may take ten minutes: have it wait until
+    # this one has saved and left.
+    thread = get_session().training_thread
+    thread.join = lambda timeout=None: type(thread).join(thread)
+    tune.report(dict(row))

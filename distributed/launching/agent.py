@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from distributed.launcher import LaunchRequest
 from distributed.launching.environment import WorkerEnvironment
+from distributed.launching.epochs import Epochs, write_row
 from distributed.launching.meeting import make_meeting
 from distributed.launching.output import WorkerOutput
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
@@ -42,7 +44,8 @@ class ForkAgent(SimpleElasticAgent):
         super().__init__(spec, exit_barrier_timeout=request.timeout_s)
         self._request, self._run, self._channel = request, run, channel
         self.verdicts = Verdicts(request, run, display)
-        self.output = WorkerOutput(run, display, channel, self.verdicts.note)
+        epochs = Epochs(functools.partial(write_row, request.epochs_fd))
+        self.output = WorkerOutput(run, display, channel, self.verdicts.note, epochs)
         self._master: tuple[str, int] = ("127.0.0.1", 0)
         self._meeting = make_meeting(request.meeting)
         self._opened: Any = None  # what the meeting of this attempt said on node 0

@@ -181,6 +181,8 @@ class ForkServer:
         os.setpgid(0, 0)  # the terminal's Ctrl-C is for the launcher alone
         self._signals.restore()
         self._channel.close()
+        if self._request.epochs_fd is not None:  # it is the launcher's, whose end it shows
+            os.close(self._request.epochs_fd)
         gc.enable()
         from distributed.launching.worker import run_worker
 

@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import dataclasses
+import json
 import os
 import selectors
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO, cast
 
 from distributed.launcher import HANDOVER_VARIABLE, LaunchRequest
+from distributed.launching.epochs import Caller, Row
 from distributed.launching.processes import STOP_SIGNALS, die_with_parent, heeded_signals
 
 
-def run_launcher(request: LaunchRequest, out: TextIO, err: TextIO) -> int:
-    """`python -m distributed._launch` for `request`; its output goes to `out` and `err`. Returns the exit code.
+def run_launcher(
+    request: LaunchRequest, out: TextIO, err: TextIO, on_epoch: Callable[[Row], None] | None = None
+) -> int:
+    """`python -m distributed._launch` for `request`; its output goes to `out` and `err`, and `on_epoch` gets the row of each
+    finished epoch. Returns the exit code.
 
     SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to it. KeyboardInterrupt when it has ended and SIGINT was among them.
+    What `on_epoch` raises is raised when it has ended too: as after SIGTERM.
     """
     seen: list[int] = []
     with _held_back() as let_go:
-        process = _start(request.to_json(), _is_own_descriptor(out, 1), _is_own_descriptor(err, 2))
+        process, epochs = _start(request, _is_own_descriptor(out, 1), _is_own_descriptor(err, 2), on_epoch is not None)
+        caller = Caller(on_epoch, process.terminate)
         with _passed_on(process, seen):
             let_go()
-            _relay(process, out, err)
+            _relay({process.stdout: _shown_on(out), process.stderr: _shown_on(err), epochs: _rows_to(caller)})
             code = process.wait()
+    if caller.error is not None:
+        raise caller.error
     if signal.SIGINT in seen:
         raise KeyboardInterrupt
     return 128 - code if code < 0 else code
@@ -91,10 +101,14 @@ def _passed_on(process: subprocess.Popen[bytes], seen: list[int]) -> Iterator[No
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def _start(request: str, inherits_out: bool, inherits_err: bool) -> subprocess.Popen[bytes]:
-    """A launcher that has its request on standard input: no file that a killed caller could leave behind."""
+def _start(
+    request: LaunchRequest, inherits_out: bool, inherits_err: bool, tells_epochs: bool
+) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
+    """A launcher that has its request on standard input: no file that a killed caller could leave behind. And the pipe with
+    the rows of epochs."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    read, write = os.pipe() if tells_epochs else (None, None)
     environ = {name: value for name, value in os.environ.items() if name != HANDOVER_VARIABLE}
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).parents[1] / "_launch.py"), "-", str(os.getpid())],
@@ -102,12 +116,15 @@ def _start(request: str, inherits_out: bool, inherits_err: bool) -> subprocess.P
         stdout=None if inherits_out else subprocess.PIPE,
         stderr=None if inherits_err else subprocess.PIPE,
         env=environ,
+        pass_fds=() if write is None else (write,),
         start_new_session=True,  # the terminal's Ctrl-C reaches only the caller, who passes it on
     )
+    if write is not None:
+        os.close(write)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(request.encode())
-    return process
+        process.stdin.write(dataclasses.replace(request, epochs_fd=write).to_json().encode())
+    return process, None if read is None else os.fdopen(read, "rb", buffering=0)
 
 
 def _is_own_descriptor(stream: TextIO, fd: int) -> bool:
@@ -120,19 +137,38 @@ def _is_own_descriptor(stream: TextIO, fd: int) -> bool:
         return False
 
 
-def _relay(process: subprocess.Popen[bytes], out: TextIO, err: TextIO) -> None:
-    """Copy the launcher's pipes to the caller's streams until both are closed."""
+def _shown_on(stream: TextIO) -> Callable[[str], None]:
+    def show(text: str) -> None:
+        stream.write(text)
+        stream.flush()
+
+    return show
+
+
+def _rows_to(take: Callable[[Row], None]) -> Callable[[str], None]:
+    rest = ""
+
+    def read(text: str) -> None:
+        nonlocal rest
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            take(json.loads(line))
+
+    return read
+
+
+def _relay(pipes: Mapping[IO[bytes] | None, Callable[[str], None]]) -> None:
+    """Give what comes out of each pipe to its taker, until all are closed."""
     decoder = codecs.getincrementaldecoder("utf-8")
     with selectors.DefaultSelector() as selector:
-        for pipe, stream in ((process.stdout, out), (process.stderr, err)):
+        for pipe, take in pipes.items():
             if pipe is not None and not pipe.closed:
-                selector.register(pipe, selectors.EVENT_READ, (stream, decoder(errors="replace")))
+                selector.register(pipe, selectors.EVENT_READ, (take, decoder(errors="replace")))
         while selector.get_map():
             for key, _ in selector.select():
-                pipe, (stream, decode) = cast("IO[bytes]", key.fileobj), key.data
+                pipe, (take, decode) = cast("IO[bytes]", key.fileobj), key.data
                 data = os.read(key.fd, 65536)
-                stream.write(decode.decode(data, final=not data))
-                stream.flush()
+                take(decode.decode(data, final=not data))
                 if not data:
                     selector.unregister(pipe)
                     pipe.close()

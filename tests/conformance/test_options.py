@@ -545,6 +545,7 @@ TESTED = {  # setting -> a test of its effect, or of its refusal
     "fsdp.reduce_dtype": SHARDED + "test_mixed_precision_moves_weights_by_its_rounding_alone",
     "ray.engine": RAY + "test_fit_of_a_plain_script_brings_the_weights_back",
     "ray.cpus_per_worker": RAY + "test_an_existing_cluster_is_joined_by_its_address",
+    "ray.report_to_tune": RAY + "test_a_trial_of_ray_tune_trains_in_its_own_placement_group",
     "ray.callbacks": RAY + "test_killed_it_starts_again_ends_in_the_bits_of_ddp_and_tells_ray_of_each_epoch_once",
     "horovod.compression": HOROVOD
     + "test_compressed_gradients_are_close_and_not_equal_by_word_and_by_horovods_own_object",

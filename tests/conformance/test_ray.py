@@ -252,7 +252,8 @@ def test_fit_of_a_plain_script_brings_the_weights_back(run_python, tmp_path):
 
 
 def test_a_trial_of_ray_tune_trains_in_its_own_placement_group(run_python, tmp_path):
-    """The cluster has no CPU beside the trial's own: workers anywhere else would wait for ever."""
+    """The cluster has no CPU beside the trial's own: workers anywhere else would wait for ever. Tune hears of epochs where it
+    is to, and where it stops a trial the workers save and leave."""
     with tempfile.TemporaryDirectory(prefix="tune-") as out:
         done = run_python([str(JOBS / "trials.py"), out], cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.output
@@ -260,8 +261,17 @@ def test_a_trial_of_ray_tune_trains_in_its_own_placement_group(run_python, tmp_p
     for name, world in (("alone", 1), ("one bundle", 2), ("own bundles", 2)):
         last = found[name]["last"]
         assert last["result"]["world_size"] == world and last["result"]["backend"] == "ray"
-        assert last["accuracy"] == last["result"]["best_metrics"]["val_accuracy"] > 0.5
+        assert last["score"] == last["result"]["best_metrics"]["val_accuracy"] > 0.5
         assert found[name]["best"] == 8
+        told = [] if name == "alone" else [1, 2, 3, 4, 5, 6]
+        assert [row["epoch"] for row in found[name]["heard"]] == [*told, None]  # the last is what the function returned
+    assert [row["step"] for row in found["own bundles"]["heard"]][:2] == [3, 6]
+    assert found["own bundles"]["heard"][0]["val_loss"] > found["own bundles"]["heard"][5]["val_loss"] > 0
+    for name in ("stopped alone", "stopped workers"):
+        assert [row["epoch"] for row in found[name]["heard"]] == [1, 2, 3]
+        left = found[name]["left"]
+        assert left["status"] == "interrupted" and 9 <= left["steps"] < 300000
+        assert left["checkpoint"] == f"checkpoints/step-{left['steps']:08d}"
     refused = "nproc_per_node=2 is more than the 1 that fit into the trial's placement group"
     assert refused in found["too small"]["error"]
 

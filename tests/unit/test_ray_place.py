@@ -51,6 +51,10 @@ def test_the_engine_chooses_the_step_and_whose_options_count(engine, kind):
         ({"num_nodes": 2}, "num_nodes=2 does not work with backend='ray': Ray chooses the nodes"),
         ({"master_addr": "here"}, "master_addr='here' does not work with backend='ray': Ray chooses where rank 0 runs"),
         ({"gpus_per_node": 2}, "gpus_per_node=2 does not work with backend='ray': Ray chooses the nodes"),
+        (
+            {"ray": {"report_to_tune": True}},
+            "ray.report_to_tune=True works in a trial of Ray Tune, and this is none: drop",
+        ),
     ],
 )
 def test_what_ray_decides_is_refused(settings, said):

@@ -22,6 +22,7 @@ from distributed.backends._ray.hub import Guest, Hub, attach, reachable_address
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launcher import THREAD_VARIABLES, LaunchRequest, check_script, set_thread_variables
 from distributed.launching.environment import WorkerEnvironment
+from distributed.launching.epochs import Epochs, Row, write_row
 from distributed.launching.guarded import Guarded, Report
 from distributed.launching.output import WorkerOutput
 from distributed.launching.stopping import Signals, Stop
@@ -73,8 +74,7 @@ class _Launch:
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # "joined", "begun", "stop", or Ray has ended: "left"
         self._verdicts = Verdicts(request, run, display)
         self._channel, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._output = WorkerOutput(run, display, side, self._verdicts.note, self._report)
-        self._reported: dict[str, int] = {}  # run directory -> the last step whose epoch Ray knows
+        self._output = WorkerOutput(run, display, side, self._verdicts.note, Epochs(self._report))
         self._stop = Stop(request.timeout_s)
         self._hub = Hub(request.nproc_per_node, signals, self._stop, self._tell, self._begin, self._note)
         self._attempt, self._threads = 0, threads
@@ -178,11 +178,10 @@ class _Launch:
 
     # ------------------------------------------------------------------ the output's thread
 
-    def _report(self, event: dict[str, Any]) -> None:
-        """Tell Ray of a finished epoch, once: after a restart epochs come again."""
-        if event.get("kind") == "epoch" and event["row"]["step"] > self._reported.get(event["run"], -1):
-            self._reported[event["run"]] = event["row"]["step"]
-            self._hub.order(op="report", metrics=event["row"])
+    def _report(self, row: Row) -> None:
+        """Tell Ray, and who called `fit`, of a finished epoch."""
+        self._hub.order(op="report", metrics=row)
+        write_row(self._request.epochs_fd, row)
 
     # ------------------------------------------------------------------ the hub's thread
 

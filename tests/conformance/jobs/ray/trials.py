@@ -1,9 +1,10 @@
 """Seed 002's search with Ray Tune, with a model and loaders filled in: trials that train in themselves, trials whose
-workers take the trial's placement group, and one whose group is too small. Prints one JSON line."""
+workers take the trial's placement group, trials that Tune stops, and one whose group is too small. Prints one JSON line."""
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import ray
@@ -15,10 +16,14 @@ from distributed import RayTrainer
 
 OUT = Path(sys.argv[1])
 GROUP = tune.PlacementGroupFactory
+TOLD = {"ray.report_to_tune": True}
+ENDLESS = {**TOLD, "epochs": 100000}  # Tune stops it after three
 KINDS = {  # resources of a trial, and more of its config. The cluster has what one trial asks for, and no more.
     "alone": ({"cpu": 3}, {}),
-    "one bundle": ({"cpu": 3}, {"nproc_per_node": 2}),
-    "own bundles": (GROUP([{"CPU": 1}, {"CPU": 1}, {"CPU": 1}]), {"nproc_per_node": 2}),
+    "one bundle": ({"cpu": 3}, {"nproc_per_node": 2, **TOLD}),
+    "own bundles": (GROUP([{"CPU": 1}, {"CPU": 1}, {"CPU": 1}]), {"nproc_per_node": 2, **TOLD}),
+    "stopped alone": ({"cpu": 3}, ENDLESS),
+    "stopped workers": ({"cpu": 3}, {"nproc_per_node": 2, **ENDLESS}),
     "too small": (GROUP([{"CPU": 2}, {"CPU": 1}]), {"nproc_per_node": 2}),
 }
 
@@ -32,13 +37,55 @@ data = TensorDataset(x, (x.sum(1) > 0).long())
 train_loader, val_loader = DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=8)
 
 
+class Heard(tune.Callback):
+    """What every report of a search says of the epoch."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_trial_result(self, iteration, trials, trial, result, **info):
+        self.rows.append({name: result.get(name) for name in ("epoch", "step", "val_loss", "score")})
+
+
 def train_fn(config):
     model = create_model(config["hidden_size"])
-    trainer = RayTrainer(model, config, epochs=6, global_batch_size=16)
+    trainer = RayTrainer(model, {"epochs": 6, **config}, global_batch_size=16)
     trainer.fit(train_loader, val_loader)
     trained = sum(float(parameter.detach().sum()) for parameter in model.parameters())
     events = Path(trainer.history.run_dir, "result.json")
-    return {"accuracy": trainer.best_accuracy, "trained": trained, "result": json.loads(events.read_text())}
+    best = trainer.best_accuracy
+    return {"score": best, "val_accuracy": best, "trained": trained, "result": json.loads(events.read_text())}
+
+
+def search(name):
+    resources, more = KINDS[name]
+    heard = Heard()
+    analysis = tune.run(
+        train_fn,
+        config={"hidden_size": tune.choice([8]), "lr": tune.loguniform(0.02, 0.03), **more},
+        num_samples=1,
+        resources_per_trial=resources,
+        stop=lambda trial_id, result: "stopped" in name and result["epoch"] == 3,
+        # Tune wants its metric in every report: of that of "alone" only `train_fn` knows.
+        metric="score" if name == "alone" else "val_accuracy",
+        mode="max", verbose=0, storage_path=str(OUT / "tune"), raise_on_failed_trial=False, callbacks=[heard],
+    )  # fmt: skip
+    (trial,) = analysis.trials
+    best = analysis.best_config and analysis.best_config["hidden_size"]
+    error = str(trial.get_error()) if trial.status == "ERROR" else None
+    left = result_of(Path(trial.storage.trial_working_directory))
+    return {"last": trial.last_result, "best": best, "error": error, "heard": heard.rows, "left": left}
+
+
+def result_of(trial):
+    """What a run says of its end, which comes a little after Tune has stopped it."""
+    deadline = time.monotonic() + 20
+    while True:
+        (file,) = trial.glob("runs/*/result.json")
+        left = json.loads(file.read_text())
+        if left["status"] != "running" or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
 
 
 def main():
@@ -46,20 +93,7 @@ def main():
         address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
         object_store_memory=10**8, _temp_dir=str(OUT / "ray"),
     )  # fmt: skip
-    found = {}
-    for name, (resources, more) in KINDS.items():
-        analysis = tune.run(
-            train_fn,
-            config={"hidden_size": tune.choice([8]), "lr": tune.loguniform(0.02, 0.03), **more},
-            num_samples=1,
-            resources_per_trial=resources,
-            metric="accuracy", mode="max", verbose=0, storage_path=str(OUT / "tune"), raise_on_failed_trial=False,
-        )  # fmt: skip
-        (trial,) = analysis.trials
-        best = analysis.best_config and analysis.best_config["hidden_size"]
-        error = str(trial.get_error()) if trial.status == "ERROR" else None
-        found[name] = {"last": trial.last_result, "best": best, "error": error}
-    print(json.dumps(found, default=str))
+    print(json.dumps({name: search(name) for name in KINDS}, default=str))
     ray.shutdown()
 
 

@@ -1,0 +1,49 @@
+"""News of finished epochs, for whoever launched the workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+class Epochs:
+    """Gives `tell` the row of each finished epoch once: after a restart epochs come again."""
+
+    def __init__(self, tell: Callable[[Row], None]) -> None:
+        self._tell = tell
+        self._told: dict[str, int] = {}  # run directory -> the last step whose epoch is known
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Take any event of the main process."""
+        if event.get("kind") == "epoch" and event["row"]["step"] > self._told.get(event["run"], -1):
+            self._told[event["run"]] = event["row"]["step"]
+            self._tell(event["row"])
+
+
+def write_row(fd: int | None, row: Row) -> None:
+    """One JSON line, as far as somebody listens."""
+    if fd is not None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(fd, json.dumps(row).encode() + b"\n")
+
+
+class Caller:
+    """Who called `fit`: takes rows with `on_epoch`, if that is given, until it raises. Then `stop` is called, once."""
+
+    def __init__(self, on_epoch: Callable[[Row], None] | None, stop: Callable[[], None]) -> None:
+        self._on_epoch, self._stop = on_epoch, stop
+        self.error: BaseException | None = None  # to be raised once training has ended
+
+    def __call__(self, row: Row) -> None:
+        if self._on_epoch is None or self.error is not None:
+            return
+        try:
+            self._on_epoch(row)
+        except BaseException as error:  # of any kind: no worker may outlive it
+            self.error = error
+            self._stop()
