@@ -85,6 +85,10 @@ def run(asked: Asked, cell: Cell, start: Start | None) -> Trained:
         if code:
             output.seek(0)
             raise _failure(code, output.read().decode(errors="replace"))
+    if not (directory / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"{asked.script} ended without a fit of a Trainer, whose numbers are compared: give one that trains"
+        )
     return read_run(directory)
 
 
