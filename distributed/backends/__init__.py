@@ -39,6 +39,7 @@ class BackendRow:
     before_script: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, flat: spelling -> option
     for_launcher: tuple[str, ...] = ()  # options that its launcher reads: they hold for a script without a Trainer too
+    compiled: str | None = None  # a module of its library that loads only beside the torch that it was built for
     instead_of: str | None = None  # a trainer that pins that backend runs on this one where ...
     chosen_by: tuple[str, ...] = ()  # ... one of these options of this one is given in code
     # What its workers have in their environment before the script runs, where the user has not set it: Keras asks for its
@@ -88,7 +89,7 @@ REGISTRY: dict[str, BackendRow] = {
             "horovod", "distributed.backends.horovod", "HorovodBackend", "horovod", _TORCH_PRELOAD, ("torch", "horovod"),
             "'make horovod' (builds it for the installed torch)",
             "Horovod: a full copy of the model in every process, over Gloo or MPI",
-            meeting="distributed.backends._horovod.rendezvous:Rendezvous",
+            meeting="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
         ),
         BackendRow(
             "tensorflow", "distributed.backends.tensorflow", "TensorFlowBackend", "tensorflow", (), ("torch", "tensorflow", "keras"),

@@ -98,8 +98,22 @@ def check_backend(row: BackendRow, is_default: bool) -> Check:
     absent = missing_libraries(row)
     if absent:
         return Check(row.name, BAD if is_default else MISSING, f"no {', '.join(absent)}: run {row.install}")
+    if row.compiled is not None and (reason := _load_error(row.compiled)):
+        return Check(
+            row.name, BAD if is_default else MISSING, f"{row.compiled} does not load ({reason}): run {row.install}"
+        )
     versions = ", ".join(f"{name} {_version(name) or '(version unknown)'}" for name in row.requires)
     return Check(row.name, OK, f"usable with {versions}")
+
+
+def _load_error(module: str) -> str | None:
+    """The last line of what importing `module` says, in a process of its own; None where it loads."""
+    command = [sys.executable, "-c", f"import {module}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"not done after {PROBE_LIMIT_S:g} s"
+    return (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1] if done.returncode else None
 
 
 def check_dask() -> Check:

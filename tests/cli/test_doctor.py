@@ -41,6 +41,17 @@ def test_without_torch_it_says_the_command_and_exits_3(run_python):
     assert "not usable: single, pytorch-ddp, all-reduce" in done.stdout
 
 
+def test_a_library_that_was_built_for_another_torch_is_not_called_usable(tmp_path, monkeypatch):
+    (tmp_path / "built_for_another.py").write_text("raise ImportError('x.so: undefined symbol: _ZN3c104impl')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    row = dataclasses.replace(REGISTRY["horovod"], requires=(), compiled="built_for_another")
+    assert doctor.check_backend(row, is_default=False) == doctor.Check(
+        "horovod", doctor.MISSING,
+        "built_for_another does not load (ImportError: x.so: undefined symbol: _ZN3c104impl):"
+        " run 'make horovod' (builds it for the installed torch)",
+    )  # fmt: skip
+
+
 def test_no_framework_is_loaded_by_the_checking_process(run_python):
     code = "import sys, distributed.cli.doctor as d; list(d.examine()); print('torch' in sys.modules)"
 
