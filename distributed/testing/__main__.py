@@ -18,7 +18,7 @@ from distributed.testing.adapter import Adapter
 from distributed.testing.conformance import checks_for
 from distributed.testing.faults import check_exception, check_kill, check_refusals, check_starts
 from distributed.testing.running import AllReferences, Ran, train_cases
-from distributed.testing.travel import table, travel
+from distributed.testing.travel import Trip, table, travel
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,15 +60,12 @@ def _checkpoints(ran: Sequence[Ran], references: AllReferences, directory: Path)
         groups.setdefault(id(references.of(one.adapter)), []).append(one)
     bad = []
     for number, alike in enumerate(groups.values()):
-        found = references.of(alike[0].adapter)
-        trips = [
-            trip
-            for place, target in enumerate(alike)
-            for trip in travel(
-                found.sources(alike), target.adapter, target.world_size, directory / f"to-{number}-{place}", found
-            )
-        ]
-        sys.stdout.write(table(trips) + "\n\n")
+        found, trips = references.of(alike[0].adapter), list[Trip]()
+        for place, target in enumerate(alike):
+            out = directory / f"to-{number}-{place}"
+            trips += travel(found.sources(alike), target.adapter, target.world_size, out, found)
+            sys.stderr.write(f"{len(trips)} checkpoints taken up, the last by {target}\n")
+        sys.stdout.write(f"{table(trips)}\n\n{len(trips)} checkpoints taken up\n\n")
         bad += [trip for trip in trips if not trip.is_good]
     for trip in bad:
         sys.stdout.write(f"{trip}\n")

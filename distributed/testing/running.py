@@ -118,6 +118,11 @@ class Ran:
         return _case(self.directory, name, self.world_size)
 
     @property
+    def in_float32(self) -> Ran:
+        """The same start in float32, which has left a `source` at least."""
+        return dataclasses.replace(self, dtype="float32", directory=self.directory.with_name("float32"))
+
+    @property
     def source(self) -> Path:
         """The checkpoint of the training that was cut off in the middle of an epoch."""
         (path,) = (self.directory / "source").rglob("step-*")
@@ -196,7 +201,7 @@ class References:
     def sources(self, ran: Sequence[Ran]) -> list[Ran]:
         """Those of `ran` that are compared with this one, for checkpoints that travel: this one's own stand in front."""
         own = self.float64.adapter
-        return [self.float64, self.float32, *(each for each in ran if each.adapter.reference == own != each.adapter)]
+        return [self.float64, *(each for each in ran if each.adapter.reference == own != each.adapter)]
 
 
 def train_references(adapter: Adapter, directory: Path, run: Runner = run_python) -> References:

@@ -53,8 +53,8 @@ def travel(
     references: References,
     run: Runner = run_python,
 ) -> list[Trip]:
-    """All sources' checkpoints in one start of the target; without those in float64 where the target has none."""
-    fitting = [source for source in sources if source.dtype == "float32" or target.has_float64]
+    """All sources' checkpoints in one start of the target; those in float32 where the target has no float64."""
+    fitting = list(sources) if target.has_float64 else [source.in_float32 for source in sources]
     asked = {
         "model": target.model,
         "sources": [(str(number), source.dtype, str(source.source)) for number, source in enumerate(fitting)],
@@ -103,13 +103,18 @@ def _rates(optimizer: Mapping[str, Any]) -> list[Any]:
 
 
 def table(trips: Iterable[Trip]) -> str:
-    """A Markdown table: a row for each source, a column for each target; ok, or what is wrong."""
-    trips = list(trips)
-    columns = list(dict.fromkeys(f"{trip.target} x {trip.world_size}" for trip in trips))
-    rows: dict[str, dict[str, str]] = {}
+    """A Markdown table: a row for each adapter that wrote, a column for each that read. A cell holds the farthest of all their
+    numbers of processes, "LOST" where something is wrong."""
+    cells: dict[tuple[str, str], list[Trip]] = {}
     for trip in trips:
-        cell = f"{trip.weights:.0e}" if trip.is_good else "LOST"
-        rows.setdefault(f"{trip.source} {trip.source.dtype}", {})[f"{trip.target} x {trip.world_size}"] = cell
+        cells.setdefault((str(trip.source.adapter), str(trip.target)), []).append(trip)
+    rows, columns = (list(dict.fromkeys(pair[place] for pair in cells)) for place in (0, 1))
     lines = [["from \\ to", *columns], ["---"] * (len(columns) + 1)]
-    lines += [[name, *(cells.get(column, "") for column in columns)] for name, cells in rows.items()]
+    lines += [[row, *(_cell(cells.get((row, column), [])) for column in columns)] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(trips: Sequence[Trip]) -> str:
+    if not trips:
+        return ""
+    return f"{max(trip.weights for trip in trips):.0e}" if all(trip.is_good for trip in trips) else "LOST"

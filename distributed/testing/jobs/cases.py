@@ -5,7 +5,8 @@
 ASKED is JSON: `model` ("torch" or "keras"), `dtypes`, `refused` (cases to leave out), `kinds` ("bf16", "fp16", "compile": cases
 to add), and `reference`, which adds what only one process is measured at. OUT/DTYPE gets NAME.npz for each case (losses and what
 else a check compares), its weights in NAME.safetensors, NAME-RANK.json with what each rank saw, and `source/`, the checkpoint of
-a run cut off in the middle of an epoch. The cases in float32, bfloat16 and float16 lie beside the others of the last DTYPE.
+a run cut off in the middle of an epoch, which OUT/float32 gets in any case. The cases in float32, bfloat16 and float16 lie
+beside the others of the last DTYPE.
 """
 
 from __future__ import annotations
@@ -141,11 +142,13 @@ class Fits:
         self("one-update", **self._one())
         self("one-clipped-update", **self._one(), gradient_clipping=CLIP)
 
+    def cut_off(self) -> None:
+        """In the middle of an epoch."""
+        self("cut-off", **resumable(self.parts), max_steps=CUT_OFF, checkpoint_dir=str(self.out / "source"))
+
     def resumed(self) -> None:
-        """Cut off in the middle of an epoch, and taken up by another trainer."""
-        source = self.out / "source"
-        self("cut-off", **resumable(self.parts), max_steps=CUT_OFF, checkpoint_dir=str(source))
-        (checkpoint,) = source.rglob(f"step-{CUT_OFF:08d}")
+        """Taken up by another trainer."""
+        (checkpoint,) = (self.out / "source").rglob(f"step-{CUT_OFF:08d}")
         self("resumed", **resumable(self.parts), resume_from_checkpoint=str(checkpoint))
 
     def mixed(self) -> None:
@@ -188,6 +191,7 @@ def main(out: Path, asked: dict[str, Any]) -> None:
             if name not in asked["refused"]:
                 fits(name, **case)
         fits.clipped()
+        fits.cut_off()
         fits.resumed()
     if "compile" in asked["kinds"]:
         fits.compiled()
@@ -198,6 +202,9 @@ def main(out: Path, asked: dict[str, Any]) -> None:
     if asked["reference"]:
         fits.unmixed()
     fits.in_float32(asked["reference"])
+    if "float32" not in asked["dtypes"]:  # for those that have nothing wider
+        (out / "float32").mkdir(exist_ok=True)
+        Fits(parts, out / "float32", "float32").cut_off()
 
 
 if __name__ == "__main__":
