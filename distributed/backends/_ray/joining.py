@@ -7,9 +7,9 @@ import threading
 import time
 from typing import Any
 
-_TRIES = 3
+_TRIES = 10  # of which one in five may fail, on a busy head
 _SERVER_S = 45.0  # for the process that serves this client to come up; a head itself gives up after 30
-_LAST_WORDS_S = 2.0  # for a connection that failed to end by itself
+_LAST_WORDS_S = 1.0  # for a connection that failed to end by itself
 
 
 def join(ray: Any, address: str, **settings: Any) -> None:
