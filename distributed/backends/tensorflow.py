@@ -201,15 +201,12 @@ class TensorFlowBackend(Backend[Any]):
 
     @contextlib.contextmanager
     def own_generators(self) -> Iterator[None]:
-        import keras
+        from distributed.backends._keras.floats import floats_of
+        from distributed.backends._tensorflow.exact import exact_constants
 
-        before = keras.config.floatx()
-        keras.config.set_floatx(self.config.dtype)  # what losses, metrics and optimizers compute in
-        try:
-            with self._generators.inside():
-                yield
-        finally:
-            keras.config.set_floatx(before)
+        constants = exact_constants() if self.config.dtype == "float64" else contextlib.nullcontext()
+        with floats_of(self.config.dtype), constants, self._generators.inside():  # of losses, metrics and optimizers
+            yield
 
     def batch_size_of(self, data: Any) -> int | None:
         from distributed.backends._tensorflow.sources import batch_size_of

@@ -499,13 +499,12 @@ class TorchBackend(Backend[OptionsT]):
     def take_weights(self, model: Any, directory: Path) -> Any:
         import torch
 
-        from distributed.backends._keras import files
         from distributed.backends._keras.models import is_model
-        from distributed.backends._torch import modules, tensors
+        from distributed.backends._torch import keras_module, modules, tensors
 
         made = modules.make_model(model, self.config, torch.device("cpu"))
-        if is_model(made):  # of whatever engine this process has
-            files.load_model(made, directory)
+        if is_model(made):
+            keras_module.take_weights(made, directory, self.config.dtype)
             return made
         built = modules.build_model(made, self.config, torch.device("cpu"))
         tensors.load_model(built, directory)

@@ -23,7 +23,7 @@ from tests.conftest import needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "keras_jobs" / "engines.py"
 ON_TENSORFLOW = ["horovod", "--set", "horovod.keras_backend=tensorflow"]
-SAME = ("compiled", "counted", "tokens", "empty-slices", "whole", "saved")
+SAME = ("compiled", "constants", "in-float64", "counted", "tokens", "empty-slices", "whole", "saved")
 # name -> (processes, flags, whose checkpoint is gone on from, cases)
 ENGINES = {
     "single": (1, ["single"], None, (*SAME, "float32")),
@@ -89,6 +89,7 @@ def test_a_keras_script_trains_as_in_one_process_on_torch(ran, name):
     assert {case: far for case, far in apart.items() if not far < 1e-9} == {}
     for case, ranks in found.items():
         assert all(rank.get("weights") == ranks[0].get("weights") for rank in ranks), case
+        assert {rank.get("usual", "float32") for rank in ranks} == {"float32"}, case
     one, other = expected["compiled"][0]["row"], found["compiled"][0]["row"]
     assert [other[key] for key in ("loss", "accuracy", "val_loss", "val_accuracy")] == pytest.approx(
         [one[key] for key in ("loss", "accuracy", "val_loss", "val_accuracy")], abs=1e-9

@@ -13,6 +13,7 @@ import numpy
 import tensorflow as tf
 
 from distributed.backends._keras import files
+from distributed.backends._keras.floats import floats_of
 from distributed.backends._keras.losses import in_dtype
 from distributed.backends._tensorflow.replicas import Replicas
 from distributed.config import DistributedConfig
@@ -33,7 +34,7 @@ def build_model(given: Any, config: DistributedConfig, policy: str, replicas: Re
     the same weights.
     """
     if isinstance(given, keras.Model):
-        is_right = _policy_names(given) <= {policy} and (replicas is None or replicas.holds(given))
+        is_right = _follows(given, policy) and (replicas is None or replicas.holds(given))
         return given if is_right else _rebuilt(given, policy)
     states = random.getstate(), numpy.random.get_state()
     try:
@@ -59,6 +60,12 @@ def _default(policy: str) -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
+def _follows(model: Any, policy: str) -> bool:
+    """Whether all layers have the element types `policy`; for float64 also what the batch is cast to."""
+    read = {layer.dtype for layer in model._flatten_layers() if isinstance(layer, keras.layers.InputLayer)}
+    return _policy_names(model) <= {policy} and not (policy == "float64" and "float32" in read)
+
+
 def _policy_names(model: Any) -> set[str]:
     return {
         layer.dtype_policy.name for layer in model._flatten_layers() if not isinstance(layer, keras.layers.InputLayer)
@@ -78,7 +85,7 @@ def _rebuilt(model: Any, policy: str) -> Any:
         ) from None
     if model.built and not made.built:
         made.build_from_config(model.get_build_config() or {})
-    if len(made.variables) != len(model.variables) or not _policy_names(made) <= {policy}:
+    if len(made.variables) != len(model.variables) or not _follows(made, policy):
         raise ConfigError(
             f"the model does not follow {policy} (a layer's own dtype, or a configuration without its layers): pass a factory,"
             " Trainer(lambda: MyModel(), ...)"
@@ -131,7 +138,8 @@ def statistics(model: Any) -> list[Any]:
 
 def with_weights(given: Any, directory: Path, config: DistributedConfig, policy: str) -> Any:
     """The model of a checkpoint; `given` has its weights afterwards, if it is an object."""
-    built = build_model(given, config, policy)
+    with floats_of(config.dtype):
+        built = build_model(given, config, policy)
     files.load_model(built, directory)
     give_back(built, given)
     return built

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from distributed.backends._keras import files
+from distributed.backends._keras.floats import floats_of
 from distributed.backends._keras.names import model_variables, seed_names
 
 _MARK = "_distributed_rank"  # whose streams the seed generators of a model draw
@@ -18,13 +21,9 @@ def keras_scope(device: torch.device, dtype: str) -> Iterator[None]:
     """Within it Keras makes tensors on `device`, and floats are `dtype`."""
     import keras
 
-    before = keras.config.floatx()
-    with keras.device(str(device)), _whole_float64() if dtype == "float64" else contextlib.nullcontext():
-        keras.config.set_floatx(dtype)
-        try:
-            yield
-        finally:
-            keras.config.set_floatx(before)
+    whole = _whole_float64() if dtype == "float64" else contextlib.nullcontext()
+    with keras.device(str(device)), whole, floats_of(dtype):
+        yield
 
 
 @contextlib.contextmanager
@@ -100,6 +99,19 @@ def _mixed(rank: int) -> int:
     return rank * 0x3D4D51CB & 0x3FFFFFFF
 
 
+def take_weights(model: Any, directory: Path, dtype: str) -> None:
+    """Put the weights of a checkpoint into a model outside of the workers, whose Keras may run on any engine.
+
+    On torch it is float64 afterwards where the run was, as in the workers; on another engine it stays what it was.
+    """
+    import keras
+
+    files.load_model(model, directory)  # builds it, too
+    if dtype == "float64" and keras.config.backend() == "torch":
+        to_float64(model)
+        files.load_model(model, directory)
+
+
 def to_float64(model: Any) -> None:
     """Change the floating variables of a built model, and what its layers compute in, to float64."""
     import keras
@@ -111,6 +123,9 @@ def to_float64(model: Any) -> None:
         for each in (*read, *_inputs(layer)):
             if "float" in str(each.dtype):
                 each._dtype = "float64"
+        for name, value in list(vars(layer).items()):  # what a layer has made of its constants, as Normalization
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                setattr(layer, name, value.double())
     widen(model.variables)
 
 

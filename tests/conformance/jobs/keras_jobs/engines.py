@@ -73,6 +73,31 @@ def tokens():
     ])  # fmt: skip
 
 
+@keras.saving.register_keras_serializable()
+def approximate(x):
+    return keras.activations.gelu(x, approximate=True)
+
+
+def constants():
+    """Layers within layers, given as an object, that hold numbers which no float32 is."""
+    layers = keras.layers
+    inner = keras.Sequential([
+        keras.Input((FEATURES,)), layers.Rescaling(1 / 3, 0.1), layers.Normalization(mean=0.1, variance=0.3),
+        layers.Dense(8, "gelu", kernel_initializer=Fixed(), kernel_regularizer=keras.regularizers.L2(0.013)),
+        layers.Dense(8, kernel_initializer=Fixed()), layers.LeakyReLU(0.3),
+    ])  # fmt: skip
+    x = keras.Input((FEATURES,))
+    return keras.Model(x, layers.Dense(CLASSES, approximate, kernel_initializer=Fixed())(inner(x)))
+
+
+def in_float64():
+    """An object whose layers are float64 before it is trained; its Input, which casts the batch, is not."""
+    keras.config.set_dtype_policy("float64")
+    model = net()
+    keras.config.set_dtype_policy("float32")
+    return model
+
+
 def dropping():
     layers = keras.layers
     return keras.Sequential([*net().layers[:1], layers.Dropout(0.3), layers.BatchNormalization(), net().layers[1]])
@@ -100,7 +125,8 @@ def weights(model):
 def train(model=net, data=None, **settings):
     trainer = Trainer(model, **{**BASE, **settings})
     history = trainer.fit(data or Samples(), Samples() if model is compiled else None)
-    return {"weights": weights(trainer.model), "row": history.rows[-1], "run_dir": str(history.run_dir)}
+    usual = keras.config.dtype_policy().name  # of the next model
+    return {"weights": weights(trainer.model), "row": history.rows[-1], "run_dir": str(history.run_dir), "usual": usual}
 
 
 def saved():
@@ -117,6 +143,8 @@ CASES = {
     "compiled": lambda: train(
         compiled, learning_rate=0.1, gradient_accumulation_steps=2, gradient_clipping=0.5, warmup_steps=3
     ),
+    "constants": lambda: train(constants(), learning_rate=0.05),
+    "in-float64": lambda: train(in_float64()),
     "counted": lambda: train(loss_fn=counted, gradient_accumulation_steps=2),
     "tokens": lambda: train(
         tokens, Samples(WORDS.astype("int32"), (WORDS + 1) % 9),

@@ -1,7 +1,10 @@
 """A plain script whose Keras runs on another engine than its workers': classes of its own main module, a compiled model."""
 
+from pathlib import Path
+
 import keras
 import numpy
+from safetensors.numpy import load_file
 
 from distributed import ConfigError, PyTorchDDPTrainer
 
@@ -35,13 +38,17 @@ def net():
 model = net()
 model.compile(keras.optimizers.Adam(1e-2), loss=Own(), metrics=["accuracy"])
 before = [variable.numpy().copy() for variable in model.weights]
-trainer = PyTorchDDPTrainer(model, nproc_per_node=2, epochs=2, batch_size=8)
+trainer = PyTorchDDPTrainer(model, nproc_per_node=2, epochs=2, batch_size=8, dtype="float64")
 history = trainer.fit(Data(), Data())
 assert trainer.model is model
 moved = max(float(abs(old - new.numpy()).max()) for old, new in zip(before, model.weights, strict=True))
 print(
     f"{keras.backend.backend()}: {history.steps} steps, moved {moved > 1e-3}, accuracy {'val_accuracy' in history.rows[-1]}"
 )
+(stored,) = Path(history.run_dir).glob("checkpoints/step-*6/model/model.safetensors")
+kept = {value.shape: value for name, value in load_file(stored).items() if "seed" not in name}
+own = [keras.ops.convert_to_numpy(variable.value) for variable in model.trainable_variables]
+print(f"rounded by {max(float(abs(kept[value.shape] - value).max()) for value in own):.0e}")
 try:
     print(sorted(trainer.evaluate(Data())))
 except ConfigError as error:

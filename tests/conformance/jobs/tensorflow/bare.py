@@ -12,10 +12,8 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 in_use = getattr(context.context(), "_context_handle", None) is not None
-caught = next(
-    int(line.split()[1], 16) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt")
-)
-print(f"SIGTERM ends it {not caught >> signal.SIGTERM - 1 & 1}")
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+print(f"SIGTERM ends it {not int(status['SigCgt'], 16) >> signal.SIGTERM - 1 & 1}")
 print(f"memory growth {os.environ.get('TF_FORCE_GPU_ALLOW_GROWTH')}, in use {in_use}")
 
 if os.environ["WORLD_SIZE"] != "1" and os.environ["RANK"] == "0":
