@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends import groups_in_use, make_backend, row_in_use
+from distributed.backends._keras.scripts import check_keras_backend
 from distributed.backends.base import Backend
 from distributed.config import GROUPS
 from distributed.errors import ConfigError, ResourceError
@@ -88,13 +89,14 @@ def _run_as_worker(
             f" {environment.world_size}: this process already is a worker, drop the flags"
         )
     script = _script(typed)
+    row = row_in_use(merged.config, choose_backend(merged.config, environment.world_size))
     check_script(script)
+    check_keras_backend(Path(script), row.environ["KERAS_BACKEND"])
     set_thread_variables(environment.local_world_size)
     if merged.config.backend is not None:
-        set_missing(row_in_use(merged.config, merged.config.backend).environ)
+        set_missing(row.environ)
     from distributed.launching.worker import run_here
 
-    row = row_in_use(merged.config, choose_backend(merged.config, environment.world_size))
     given = Handover(typed, run_dir, resume, environment.restart_count)
     return run_here(given, environment, row.before_script)
 
@@ -118,6 +120,7 @@ def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str 
             f"num_nodes={plan.num_nodes} needs the same {what} on every node: add --{what.replace('_', '-')}"
         )
     check_script(_script(typed))
+    check_keras_backend(Path(_script(typed)), row_in_use(merged.config, plan.backend).environ["KERAS_BACKEND"])
     if merged.config.master_port and merged.config.node_rank == 0:
         _check_port(merged.config.master_port)
     return backend

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from distributed import Trainer
+from distributed.backends._keras.scripts import check_keras_backend
 from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.backends._tensorflow.start import set_environment
 from distributed.errors import ConfigError, ResourceError
@@ -75,6 +76,22 @@ def test_a_script_of_torch_is_known_by_what_it_and_its_neighbours_import(script,
 def test_a_script_that_may_have_a_keras_model_is_let_through(script, text):
     script.write_text(text)
     refuse_torch_script(script)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [("foo", r"is none of tensorflow, torch, jax, "), ("openvino", "is not installed")],
+)
+def test_a_keras_backend_that_is_not_here_is_refused_where_the_script_imports_keras(script, monkeypatch, chosen, said):
+    monkeypatch.setenv("KERAS_BACKEND", chosen)
+    script.write_text("import models")
+    with pytest.raises(ConfigError, match=f"KERAS_BACKEND='{chosen}' {said}.* imports keras: set KERAS_BACKEND=torch"):
+        check_keras_backend(script, "torch")
+    script.write_text("import torch")
+    check_keras_backend(script, "torch")
+    script.write_text("import models")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    check_keras_backend(script, "torch")
 
 
 def test_a_model_or_optimizer_of_torch_is_refused_without_tensorflow():
