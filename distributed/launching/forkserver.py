@@ -215,11 +215,12 @@ class ForkServer:
     def _note_signal(self, number: int) -> None:
         if number not in STOP_SIGNALS:
             return
-        if self._stop.note(number):
+        if is_first := self._stop.note(number):
             for pid in self._workers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, self._stop.signum)
-        self._tell(op="stop", signum=self._stop.signum, count=self._stop.count)
+        if is_first or number == signal.SIGINT:
+            self._tell(op="stop", signum=self._stop.signum, is_first=is_first, interrupts=self._stop.interrupts)
 
     def _patience(self) -> float | None:
         """Seconds until something must be killed; None where nothing waits."""

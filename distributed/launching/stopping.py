@@ -10,6 +10,8 @@ from types import FrameType
 
 from distributed.launching.processes import STOP_SIGNALS, heeded_signals
 
+KILLING = 3  # of Ctrl-C: whoever types it so often does not want to wait
+
 
 class Signals:
     """Signals as bytes on a descriptor, for a select loop."""
@@ -72,12 +74,13 @@ def _noted(number: int, frame: FrameType | None) -> None:
 
 
 class Stop:
-    """A stop that was asked for: by which signal (0: by none yet), how often, and when patience ends (monotonic seconds)."""
+    """A stop that was asked for: by which signal first (0: by none yet), how often by Ctrl-C, and when patience ends (monotonic
+    seconds)."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self.signum = 0
-        self.count = 0
+        self.interrupts = 0
         self.kill_at: float | None = None
 
     @property
@@ -89,13 +92,15 @@ class Stop:
         """Take in one more stop signal; True where it is the first, which the workers are to get."""
         if number == signal.SIGHUP:  # the terminal has gone, and with it who could say more
             number = signal.SIGTERM
-        self.count += 1
-        if self.count == 1:
+        is_first = not self.signum
+        if is_first:
             self.signum = number
             self.kill_at = time.monotonic() + self._timeout_s
-        elif number == signal.SIGINT and self.count >= 3:
-            self.kill_at = time.monotonic()
-        return self.count == 1
+        if number == signal.SIGINT:
+            self.interrupts += 1
+            if self.interrupts >= KILLING:
+                self.kill_at = time.monotonic()
+        return is_first
 
     def is_due(self) -> bool:
         """Whether the workers are to be killed now; after that they have as long again."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from distributed.launcher import LaunchRequest
 from distributed.launching.causes import Failure, root_cause, signal_name
+from distributed.launching.stopping import KILLING
 from distributed.loggers.console import Display
 from distributed.run_dir import RunDirectory
 
@@ -93,7 +94,7 @@ class Verdicts:
         """A stop that was asked for, the end of a worker, or what a worker reports. Any thread."""
         with self._changed:
             if message["op"] == "stop":
-                self._note_stop(message["signum"], message["count"])
+                self._note_stop(message["signum"], message["is_first"], message["interrupts"])
             elif message["op"] == "exit":
                 rank = self._ranks[message["local_rank"]]
                 rank.status, rank.ended = message["status"], message["time"]
@@ -101,13 +102,13 @@ class Verdicts:
                 self._note_report(message)
             self._changed.notify_all()
 
-    def _note_stop(self, signum: int, count: int) -> None:
+    def _note_stop(self, signum: int, is_first: bool, interrupts: int) -> None:
         self.stop_signal = signum
-        if count == 1:
+        if is_first:
             self._display.handle({"kind": "notice", "text": f"{signal_name(signum)}: stopping after this step"})
-        elif count == 2:
+        elif interrupts < KILLING:
             self._display.handle({"kind": "notice", "text": "still stopping; a third Ctrl-C kills the workers"})
-        elif count == 3 and signum == 2:
+        elif interrupts == KILLING:
             self._display.handle({"kind": "warning", "text": "killing the workers, what was not saved is lost"})
 
     def _note_report(self, message: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import textwrap
 
 import pytest
 
+from distributed.launching.stopping import Stop
 from tests.conformance.runs import STEPS, arguments, assert_same, digests, events, newest, samples
 
 pytestmark = pytest.mark.timeout(120)
@@ -110,6 +111,15 @@ def test_a_second_signal_does_no_harm(start, tmp_path):
     done = command.finish(20)
 
     check_stopped(done, tmp_path, 143)
+
+
+def test_only_ctrl_c_and_only_the_third_one_kills():
+    stop = Stop(60.0)
+    assert [stop.note(number) for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT)] == [True, False, False]
+    stop.note(signal.SIGINT)
+    assert not stop.is_due() and stop.exit_code == 143
+    stop.note(signal.SIGINT)
+    assert stop.is_due()
 
 
 def test_a_third_interrupt_kills_at_once(start, tmp_path):

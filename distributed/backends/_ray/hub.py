@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -121,9 +122,10 @@ class Hub:
         for number in self._signals.read():
             if number not in STOP_SIGNALS:
                 continue
-            if self._stop.note(number):
+            if is_first := self._stop.note(number):
                 self.order(op="signal", signum=self._stop.signum)
-            self._tell(op="stop", signum=self._stop.signum, count=self._stop.count)
+            if is_first or number == signal.SIGINT:
+                self._tell(op="stop", signum=self._stop.signum, is_first=is_first, interrupts=self._stop.interrupts)
             self._note("stop")
 
     def _hear_ray(self, ray: Guarded) -> None:
