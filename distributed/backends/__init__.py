@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from distributed.errors import ConfigError, ResourceError, nearest
@@ -45,6 +46,11 @@ class BackendRow:
     # What its workers have in their environment before the script runs, where the user has not set it: Keras asks for its
     # engine when it is imported, and cannot change it afterwards.
     environ: Mapping[str, str] = field(default_factory=lambda: {"KERAS_BACKEND": "torch"})
+
+    @property
+    def reinstall(self) -> str:
+        """The command that makes it usable where it is installed and broken."""
+        return self.install.replace("pip install", "pip install --force-reinstall")
 
 
 # AdamW and DDP import torch._dynamo on first use, which costs a worker a second: the fork server does it once.
@@ -145,13 +151,31 @@ def missing_libraries(row: BackendRow) -> tuple[str, ...]:
 
 
 def require_installed(row: BackendRow) -> None:
-    """ResourceError with the command that installs them where libraries of the backend are missing. Imports nothing."""
+    """ResourceError with the way out where libraries of the backend are missing, or a file of the user is in the place of
+    one. Imports nothing."""
+    for name in row.requires:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.origin is not None and found.submodule_search_locations is None:
+            raise ResourceError(f"{found.origin} hides the library {name}: rename that file")
     missing = missing_libraries(row)
     if missing:
         are = "is" if len(missing) == 1 else "are"
         raise ResourceError(
             f"backend {row.name!r} needs {' and '.join(missing)}, which {are} not installed: run {row.install}"
         )
+
+
+def import_library(backend: str, module: str) -> ModuleType:
+    """A module of the backend's library. ResourceError where it is installed and does not load: it is broken, or was built
+    for another version of what it stands on."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # of a broken library anything may come
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        raise ResourceError(
+            f"backend {backend!r} needs {module}, which is installed and does not load ({reason}): run"
+            f" {backend_row(backend).reinstall}"
+        ) from error
 
 
 def pinned_backend(name: str, code: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +16,7 @@ from distributed.backends._horovod.timeline import Timeline
 from distributed.backends.base import Backend, If, Job, Refusals
 from distributed.backends.tensorflow import TensorFlowBackend
 from distributed.backends.torch_base import TorchBackend
-from distributed.errors import ConfigError, ResourceError
+from distributed.errors import ConfigError
 from distributed.fields import setting
 from distributed.plan import BatchPlan, ProcessPlan
 from distributed.settings import MergedConfig
@@ -94,7 +93,6 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
 
     def __init__(self, merged: MergedConfig, options: HorovodOptions, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
-        check_import()
         if options.adasum:
             _check_adasum(plan)
         self._buckets: Buckets | None = None
@@ -195,13 +193,6 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
         """Rank 0's optimizer on every rank, where it has been used before."""
         if self.reduce({"used": float(bool(self.optimizer.state))})["used"]:
             self.optimizer.load_state_dict(self.world.broadcast(self.optimizer.state_dict(), 0))
-
-
-def check_import() -> None:
-    """ResourceError where a file of the user is imported in Horovod's place."""
-    found = importlib.util.find_spec("horovod")
-    if found is not None and found.submodule_search_locations is None:
-        raise ResourceError(f"{found.origin} hides the library horovod: rename that file")
 
 
 def check_job(job: Job) -> None:

@@ -8,6 +8,7 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
+from distributed.backends import import_library
 from distributed.launcher import LaunchRequest, WorkerEnvironment
 
 
@@ -19,8 +20,7 @@ def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Any)
 def prepare(device: str) -> Any:
     """The module `deepspeed`, for `device`."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.startswith("cuda") else "cpu")
-    import deepspeed
-
+    deepspeed = import_library("deepspeed", "deepspeed")
     # torch 2.13 renamed the collectives that DeepSpeed 0.19 calls, and says so at each of them.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # Its all-reduce over shared memory is compiled for minutes at the first start, and a killed build is waited for without an

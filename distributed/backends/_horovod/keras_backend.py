@@ -10,7 +10,7 @@ from distributed.backends import BackendRow, backend_row
 from distributed.backends._horovod.timeline import Timeline
 from distributed.backends._tensorflow import start
 from distributed.backends.base import Job, Refusals
-from distributed.backends.horovod import HorovodBackend, check_import, check_job, without_effect
+from distributed.backends.horovod import HorovodBackend, check_job, without_effect
 from distributed.backends.tensorflow import TensorFlowBackend, alone
 from distributed.errors import ConfigError
 from distributed.launcher import LaunchRequest, WorkerEnvironment
@@ -33,7 +33,6 @@ class HorovodKerasBackend(TensorFlowBackend):
     _joined: HorovodWorld | None = None
 
     def _check_options(self) -> None:
-        check_import()
         if self.options.adasum:
             raise ConfigError(
                 f"horovod.adasum=true works with models on torch: drop it, or set {CHOICE}='torch', which trains Keras models"

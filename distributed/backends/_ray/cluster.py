@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distributed.backends import import_library
 from distributed.backends._ray.joining import join
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import LaunchRequest
@@ -71,7 +71,7 @@ class Cluster:
     def connect(self, payload_bytes: int) -> None:
         """Start or join the cluster. Raises ResourceError where it has too few CPUs, or is not to be reached."""
         self._set_environment()
-        self._ray = importlib.import_module("ray")
+        self._ray = import_library("ray", "ray")
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
         if self._address is not None:
             try:

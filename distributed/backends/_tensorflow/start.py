@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from distributed.backends import import_library
 from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import LaunchRequest, WorkerEnvironment
@@ -227,8 +228,8 @@ def import_quietly() -> None:
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)
-        import keras  # noqa: F401
-        import tensorflow  # noqa: F401
+        for module in ("tensorflow", "keras"):
+            import_library("tensorflow", module)
     finally:
         os.dup2(kept, 2)
         os.close(kept)
