@@ -29,6 +29,9 @@ class Callback:
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
         """Every `log_every_n_steps` updates (split "train") and after validation ("val"), with floats meaned over all ranks."""
 
+    def on_times(self, state: TrainState, seconds: Mapping[str, float]) -> None:
+        """After each `on_log` of "train": where the time of an update went, as `TimeSplit.take` gives it."""
+
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         """After validation, with the row of the epoch: training means, and validation under `val_`."""
 

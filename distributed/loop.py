@@ -15,6 +15,7 @@ from distributed.config import DistributedConfig
 from distributed.errors import TrainingError
 from distributed.monitor import best_metrics, check_reported
 from distributed.state import Group, MicroBatch, StepResult, TrainState
+from distributed.timing import TimeSplit
 
 _EVAL_WINDOW = 256  # evaluation batches whose results are kept before they are summed up
 
@@ -35,6 +36,7 @@ class Run:
     is_save_due: bool = False  # by the count of steps, once what ends here has been measured
     window: list[StepResult] = dataclasses.field(default_factory=list)  # steps not summed up yet
     window_start: float = 0.0
+    spent: TimeSplit = dataclasses.field(default_factory=TimeSplit)
 
 
 def fit(run: Run) -> None:
@@ -69,7 +71,7 @@ def _train_epoch(run: Run) -> bool:
     save_every = run.config.checkpoint_every_n_steps or math.inf
     limit = run.config.max_steps or math.inf
     run.window_start = time.perf_counter()
-    for group in run.train.epoch(state.epoch, state.samples_in_epoch):
+    for group in run.spent.timed(run.train.epoch(state.epoch, state.samples_in_epoch)):
         if state.step >= limit:
             state.stop_reason = "max_steps"
             return False
@@ -111,6 +113,8 @@ def _collect(run: Run) -> None:
     seconds, run.window_start = now - run.window_start, now
     sums["samples_per_second"] = (float(sum(result.num_samples for result in run.window)), seconds)
     state.train_time_s += seconds
+    run.spent.total += seconds
+    run.spent.updates += len(run.window)
     run.window.clear()
     for name, (total, count) in sums.items():
         for into in (state.log_sums, state.epoch_sums):
@@ -130,8 +134,11 @@ def _log(run: Run) -> None:
         means["grad_norm"] = norm
     state.log_sums = {}
     state.metrics.update(means)
+    context = run.backend.context
+    times = run.spent.take(run.backend.waited_s(), context.rank, context.world_size, run.backend.reduce)
     for callback in run.callbacks:
         callback.on_log(state, "train", means)
+        callback.on_times(state, times)
 
 
 def _finish_epoch(run: Run) -> bool:
@@ -203,7 +210,10 @@ def save(run: Run) -> None:
     """A checkpoint now. All ranks."""
     run.is_save_due = False
     _collect(run)
-    if run.write_checkpoint():
+    began = time.perf_counter()
+    is_saved = run.write_checkpoint()
+    run.spent.checkpoint += time.perf_counter() - began
+    if is_saved:
         run.last_saved = (run.state.step, run.state.epoch)
 
 

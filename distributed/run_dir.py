@@ -63,6 +63,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def times(self) -> Path:
+        """One JSON object per log line: where the time went."""
+        return self.path / "times.jsonl"
+
+    @property
     def events(self) -> Path:
         """One JSON object per thing that happened."""
         return self.path / "events.jsonl"

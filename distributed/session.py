@@ -23,6 +23,7 @@ from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, TrainingInterrupted
 from distributed.interrupts import save_by_the_clock, stop_on_signals
 from distributed.launching.epochs import Caller, Epochs
+from distributed.loggers import LoggedFit, loggers_of
 from distributed.monitor import check_monitor
 from distributed.plan import BatchPlan, in_effect, plan_batch
 from distributed.reporter import Reporter
@@ -94,7 +95,9 @@ class Session:
             store = self._files.open_store(merged, run)
             state, resumed = self._resume(merged, store, callbacks, run)
             merged = self._limit(merged, state)
-            callbacks += self._loggers(merged, run, train)
+            callbacks += loggers_of(LoggedFit(
+                run, merged, self.trainer.plan, batch, self.context, backend, state, train.updates_per_epoch, self._reporter,
+            ))  # fmt: skip
             result = Result(run, self.trainer.plan, self.context)
             fit = _Fit(state, callbacks, store, run, result, time.monotonic() - state.total_time)
             self._say_start(merged, batch, notices, fit, resumed)
@@ -219,15 +222,6 @@ class Session:
         patience = config.early_stopping_patience
         stopping = [] if patience is None else [EarlyStopping(config.monitor, patience, config.monitor_mode)]
         return [*self.trainer.callbacks, *stopping]
-
-    def _loggers(self, merged: MergedConfig, run: RunDirectory, train: Any) -> list[Callback]:
-        if not self.context.is_main_process:
-            return []
-        from distributed.loggers.files import MetricsFile
-        from distributed.loggers.progress import ProgressLogger
-
-        progress = ProgressLogger(self._reporter, merged.config, train.updates_per_epoch, str(run.path))
-        return [MetricsFile(run.metrics), progress]
 
     def _write_checkpoint(self, fit: _Fit) -> bool:
         state, config = fit.state, self.trainer.merged.config

@@ -112,6 +112,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.merged, self.config, self.options, self.plan = merged, merged.config, options, plan
         self.mixed_precision = mixed_precision(merged.config, plan.device)
         self._refuse()
+        self.context: WorkerContext  # after `setup`
         self.model: Any = None  # the user's module, once it is prepared
         self.batch_dependent: Sequence[str] = ()  # its parts whose output differs with the split of a batch; then known
         self.run_dir: Path | None = None  # for an engine's own files; known before `prepare` where there is a fit
@@ -213,6 +214,11 @@ class Backend(abc.ABC, Generic[OptionsT]):
     @abc.abstractmethod
     def gradient_norm(self) -> float | None:
         """Global norm of the newest update's gradient, before clipping; None where there is none. All ranks."""
+
+    def waited_s(self) -> float | None:
+        """Seconds of an update that this rank waited for others, beyond what it computed meanwhile, as a mean over measured
+        ones; None where the engine does not say. No collective."""
+        return 0.0 if self.context.world_size == 1 else None
 
     @abc.abstractmethod
     def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:

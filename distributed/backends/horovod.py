@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -96,6 +97,7 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
         if options.adasum:
             _check_adasum(plan)
         self._buckets: Buckets | None = None
+        self._waits: list[float] = []  # seconds at the end of each update since the last log line
         self._timeline: Timeline | None = None
 
     @classmethod
@@ -175,8 +177,14 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
 
     def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         if self._buckets is not None:
+            began = time.perf_counter()
             self._buckets.finish()
+            self._waits.append(time.perf_counter() - began)
         super()._finish_update(group, losses, result)
+
+    def waited_s(self) -> float | None:
+        waits, self._waits = self._waits, []
+        return sum(waits) / max(len(waits), 1)
 
     def unwrap(self) -> None:
         self._release()

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one object per logged event, written by the main process."""
+"""metrics.jsonl and times.jsonl: one object per logged event, written by the main process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from distributed.callbacks import Callback
 from distributed.state import TrainState
@@ -18,8 +18,8 @@ from distributed.state import TrainState
 logger = logging.getLogger(__name__)
 
 
-class MetricsFile(Callback):
-    """Appends to `path`. What a killed attempt wrote past the checkpoint that training goes on from is taken out first."""
+class JsonLines(Callback):
+    """Appends rows to `path`. What a killed attempt wrote past the checkpoint that training goes on from is taken out first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,9 +49,7 @@ class MetricsFile(Callback):
         if kept < end:
             os.truncate(self._path, kept)
 
-    def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
-        row = {"step": state.step, "epoch": state.epoch, "time": time.time(), "split": split}
-        row |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    def _write(self, row: Mapping[str, Any]) -> None:
         try:
             if self._file is None:
                 self._file = self._path.open("a", encoding="utf-8", buffering=1)
@@ -62,12 +60,28 @@ class MetricsFile(Callback):
             self._is_losing = True
 
 
+class MetricsFile(JsonLines):
+    """RUN/metrics.jsonl: loss, metrics, learning rate, throughput."""
+
+    def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
+        row = {"step": state.step, "epoch": state.epoch, "time": time.time(), "split": split}
+        self._write(row | {name: value if math.isfinite(value) else None for name, value in metrics.items()})
+
+
+class TimesFile(JsonLines):
+    """RUN/times.jsonl: where the time of an update went, in seconds."""
+
+    def on_times(self, state: TrainState, seconds: Mapping[str, float]) -> None:
+        row = {"step": state.step, "epoch": state.epoch, "time": time.time()}
+        self._write(row | {name: round(value, 9) for name, value in seconds.items()})
+
+
 def _is_before(line: bytes, state: TrainState) -> bool:
     """Whether the row will not be written again: a row of this step's validation is, while its epoch is unfinished, and
     one of this step's training, while sums of it wait for their log line."""
     try:
         row = json.loads(line)
-        step, epoch, split = row["step"], row["epoch"], row["split"]
+        step, epoch, split = row["step"], row["epoch"], row.get("split")
     except (ValueError, KeyError, TypeError):  # half a line of a killed writer
         return False
     if step != state.step:

@@ -196,6 +196,19 @@ def check_one_writer(ran: Ran, references: References) -> None:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     written = [(row["split"], row["step"], row["loss"]) for row in rows]
     assert written == [(split, step, loss) for split, step, loss, _ in ranks[0]], f"{ran}: {run_dir}/metrics.jsonl"
+    _check_times([json.loads(line) for line in (run_dir / "times.jsonl").read_text().splitlines()], rows, ran)
+
+
+def _check_times(times: list[dict[str, float]], rows: list[dict[str, Any]], ran: Ran) -> None:
+    """With each log line where its time went, without a rest, and what each rank needed by itself."""
+    assert [row["step"] for row in times] == [row["step"] for row in rows if row["split"] == "train"], f"{ran}: times"
+    for row in times:
+        parts = [row.get(f"{name}_s", 0.0) for name in ("data", "compute", "communication", "checkpoint")]
+        assert min(parts) >= 0 and abs(sum(parts) - row["step_s"]) < 1e-6, f"{ran}: {row}"
+        ranks = [value for name, value in row.items() if name.startswith("rank_")]
+        assert len(ranks) == ran.world_size and abs(sum(ranks) / len(ranks) - parts[0] - parts[1]) < 1e-6, (
+            f"{ran}: {row}"
+        )
 
 
 def _apart(one: Case, other: Case) -> float:

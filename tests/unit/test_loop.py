@@ -258,6 +258,49 @@ def test_metrics_of_a_killed_attempt_are_written_once(tmp_path):
     ]
 
 
+def test_times_say_what_waiting_for_data_and_saving_took(monkeypatch):
+    """By a clock that only they move: data 1 s, a step 3 s, a save 8 s."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def passing(seconds, call):
+        def passed(*args):
+            now[0] += seconds
+            return call(*args)
+
+        return passed
+
+    class Times(Callback):
+        def __init__(self):
+            self.rows = []
+
+        def on_times(self, state, seconds):
+            self.rows.append((state.step, seconds))
+
+    watch = Times()
+    run = make(epochs=1, samples=16, callbacks=[watch], log_every_n_steps=2, checkpoint_every_n_steps=2)
+    run.backend.train_step = passing(3.0, run.backend.train_step)
+    run.write_checkpoint = passing(8.0, lambda: True)
+    groups = run.train.epoch
+
+    def slow(*args):
+        for group in groups(*args):
+            now[0] += 1.0
+            yield group
+
+    run.train.epoch = slow
+    fit(run)
+    even = {
+        "step_s": 4.0,
+        "data_s": 1.0,
+        "compute_s": 3.0,
+        "communication_s": 0.0,
+        "checkpoint_s": 0.0,
+        "rank_0_s": 4.0,
+    }
+    assert watch.rows == [(2, even), (4, {**even, "step_s": 8.0, "checkpoint_s": 4.0})]
+
+
 def test_a_store_gives_back_what_the_loop_saved(tmp_path):
     run = make(epochs=2)
     context = run.backend.context
