@@ -36,6 +36,12 @@ _FOREIGN = re.compile(
 )
 
 
+def pytest_configure() -> None:
+    """A suite under nohup or in the background of a shell ignores these signals, and so would every command it tests."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @dataclasses.dataclass(frozen=True)
 class Finished:
     """A command that ended."""
