@@ -24,7 +24,7 @@ from tests.conftest import needs_backend
 ROWS = """
     single:1 pytorch-ddp:1,2,3 fsdp:1,2,3 horovod:1,2,3
     deepspeed[zero_stage=0]:2 deepspeed[zero_stage=1]:3 deepspeed[zero_stage=2]:2 deepspeed[zero_stage=3]:1,2,3
-    ray[engine=fsdp]:2 ray[cpus_per_worker=0.5]:1,2,3
+    ray[engine=fsdp]:2 ray[cpus_per_worker=0.5]:1,2
     tensorflow:2
 """
 ADAPTERS = [Adapter.parse(row) for row in ROWS.split()]
