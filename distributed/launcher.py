@@ -205,6 +205,7 @@ class LaunchRequest:
     launcher: str = "distributed.launching.forkserver"  # the module whose `serve` starts and watches the workers
     launcher_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what only that launcher reads
     epochs_fd: int | None = None  # a descriptor that gets the row of each finished epoch as a JSON line
+    bar_fd: int | None = None  # one that gets what a progress bar shows, for a notebook
 
     @property
     def world_size(self) -> int:

@@ -31,6 +31,7 @@ from distributed.launching.meeting import make_meeting
 from distributed.launching.output import WorkerOutput
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers.console import Display
+from distributed.loggers.notebook import display_of
 from distributed.run_dir import RunDirectory
 from distributed.summary import close_results
 
@@ -123,7 +124,7 @@ class ForkAgent(SimpleElasticAgent):
 def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket) -> int:
     """Run the workers of this node to their end and show what happened; returns the exit code, told to the launcher."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    display = Display(live=request.live, verbose=request.verbose)
+    display = display_of(request)
     if request.started_lines:
         display.handle({"kind": "started", "lines": list(request.started_lines)})
     code = 1

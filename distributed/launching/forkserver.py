@@ -181,8 +181,9 @@ class ForkServer:
         os.setpgid(0, 0)  # the terminal's Ctrl-C is for the launcher alone
         self._signals.restore()
         self._channel.close()
-        if self._request.epochs_fd is not None:  # it is the launcher's, whose end it shows
-            os.close(self._request.epochs_fd)
+        for fd in (self._request.epochs_fd, self._request.bar_fd):  # the launcher's, whose end they show
+            if fd is not None:
+                os.close(fd)
         gc.enable()
         from distributed.launching.worker import run_worker
 

@@ -15,11 +15,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, TextIO, cast
+from typing import IO, Any, TextIO, cast
 
 from distributed.launcher import HANDOVER_VARIABLE, LaunchRequest
 from distributed.launching.epochs import Caller, Row
 from distributed.launching.processes import STOP_SIGNALS, die_with_parent, heeded_signals
+from distributed.loggers.notebook import CellBar, in_notebook
 
 
 def run_launcher(
@@ -33,11 +34,17 @@ def run_launcher(
     """
     seen: list[int] = []
     with _held_back() as let_go:
-        process, epochs = _start(request, _is_own_descriptor(out, 1), _is_own_descriptor(err, 2), on_epoch is not None)
+        bar = CellBar() if in_notebook() else None
+        process, epochs, progress = _start(
+            request, _is_own_descriptor(out, 1), _is_own_descriptor(err, 2), on_epoch is not None, bar is not None
+        )
         caller = Caller(on_epoch, process.terminate)
         with _passed_on(process, seen):
             let_go()
-            _relay({process.stdout: _shown_on(out), process.stderr: _shown_on(err), epochs: _rows_to(caller)})
+            takers = {process.stdout: _shown_on(out), process.stderr: _shown_on(err), epochs: _rows_to(caller)}
+            if bar is not None:
+                takers[progress] = _rows_to(bar.take)
+            _relay(takers)
             code = process.wait()
     if caller.error is not None:
         raise caller.error
@@ -102,13 +109,15 @@ def _passed_on(process: subprocess.Popen[bytes], seen: list[int]) -> Iterator[No
 
 
 def _start(
-    request: LaunchRequest, inherits_out: bool, inherits_err: bool, tells_epochs: bool
-) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
-    """A launcher that has its request on standard input: no file that a killed caller could leave behind. And the pipe with
-    the rows of epochs."""
+    request: LaunchRequest, inherits_out: bool, inherits_err: bool, tells_epochs: bool, tells_progress: bool
+) -> tuple[subprocess.Popen[bytes], IO[bytes] | None, IO[bytes] | None]:
+    """A launcher that has its request on standard input: no file that a killed caller could leave behind. And the pipes with
+    the rows of epochs, and with what a bar shows."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     read, write = os.pipe() if tells_epochs else (None, None)
+    read_bar, write_bar = os.pipe() if tells_progress else (None, None)
+    passed = tuple(fd for fd in (write, write_bar) if fd is not None)
     environ = {name: value for name, value in os.environ.items() if name != HANDOVER_VARIABLE}
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).parents[1] / "_launch.py"), "-", str(os.getpid())],
@@ -116,15 +125,19 @@ def _start(
         stdout=None if inherits_out else subprocess.PIPE,
         stderr=None if inherits_err else subprocess.PIPE,
         env=environ,
-        pass_fds=() if write is None else (write,),
+        pass_fds=passed,
         start_new_session=True,  # the terminal's Ctrl-C reaches only the caller, who passes it on
     )
-    if write is not None:
-        os.close(write)
+    for fd in passed:
+        os.close(fd)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(dataclasses.replace(request, epochs_fd=write).to_json().encode())
-    return process, None if read is None else os.fdopen(read, "rb", buffering=0)
+        process.stdin.write(dataclasses.replace(request, epochs_fd=write, bar_fd=write_bar).to_json().encode())
+    return process, _opened(read), _opened(read_bar)
+
+
+def _opened(fd: int | None) -> IO[bytes] | None:
+    return None if fd is None else os.fdopen(fd, "rb", buffering=0)
 
 
 def _is_own_descriptor(stream: TextIO, fd: int) -> bool:
@@ -145,7 +158,7 @@ def _shown_on(stream: TextIO) -> Callable[[str], None]:
     return show
 
 
-def _rows_to(take: Callable[[Row], None]) -> Callable[[str], None]:
+def _rows_to(take: Callable[[Any], None]) -> Callable[[str], None]:
     rest = ""
 
     def read(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The display of a run: a progress bar in a terminal, plain lines elsewhere."""
+"""The display of a run: a progress bar in a terminal or a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,16 +22,23 @@ _GAP = "  "
 class Display:
     """Shows events of a run and rank 0's own output, on `stream` and standard error. Any thread may call it.
 
-    `live` is None for a bar where `stream` is a terminal. Not `verbose`: only warnings, errors and what the
-    script prints.
+    `live` is None for a bar where `stream` is a terminal, or this is a notebook. Not `verbose`: only warnings, errors and
+    what the script prints. `bar` makes another kind of bar.
     """
 
-    def __init__(self, stream: TextIO | None = None, live: bool | None = None, verbose: bool = True) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        live: bool | None = None,
+        verbose: bool = True,
+        bar: Callable[[], Bar] | None = None,
+    ) -> None:
+        self._make_bar = bar if bar is not None or stream is not None else _cell_bar()
         self._stream = sys.stdout if stream is None else stream
-        self._live = _is_terminal(self._stream) if live is None else live
+        self._live = self._make_bar is not None or _is_terminal(self._stream) if live is None else live
         self._is_terminal = _is_terminal(self._stream)
         self._verbose = verbose
-        self._bar: _Bar | None = None
+        self._bar: Bar | None = None
         self._fresh_line = True  # nothing stands on the current line
         self._rest = {False: "", True: ""}  # live: the script's line that has not ended, by stream
         self._lock = threading.RLock()
@@ -58,12 +65,13 @@ class Display:
     def print_output(self, text: str, is_stderr: bool) -> None:
         """Show what rank 0's script wrote, as it came. The bar stays below it."""
         with self._lock, contextlib.suppress(OSError):
-            if self._bar is None:
+            screen = self._screen()
+            if screen is None:
                 self._write(text, is_stderr)
                 return
             whole, newline, self._rest[is_stderr] = (self._rest[is_stderr] + text).rpartition("\n")
             if newline:
-                self._bar.print("\n".join(line.rpartition("\r")[2] for line in whole.split("\n")))
+                screen.print("\n".join(line.rpartition("\r")[2] for line in whole.split("\n")))
 
     def close(self) -> None:
         """Take the bar away and end the last line. May be called again; events still show, as plain lines."""
@@ -111,15 +119,19 @@ class Display:
         if not self._live:
             return
         if self._bar is None:
-            self._bar = _Bar(self._stream)
+            self._bar = _TerminalBar(self._stream) if self._make_bar is None else self._make_bar()
         self._bar.show(event)
+
+    def _screen(self) -> _TerminalBar | None:
+        """The bar, where what is printed must go around it."""
+        return self._bar if isinstance(self._bar, _TerminalBar) else None
 
     def _say(self, line: str, *, to_stderr: bool = False) -> None:
         """One line of ours, never in the middle of a line of the script."""
         if self._is_terminal and "\n" not in line:
             line = wrapped(line, shutil.get_terminal_size().columns)
-        if self._bar is not None:
-            self._bar.print(line)
+        if (screen := self._screen()) is not None:
+            screen.print(line)
             return
         self._write(("" if self._fresh_line else "\n") + line + "\n", to_stderr)
 
@@ -193,7 +205,24 @@ def _is_terminal(stream: TextIO) -> bool:
     return hasattr(stream, "isatty") and stream.isatty()
 
 
-class _Bar:
+class Bar(Protocol):
+    """Shows how far a run is."""
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        """Replace what is shown."""
+
+    def stop(self) -> None:
+        """Take it away."""
+
+
+def _cell_bar() -> Callable[[], Bar] | None:
+    """What shows a bar in this notebook; None where it is none."""
+    from distributed.loggers.notebook import CellBar, in_notebook
+
+    return CellBar if in_notebook() else None
+
+
+class _TerminalBar:
     """One line at the bottom of the terminal, as wide as the terminal and never wider."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -30,6 +30,7 @@ class ProgressLogger(Callback):
         self._start = time.perf_counter()
         self._first_step = 0
         self._metrics: dict[str, float] = {}
+        self._rate: float | None = None  # samples per second at the last log line
 
     def on_train_start(self, state: TrainState) -> None:
         self._start, self._first_step = time.perf_counter(), state.step
@@ -45,10 +46,9 @@ class ProgressLogger(Callback):
         if split != "train":
             return
         self._metrics = {name: value for name, value in metrics.items() if name != "samples_per_second"}
+        self._rate = metrics.get("samples_per_second")
         if state.step % self._config.log_every_n_steps == 0:  # the end of an epoch has a line of its own
-            self._report(
-                {"kind": "log", **self._position(state), "samples_per_second": metrics.get("samples_per_second")}
-            )
+            self._report({"kind": "log", **self._position(state)})
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         self._report({"kind": "epoch", "run": self._run, "row": {**metrics, "epochs": self._config.epochs}})
@@ -65,7 +65,7 @@ class ProgressLogger(Callback):
         eta = seconds / done * (total - state.step) if total is not None and done > 0 else None
         return {
             "step": state.step, "total_steps": total, "epoch": min(state.epoch + 1, self._config.epochs), "epochs": self._config.epochs,
-            "metrics": self._metrics, "samples_per_second": None, "eta_s": eta,
+            "metrics": self._metrics, "samples_per_second": self._rate, "eta_s": eta,
         }  # fmt: skip
 
     def _total_steps(self, state: TrainState) -> int | None:

@@ -117,6 +117,12 @@ class Kernel:
         """What the newest cell printed."""
         return "".join(out.get("text", "") for out in self._notebook.cells[-1].outputs)
 
+    @property
+    def bars(self) -> list[str]:
+        """The HTML of each output of the newest cell that can be replaced."""
+        outputs = self._notebook.cells[-1].outputs
+        return [out.data["text/html"] for out in outputs if out.output_type == "display_data"]
+
     def alive(self) -> list[int]:
         """The kernel and its descendants."""
         return marked(self.mark)
@@ -136,13 +142,14 @@ def kernel(tmp_path_factory):
 
 
 def test_a_cell_trains_shows_progress_and_gives_the_result_back(kernel):
-    shown = kernel.run(FIT)
+    shown, bars = kernel.run(FIT), kernel.bars
     report = json.loads(kernel.run(REPORT).splitlines()[-1])
 
     lines = shown.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("epoch ")] == ["1/3", "2/3", "3/3"]
     assert "backend pytorch-ddp, 2 processes on cpu" in lines
-    assert len(lines) < 15, shown
+    assert len(lines) < 15 and "\x1b" not in shown, shown
+    assert bars == [""]  # it is taken away at the end
     assert report["steps"] == 48 and report["grad"]
     assert report["best"] > 0.8 and report["accuracy"] > 0.8
     assert (kernel.directory / report["run_dir"] / "result.json").exists()
@@ -160,6 +167,13 @@ def test_the_cell_can_be_run_again(kernel):
     assert report["steps"] == 48
 
 
+def test_a_fit_in_the_kernel_itself_has_a_bar_too(kernel):
+    shown = kernel.run(FIT.replace("nproc_per_node=2, epochs=3", "nproc_per_node=1, epochs=1, log_every_n_steps=4"))
+
+    assert kernel.bars == [""] and "\x1b" not in shown
+    assert not [line for line in shown.splitlines() if line.startswith("step ")]
+
+
 def test_an_error_in_the_workers_is_the_cells_error(kernel):
     with pytest.raises(CellExecutionError) as error:
         kernel.run(FIT.replace("learning_rate=0.05", "training_step=lambda model, batch: model(batch[0]).nonsense()"))
@@ -172,14 +186,22 @@ def test_an_error_in_the_workers_is_the_cells_error(kernel):
 
 
 def test_interrupting_the_kernel_saves_and_leaves_no_process(kernel):
+    seen: set[str] = set()
+
+    def has_moved() -> bool:
+        seen.update(kernel.bars)
+        return len(seen) >= 3
+
     def interrupt() -> None:
-        poll(lambda: (kernel.directory / "step-5").exists(), 30, lambda: f"no step\n{kernel.output}")
+        poll(has_moved, 30, lambda: f"no bar, or one that stands still: {seen}\n{kernel.output}")
+        assert len(kernel.bars) == 1 and (kernel.directory / "step-5").exists()
         os.kill(kernel.pid, signal.SIGINT)
 
     with pytest.raises(CellExecutionError, match="KeyboardInterrupt"):
         kernel.run(LONG, interrupt)
 
     assert "SIGINT: stopping after this step" in kernel.output
+    assert all('<progress value="' in bar and 'max="800"' in bar for bar in seen)
     poll(lambda: kernel.alive() == [kernel.pid], 5, lambda: f"left {kernel.alive()}")
     found = kernel.run("print(trainer._remote.step, trainer._remote.checkpoint, net.line.weight.requires_grad)").split()
     assert int(found[0]) >= 5

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 
 import pytest
 
+from distributed.config import DistributedConfig
+from distributed.launcher import LaunchRequest
+from distributed.loggers import notebook
 from distributed.loggers.console import Display, bar_line, duration, number
+from distributed.loggers.progress import ProgressLogger
+from distributed.settings import Typed
+from distributed.state import StepResult, TrainState
 
 EVENT = {
     "kind": "log", "step": 50, "total_steps": 230, "epoch": 1, "epochs": 5,
@@ -137,3 +145,44 @@ def test_numbers_are_short(value, text):
 )
 def test_durations_are_for_people(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_notebook_gets_the_browsers_own_bar_with_the_same_parts():
+    html = notebook.bar_html({**EVENT, "metrics": {"a<b": 1.0}})
+
+    assert html.startswith('<div><progress value="50" max="230"></progress>')
+    assert "step 50/230" in html and "1234 samples/s" in html and "ETA 12 s" in html
+    assert "a&lt;b 1" in html
+    assert "<progress" not in notebook.bar_html({**EVENT, "total_steps": None})
+
+
+def test_a_launcher_sends_its_bar_to_the_caller_and_prints_the_rest(capsys):
+    read, write = os.pipe()
+    request = LaunchRequest(run_dir="", typed=Typed(), bar_fd=write)
+    display = notebook.display_of(request)
+    display.print_output("no end", False)
+    display.handle({**EVENT, "kind": "progress"})
+    display.handle(EVENT)
+    display.handle({"kind": "epoch", "row": {"epoch": 1, "epochs": 5, "loss": 0.5}})
+    display.close()
+    display.handle(EVENT)
+
+    sent = [json.loads(line) for line in os.read(read, 65536).decode().splitlines()]
+    assert sent == [{**EVENT, "kind": "progress"}, EVENT, None]
+    assert capsys.readouterr().out == "no end\nepoch 1/5  loss 0.5\n" + LINE
+    for fd in (read, write):
+        os.close(fd)
+
+
+def test_the_bar_keeps_the_throughput_of_the_last_log_line():
+    told = []
+    progress = ProgressLogger(told.append, DistributedConfig(log_every_n_steps=2), 10, "run")
+    progress.on_train_start(TrainState())
+    progress.on_step_end(TrainState(step=1), StepResult([]))
+    progress.on_log(TrainState(step=2), "train", {"loss": 0.5, "samples_per_second": 64.0})
+    progress._next = 0.0
+    progress.on_step_end(TrainState(step=3), StepResult([]))
+
+    assert [(each["kind"], each["samples_per_second"]) for each in told] == [
+        ("progress", None), ("log", 64.0), ("progress", 64.0),
+    ]  # fmt: skip

@@ -28,6 +28,7 @@ from distributed.launching.output import WorkerOutput
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers.console import Display
+from distributed.loggers.notebook import display_of
 from distributed.run_dir import RunDirectory
 from distributed.summary import close_results
 
@@ -46,7 +47,7 @@ def serve(request: LaunchRequest) -> int:
     threads = _threads(request)
     set_thread_variables(request.nproc_per_node)
     with Signals() as signals:
-        display = Display(live=request.live, verbose=request.verbose)
+        display = display_of(request)
         try:
             return _Launch(request, run, cluster, signals, display, threads).run()
         finally:

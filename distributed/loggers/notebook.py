@@ -1,0 +1,88 @@
+"""The progress of a run in a notebook's cell: one output that is replaced as training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from distributed.loggers.console import Display, bar_line, progress_parts
+
+if TYPE_CHECKING:
+    from distributed.launcher import LaunchRequest
+
+_WIDTH = 100  # columns of the text for front ends without HTML
+_GAP = " &nbsp; "
+
+
+def in_notebook() -> bool:
+    """Whether this process is a notebook's kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class CellBar:
+    """A bar in an output of its own, apart from what is printed. In the thread that runs the cell."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        self._put({"text/plain": bar_line(event, _WIDTH), "text/html": bar_html(event)})
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._put({"text/plain": "", "text/html": ""})
+        self._handle = None
+
+    def take(self, message: Mapping[str, Any] | None) -> None:
+        """What a `SentBar` wrote."""
+        if message is None:
+            self.stop()
+        else:
+            self.show(message)
+
+    def _put(self, forms: dict[str, str]) -> None:
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(forms, raw=True, display_id=True)
+        else:
+            self._handle.update(forms, raw=True)
+
+
+def display_of(request: LaunchRequest) -> Display:
+    """The display of a launcher: its bar is the caller's, where the caller listens."""
+    fd = request.bar_fd
+    if fd is None:
+        return Display(live=request.live, verbose=request.verbose)
+    return Display(live=True, verbose=request.verbose, bar=lambda: SentBar(fd))
+
+
+class SentBar:
+    """A launcher's, whose caller shows it: a JSON line on `fd` for each event, and null at the end."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        self._send(event)
+
+    def stop(self) -> None:
+        self._send(None)
+
+    def _send(self, message: Mapping[str, Any] | None) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._fd, json.dumps(message).encode() + b"\n")
+
+
+def bar_html(event: Mapping[str, Any]) -> str:
+    """The browser's own progress bar, and beside it what the event knows."""
+    step, total = event.get("step"), event.get("total_steps")
+    bar = f'<progress value="{step}" max="{total}"></progress>{_GAP}' if step is not None and total else ""
+    return f"<div>{bar}{_GAP.join(html.escape(part) for part in progress_parts(event))}</div>"
