@@ -97,8 +97,13 @@ class DistributedConfig:
     verbose: bool = setting(True, "show progress", group=MONITORING)
     mlflow_tracking: bool = setting(False, "log to MLflow (not in this version)", group=MONITORING)
     mlflow_experiment: str | None = setting(None, "MLflow experiment name (not in this version)", str, group=MONITORING)
-    tensorboard: bool = setting(False, "write TensorBoard event files (not in this version)", group=MONITORING)
-    tensorboard_dir: str | None = setting(None, "where TensorBoard files go (not in this version)", str, group=MONITORING)
+    tensorboard: bool = setting(False, "write event files for TensorBoard", group=MONITORING)
+    tensorboard_dir: str | None = setting(None, "write them below this directory, one of each run (default: RUN/tensorboard)", str, group=MONITORING)
+    tensorboard_histograms: bool = setting(False, "histograms of weights and gradients after each epoch too", group=MONITORING)
+    profile: bool = setting(False, "record some updates to RUN/profile and say what costs most", group=MONITORING)
+    profile_wait: int = setting(10, "updates before the profiler warms up", minimum=0, group=MONITORING)
+    profile_warmup: int = setting(2, "updates in which it warms up", minimum=1, group=MONITORING)
+    profile_active: int = setting(5, "updates that it records", minimum=1, group=MONITORING)
     # fmt: on
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -162,7 +167,7 @@ def check_setting(name: str, value: Any, rule: Rule) -> Any:
 # What this version accepts by name, or by name and value, and cannot honour.
 _METRICS = "is not in this version: drop it; every metric is in RUN/metrics.jsonl"
 _NOT_HERE: Mapping[Any, str] = {
-    **dict.fromkeys(("mlflow_tracking", "mlflow_experiment", "tensorboard", "tensorboard_dir"), _METRICS),
+    **dict.fromkeys(("mlflow_tracking", "mlflow_experiment"), _METRICS),
 }
 
 

@@ -88,6 +88,11 @@ class RunDirectory:
             )
         self._prove_writable()
 
+    def prove(self) -> None:
+        """Create the directory and prove that it can be written. ConfigError where it cannot."""
+        self._create()
+        self._prove_writable()
+
     def lock(self) -> None:
         """Hold the directory until this process and all that it forks are gone. ConfigError where another run does."""
         fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed import loggers
 from distributed.backends import (
     backend_class,
     backend_row,
@@ -78,6 +79,7 @@ class Trainer:
         self.plan = self._plan(self.merged)
         self._check_backend()
         self._check_source()
+        loggers.check(self.merged)
         self.backend: Backend[Any] = make_backend(self.merged, self.plan)
         self._is_fit_in_workers = self._worker is None and self.backend.is_fit_in_workers
         self.backend.check(self.job, here=not self._is_fit_in_workers)
@@ -118,6 +120,7 @@ class Trainer:
         merged = self._merge({name: value for name, value in given.items() if value is not None})
         if train_data is None:
             raise ConfigError("fit() got no training data: pass a DataLoader or a dataset")
+        loggers.check_directories(merged)
         if self._is_fit_in_workers:
             from distributed.remote import fit_in_workers
 

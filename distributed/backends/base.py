@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from distributed.config import DistributedConfig
-from distributed.errors import ConfigError
+from distributed.errors import ConfigError, TrainingError
 from distributed.launcher import WorkerEnvironment
 from distributed.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.settings import MergedConfig
@@ -18,6 +18,7 @@ from distributed.state import Group, MicroBatch, StepResult, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends import BackendRow
+    from distributed.profiling import Profiler
 
 OptionsT = TypeVar("OptionsT")
 Key = TypeVar("Key")
@@ -116,6 +117,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.model: Any = None  # the user's module, once it is prepared
         self.batch_dependent: Sequence[str] = ()  # its parts whose output differs with the split of a batch; then known
         self.run_dir: Path | None = None  # for an engine's own files; known before `prepare` where there is a fit
+        self.keeps_batch = False  # whether the next update is to keep a batch for `graph`
+        self.keeps_gradients = False  # whether each update is to keep its gradients for `local_values`
         self.report: Callable[[dict[str, Any]], None] = lambda event: None  # notices and warnings, to the display
 
     def _refuse(self) -> None:
@@ -214,6 +217,26 @@ class Backend(abc.ABC, Generic[OptionsT]):
     @abc.abstractmethod
     def gradient_norm(self) -> float | None:
         """Global norm of the newest update's gradient, before clipping; None where there is none. All ranks."""
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether a rank holds pieces of the parameters, so that it cannot run the model by itself."""
+        return False
+
+    def graph(self) -> bytes:
+        """A GraphDef of the model as TensorBoard takes it, traced on one sample of the batch that `keeps_batch` kept. No
+        collective, and no trace in anything that is trained. Raises what the model raises under a tracer."""
+        raise TrainingError("this engine draws none")
+
+    def local_values(self) -> Iterator[tuple[str, Any]]:
+        """(`weights/NAME` or `gradients/NAME`, flat array of floats) of what this rank holds after the newest update: all of
+        it, or its piece where `cuts_weights`. No collective."""
+        return iter(())
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        """Records `active` updates of this rank after `warmup` others, and writes the trace to `directory`. All ranks; None
+        where this engine has none."""
+        return None
 
     def waited_s(self) -> float | None:
         """Seconds of an update that this rank waited for others, beyond what it computed meanwhile, as a mean over measured

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from distributed.backends._deepspeed.precision import EnginePrecision
     from distributed.backends._deepspeed.unused import FirstGradients
     from distributed.backends._torch.objective import Loss
+    from distributed.profiling import Profiler
 
 _DEFAULT_STAGE = 2
 _AT_STAGE_0 = If(
@@ -274,6 +275,24 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
         if not result.skipped and self.schedule.follows_updates:
             self.schedule.step()
         self._step += 1
+
+    @property
+    def cuts_weights(self) -> bool:
+        return self.stage == 3
+
+    def local_values(self) -> Iterator[tuple[str, Any]]:
+        """Stage 3 is put together for it, a collective; then the main process holds all."""
+        if self.stage != 3 or self._engine is None:
+            yield from super().local_values()
+            return
+        with self._engine.whole_weights():
+            if self.context.is_main_process:
+                yield from ((name, values.copy()) for name, values in super().local_values())
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        from distributed.backends._deepspeed.profiler import DeepSpeedProfiler
+
+        return DeepSpeedProfiler(directory, self.context.rank, self.device, warmup, active, self.plain)
 
     def gradient_norm(self) -> float | None:
         if self.stage == 0 or self._engine is None or self._engine.is_released:

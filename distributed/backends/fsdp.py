@@ -69,6 +69,10 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
             notices.append("fsdp.cpu_offload frees nothing here: on CPUs all parameters are in host memory")
         return notices
 
+    @property
+    def cuts_weights(self) -> bool:
+        return True
+
     def _build(self, given: Any) -> torch.nn.Module:
         from distributed.backends._torch import fully_sharded
 

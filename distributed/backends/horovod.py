@@ -11,9 +11,10 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distributed.backends._horovod.timeline import Timeline
+from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends.base import Backend, If, Job, Refusals
 from distributed.backends.tensorflow import TensorFlowBackend
 from distributed.backends.torch_base import TorchBackend
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from distributed.backends._torch.world import World
     from distributed.config import DistributedConfig
     from distributed.launcher import WorkerEnvironment
+    from distributed.profiling import Profiler
+
+
+_WAIT = "horovod: wait for gradients"  # its label in a profile
 
 
 def _compression_word(value: Any) -> Any:
@@ -178,9 +183,23 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
     def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         if self._buckets is not None:
             began = time.perf_counter()
-            self._buckets.finish()
+            with self._labelled():
+                self._buckets.finish()
             self._waits.append(time.perf_counter() - began)
         super()._finish_update(group, losses, result)
+
+    def _labelled(self) -> contextlib.AbstractContextManager[Any]:
+        """In a profile, which does not see Horovod's own threads, the wait for them stands for communication."""
+        if not self.config.profile:
+            return contextlib.nullcontext()
+        label: contextlib.AbstractContextManager[Any] = self.torch.profiler.record_function(_WAIT)
+        return label
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        made = super().profiler(directory, warmup, active)
+        if made is None or self.context.world_size == 1 or self.options.timeline is not None:
+            return made
+        return WithTimeline(made, self.hvd, self.run_dir, self.report)
 
     def waited_s(self) -> float | None:
         waits, self._waits = self._waits, []

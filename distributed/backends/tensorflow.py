@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from distributed.backends._tensorflow.sources import Data
     from distributed.backends._tensorflow.step import Pending
     from distributed.backends._tensorflow.world import World
+    from distributed.profiling import Profiler
 
 _REFUSED = {
     "parameter_server": "parameter servers update asynchronously, so that no two runs would give the same numbers",
@@ -74,6 +75,8 @@ class TensorFlowBackend(Backend[Any]):
         self._is_training = False
         self._norm: float | None = None  # of the newest update's gradient, before clipping
         self._train_data: Data | None = None
+        self._kept: Any = None  # the batch for `graph`
+        self._kept_gradients: list[Any] = []  # for `local_values`
         self._nan_policy = NanPolicy(self.config.nan_policy, lambda event: self.report(event))
 
     # ------------------------------------------------------------------ what differs where Horovod carries the tensors
@@ -229,6 +232,8 @@ class TensorFlowBackend(Backend[Any]):
 
     def train_step(self, group: Group) -> StepResult:
         self._is_training = True
+        if self.keeps_batch:
+            self.keeps_batch, self._kept = False, group.micro_batches[0].batch
         pending: Pending | None = None
         last = group.micro_batches[-1]
         for micro in group.micro_batches:
@@ -242,6 +247,8 @@ class TensorFlowBackend(Backend[Any]):
         if not result.skipped:
             self._rates.before_update(self._step)
             self._steps.apply(pending.gradients)
+        if self.keeps_gradients:
+            self._kept_gradients = pending.gradients[0]
         self._step += 1
         return result
 
@@ -264,6 +271,22 @@ class TensorFlowBackend(Backend[Any]):
 
     def gradient_norm(self) -> float | None:
         return self._norm
+
+    def graph(self) -> bytes:
+        from distributed.backends._tensorflow.watching import graph_of
+
+        kept, self._kept = self._kept, None
+        return graph_of(self._objective.predict, self._cast(kept))
+
+    def local_values(self) -> Iterator[tuple[str, Any]]:
+        from distributed.backends._tensorflow.watching import values_of
+
+        return values_of(self._steps.trained(), self._kept_gradients)
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        from distributed.backends._tensorflow.profiler import TensorFlowProfiler
+
+        return TensorFlowProfiler(directory, self.context.rank, warmup, active)
 
     def eval_step(self, micro: MicroBatch) -> StepResult:
         self._enter_evaluation()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from distributed.backends._torch.world import World
     from distributed.config import DistributedConfig
     from distributed.launcher import WorkerEnvironment
+    from distributed.profiling import Profiler
 
 
 # Of every engine that talks through a torch process group.
@@ -60,6 +61,7 @@ class TorchBackend(Backend[OptionsT]):
         self._is_training: bool | None = None
         self._step = 0  # updates done, for warm-up and messages
         self._first_data: ShardedData | None = None
+        self._kept: MicroBatch | None = None  # for `graph`
 
     # ------------------------------------------------------------------ hooks of the torch family
 
@@ -268,6 +270,7 @@ class TorchBackend(Backend[OptionsT]):
         if self._is_new_wrapper:
             self._is_new_wrapper = False
             self._before_first_update(group)
+            self._kept = group.micro_batches[0] if self.keeps_batch else None
         for parameter in self._parameters:  # Optimizer.zero_grad does the same in 20 us more
             parameter.grad = None
         micros = group.micro_batches
@@ -394,6 +397,27 @@ class TorchBackend(Backend[OptionsT]):
 
     def gradient_norm(self) -> float | None:
         return self._gradients.norm() if self._clipped_norm is None else float(self._clipped_norm)
+
+    def graph(self) -> bytes:
+        from distributed.backends._torch.watching import graph_of
+
+        kept, self._kept = self._kept, None
+        if self.cuts_weights:
+            raise ConfigError("its parameters lie in pieces on the processes")
+        if kept is None:
+            raise ConfigError("no batch was kept")
+        with self._generators.untouched(), self.precision.autocast():
+            return graph_of(self.plain, self.objective, self._move(kept.batch), kept.num_samples)
+
+    def local_values(self) -> Iterator[tuple[str, Any]]:
+        from distributed.backends._torch.watching import values_of
+
+        return values_of(self.plain)
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        from distributed.backends._torch.profiler import TorchProfiler
+
+        return TorchProfiler(directory, self.context.rank, self.device, warmup, active)
 
     # ------------------------------------------------------------------ evaluation
 

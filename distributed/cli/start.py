@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from distributed import loggers
 from distributed.backends import groups_in_use, make_backend, row_in_use
 from distributed.backends._keras.scripts import check_keras_backend
 from distributed.backends.base import Backend
@@ -49,6 +50,8 @@ def start(typed: Typed, *, run_dir: str | None, resume: bool, dry_run: bool) -> 
         return 0
     if merged.source("checkpoint_dir") == "flag":  # else the script may name another
         RunDirectory(str(merged.config.checkpoint_dir), "checkpoint_dir", "--checkpoint-dir").check(resume=True)
+    if merged.source("tensorboard_dir") == "flag":
+        loggers.check_directories(merged)
     return launch(request)
 
 
@@ -104,6 +107,7 @@ def _run_as_worker(
 def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool) -> Backend[Any]:
     """What can be known to be wrong before anything starts. Arithmetic first."""
     backend = make_backend(merged, plan)
+    loggers.check_libraries(merged)
     plan_batch(merged, backend.data_parallel_size)
     if merged.is_typed("backend"):
         used = (*groups_in_use(merged.config, plan.backend), "data")

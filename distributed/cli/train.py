@@ -29,6 +29,7 @@ SETTINGS = (
     "checkpoint_dir", "resume_from_checkpoint", "checkpoint_frequency", "checkpoint_every_n_steps",
     "checkpoint_every_s", "keep_latest_k", "keep_best",
     "log_every_n_steps", "verbose", "mlflow_tracking", "mlflow_experiment", "tensorboard", "tensorboard_dir",
+    "profile",
     "max_restarts", "restart_on_exception", "nan_policy",
 )  # fmt: skip
 # Other tools' spellings, accepted and not advertised.

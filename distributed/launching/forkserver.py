@@ -34,6 +34,10 @@ def serve(request: LaunchRequest) -> int:
     _check(request, run)
     set_thread_variables(request.nproc_per_node)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart can read stale addresses
+    if {**request.typed.file, **request.typed.flag}.get("profile"):
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", "99"
+        )  # read once, by torch's import: else it tells of its start and stop
     with Signals() as signals:
         gc.disable()  # imports make no garbage worth looking for, and a collection would unshare pages
         importlib.import_module("torch")  # the agent's; the only import of it in the whole tree

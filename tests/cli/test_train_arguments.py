@@ -25,7 +25,7 @@ FLAGS = """
 --checkpoint-dir --resume-from-checkpoint --checkpoint-frequency --checkpoint-every-n-steps --checkpoint-every-s
 --keep-latest-k --keep-best --no-keep-best --log-every-n-steps --verbose --no-verbose
 --mlflow-tracking --no-mlflow-tracking
---mlflow-experiment --tensorboard --no-tensorboard --tensorboard-dir
+--mlflow-experiment --tensorboard --no-tensorboard --tensorboard-dir --profile --no-profile
 --max-restarts --restart-on-exception --no-restart-on-exception --nan-policy
 --world-size --rank --save-interval --gradient-clip-norm --bucket-size-mb --bucket-cap-mb
 --no-nccl --gradient-checkpointing --use-gradient-checkpointing --find-unused-parameters --static-graph

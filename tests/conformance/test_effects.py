@@ -44,7 +44,7 @@ OF_SUITE = {
 # Read by adapters for an error or a default, or while they meet: these have a test of their own where TESTED says.
 OF_ALL = {
     "backend", "address", "communication_backend", "timeout_s", "start_timeout", "epochs", "max_steps", "monitor",
-    "data.presharded",
+    "data.presharded", "profile",
 }  # fmt: skip
 
 

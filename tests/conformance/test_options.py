@@ -474,6 +474,8 @@ MIRRORED = "conformance/test_tensorflow.py::test_two_devices_of_one_process_give
 ZERO_FILES = "conformance/test_deepspeed_files.py::"
 HOOKS = "conformance/test_comm_hooks.py::"
 HOROVOD = "conformance/test_horovod.py::"
+BOARD = "conformance/test_tensorboard.py::"
+SCHEDULE = "unit/test_profiling.py::test_the_schedule_waits_warms_up_and_records"
 TESTED = {  # setting -> a test of its effect, or of its refusal
     "backend": PROCESSES,
     "num_gpus": PROCESSES,
@@ -526,8 +528,13 @@ TESTED = {  # setting -> a test of its effect, or of its refusal
     "verbose": HERE_TESTS + "test_without_verbose_only_warnings_are_shown",
     "mlflow_tracking": REFUSED,
     "mlflow_experiment": REFUSED,
-    "tensorboard": REFUSED,
-    "tensorboard_dir": REFUSED,
+    "tensorboard": BOARD + "test_hyperparameters_graph_and_histograms",
+    "tensorboard_dir": "unit/test_tensorboard.py::test_runs_below_one_directory_keep_apart_and_a_resume_finds_its_own",
+    "tensorboard_histograms": BOARD + "test_pieces_on_several_processes_make_the_same_histograms",
+    "profile": BOARD + "test_the_profile_is_a_trace_of_each_rank_and_says_what_costs_most",
+    "profile_wait": SCHEDULE,
+    "profile_warmup": SCHEDULE,
+    "profile_active": SCHEDULE,
     "ddp.find_unused_parameters": HERE_TESTS + "test_unused_parameters_need_their_option",
     "ddp.bucket_cap_mb": HERE_TESTS + "test_bucket_cap_mb_decides_the_number_of_buckets",
     "ddp.static_graph": HERE_TESTS + "test_static_graph_is_told_to_ddp_and_changes_no_number",

@@ -1,6 +1,6 @@
 """The sample code of the documents (000 to 004) that this package was asked from, on real data and corrected where it was wrong.
 
-Not here: pipelines, tensor parallelism and their mixtures, MLflow and TensorBoard, `DistributedTuner`, and jobs for SLURM and
+Not here: pipelines, tensor parallelism and their mixtures, MLflow, `DistributedTuner`, and jobs for SLURM and
 Kubernetes, which are not in this version; Accelerate's `prepare`, a library of its own that nothing of ours touches.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import event_files
 from tests.conftest import needs_backend
 
 HERE = Path(__file__).parent
@@ -77,6 +78,7 @@ SAMPLES = (
     ("002: warm-up", "a function of the trainer's optimizer; epochs by scheduler_interval", TRAINERS + "_warms_up_by_epochs"),
     ("002: fault-tolerant checkpoints", "", TRAINERS + "_resumes_where_it_was"),
     ("002: DistributedSampler in the loader", "not needed: it gives way", TRAINERS + "_has_an_order_of_its_own"),
+    ("002: TensorBoard", "", TRAINERS + "_writes_for_tensorboard_below_the_directory_it_is_given"),
     ("002: profiling", "", TRAINERS + "_can_be_profiled"),
     (
         "003: the command line of the GPT", "one command starts all processes of a node",
@@ -223,6 +225,13 @@ def test_a_trainer_has_an_order_of_its_own(trainers):
 
 def test_a_trainer_can_be_profiled(trainers):
     assert trainers["profiling"] == {"steps": 5, "has_backward": True}
+
+
+def test_a_trainer_writes_for_tensorboard_below_the_directory_it_is_given(trainers):
+    (directory,) = Path(trainers["tensorboard"]["directory"]).iterdir()
+    board = event_files.read(directory)
+    assert event_files.steps(board, "train/loss") == [10, 20]
+    assert {"val/loss", "val/accuracy", "train/learning_rate", "train/grad_norm"} <= set(board.Tags()["scalars"])
 
 
 # ------------------------------------------------------------------ DeepSpeed

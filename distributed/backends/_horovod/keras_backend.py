@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends import BackendRow, backend_row
-from distributed.backends._horovod.timeline import Timeline
+from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends._tensorflow import start
 from distributed.backends.base import Job, Refusals
 from distributed.backends.horovod import HorovodBackend, check_job, without_effect
@@ -19,6 +20,7 @@ from distributed.plan import BatchPlan
 if TYPE_CHECKING:
     from distributed.backends._horovod.world import HorovodWorld
     from distributed.backends._tensorflow.world import World
+    from distributed.profiling import Profiler
 
 CHOICE = "horovod.keras_backend"
 
@@ -68,6 +70,12 @@ class HorovodKerasBackend(TensorFlowBackend):
         self._timeline = Timeline(self.hvd, self.options.timeline)
         self.rewrap()
         return [*notices, *without_effect(self.options, self.plan)]
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        made = super().profiler(directory, warmup, active)
+        if made is None or self.context.world_size == 1 or self.options.timeline is not None:
+            return made
+        return WithTimeline(made, self.hvd, self.run_dir, self.report)
 
     def rewrap(self) -> None:
         super().rewrap()

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
+    from distributed.profiling import Profile, Profiler
+
+_OF_A_PROFILE = "profile/horovod-timeline.json"
+
+
+def is_prepared(config: DistributedConfig) -> bool:
+    """Whether Horovod is to start so that a timeline can begin."""
+    return config.options("horovod").timeline is not None or config.profile
 
 
 class Timeline:
@@ -35,3 +47,28 @@ class Timeline:
         if self._is_running and self._hvd.is_initialized():
             self._hvd.stop_timeline()
         self._is_running = False
+
+
+class WithTimeline:
+    """A profiler whose updates are in a timeline too: an engine's trace does not show what Horovod's own threads do."""
+
+    def __init__(
+        self, profiler: Profiler, hvd: Any, run_dir: Path | None, report: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._profiler, self._run_dir, self._report = profiler, run_dir, report
+        self._timeline = Timeline(hvd, _OF_A_PROFILE)
+
+    def start(self) -> None:
+        try:
+            self._timeline.start(self._run_dir)
+        except ConfigError:
+            text = "the profile has no timeline: Horovod started before this trainer, without HOROVOD_TIMELINE=DYNAMIC"
+            self._report({"kind": "warning", "text": text})
+        self._profiler.start()
+
+    def step(self) -> None:
+        self._profiler.step()
+
+    def stop(self) -> Profile | None:
+        self._timeline.stop()
+        return self._profiler.stop()

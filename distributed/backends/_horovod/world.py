@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.backends._horovod.rendezvous import ADDRESS, Rendezvous
+from distributed.backends._horovod.timeline import is_prepared
 from distributed.backends._torch.meeting import meet
 from distributed.backends._torch.world import Pending, World
 from distributed.config import DistributedConfig
@@ -287,7 +288,7 @@ def _set_defaults(config: DistributedConfig) -> None:
         # Which tensors go together depends on the clock, and three or more terms sum up differently at another place.
         "HOROVOD_FUSION_THRESHOLD": "0",
     }
-    if config.options("horovod").timeline is not None:  # its writer spins on a core, also while nothing is recorded
+    if is_prepared(config):  # its writer spins on a core, also while nothing is recorded
         defaults["HOROVOD_TIMELINE"] = "DYNAMIC"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -184,8 +184,12 @@ class Step:
         """The one update, of every replica's copy with its gradients, which are alike."""
         self._graphs("apply", self._apply, gradients)
 
+    def trained(self) -> list[Any]:
+        """The variables that the newest update changed, in the order of its gradients."""
+        return [self._model.trainable_variables[i] for i in self._used]
+
     def _apply(self, gradients: list[list[Any]]) -> Any:
-        trained = [self._model.trainable_variables[i] for i in self._used]
+        trained = self.trained()
         with self._updating() as update:
 
             def apply(replica: int, own: list[Any]) -> Any:

@@ -105,8 +105,14 @@ def profiling() -> dict[str, object]:
     return {"steps": history.steps, "has_backward": any("AddmmBackward" in name for name in names)}
 
 
+def tensorboard() -> dict[str, object]:
+    made(epochs=1, tensorboard_dir=OUT / "boards", log_every_n_steps=10).fit(train_loader, val_loader, max_steps=20)
+    return {"directory": str((OUT / "boards").resolve())}
+
+
 CASES = (
     a_trainer, fp16_and_its_scaler, accumulation, scaled_rates, warm_up, fault_tolerance, a_sampler_in_the_loader, profiling,
+    tensorboard,
 )  # fmt: skip
 found = {case.__name__: case() for case in CASES}
 if made().is_main_process:

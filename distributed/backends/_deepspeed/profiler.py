@@ -1,0 +1,52 @@
+"""torch's profiler with DeepSpeed's own: the floating-point operations, parameters and time of each module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed.backends._torch.profiler import TorchProfiler
+from distributed.profiling import Profile
+
+_FILE = "flops.txt"
+
+
+class DeepSpeedProfiler(TorchProfiler):
+    """Counts in the first update of the warm-up, on the main process: its hooks would show in the trace."""
+
+    def __init__(
+        self, directory: Path, rank: int, device: torch.device, warmup: int, active: int, model: torch.nn.Module
+    ) -> None:
+        super().__init__(directory, rank, device, warmup, active)
+        self._model, self._rank = model, rank
+        self._path = directory / _FILE
+        self._counter: Any = None
+
+    def start(self) -> None:
+        super().start()
+        if self._rank == 0:
+            from deepspeed.profiling.flops_profiler import FlopsProfiler
+
+            self._counter = FlopsProfiler(self._model)
+            self._counter.start_profile()
+
+    def step(self) -> None:
+        self._write_count()
+        super().step()
+
+    def stop(self) -> Profile | None:
+        self._end_count()
+        return super().stop()
+
+    def _write_count(self) -> None:
+        if self._counter is not None:
+            self._counter.stop_profile()
+            self._counter.print_model_profile(output_file=str(self._path))
+            self._end_count()
+
+    def _end_count(self) -> None:
+        if self._counter is not None:
+            self._counter.end_profile()
+            self._counter = None

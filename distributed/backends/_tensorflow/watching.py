@@ -1,0 +1,30 @@
+"""What TensorBoard shows of a Keras model: its graph and the values of its weights and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import tensorflow as tf
+
+
+def graph_of(predict: Callable[[Any], Any], batch: Any) -> bytes:
+    """The GraphDef of `predict` on one sample of `batch`. Traced, not run: no generator moves, no statistic changes."""
+    form = tf.nest.map_structure(lambda leaf: tf.TensorSpec((1, *leaf.shape[1:]), leaf.dtype), batch)
+    traced = tf.function(predict, autograph=False).get_concrete_function(form)
+    content: bytes = traced.graph.as_graph_def().SerializeToString()
+    return content
+
+
+def values_of(variables: Sequence[Any], gradients: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """(`weights/PATH` or `gradients/PATH`, flat array)."""
+    for variable in variables:
+        yield f"weights/{variable.path}", _flat(variable.value)
+    for variable, gradient in zip(variables, gradients):  # noqa: B905 - none before the first update
+        yield f"gradients/{variable.path}", _flat(gradient)
+
+
+def _flat(value: Any) -> Any:
+    array = value.numpy()
+    return (array if array.dtype == numpy.float64 else array.astype(numpy.float32)).reshape(-1)

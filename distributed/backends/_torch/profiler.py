@@ -1,0 +1,77 @@
+"""torch's profiler over some updates of one rank: a trace that TensorBoard and Perfetto open, and its sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
+
+from distributed.errors import ConfigError
+from distributed.profiling import Profile, length_of_union
+
+_COLLECTIVES = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel", "mpi:", "horovod:")
+_STEP = "ProfilerStep"
+
+
+class TorchProfiler:
+    """See `distributed.profiling.Profiler`."""
+
+    def __init__(self, directory: Path, rank: int, device: torch.device, warmup: int, active: int) -> None:
+        self._has_gpu = device.type == "cuda"
+        self._write = tensorboard_trace_handler(str(directory), worker_name=f"rank-{rank}", use_gzip=True)
+        self._found: Profile | None = None
+        self._left = warmup  # updates to warm up in
+        self._began = self._ended = 0.0  # when they were over, and the newest update
+        self._profile = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._has_gpu],
+            schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
+            on_trace_ready=self._take,
+            acc_events=True,  # else it warns that the events of other cycles go
+        )
+
+    def start(self) -> None:
+        if torch.autograd._profiler_enabled():
+            raise ConfigError("profile=True finds a torch profiler at work already, of your own: drop one of the two")
+        self._profile.start()
+
+    def step(self) -> None:
+        self._ended = time.perf_counter()
+        self._profile.step()
+        self._left -= 1
+        if self._left == 0:  # it records from here on
+            self._began = time.perf_counter()
+
+    def stop(self) -> Profile | None:
+        if self._found is None:  # what comes after the newest update is recorded too
+            self._ended = time.perf_counter()
+        self._profile.stop()
+        return self._found
+
+    def _take(self, profile: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the profiler, about its own clock
+            self._found = self._summed(profile)
+            try:
+                self._write(profile)
+            except (OSError, RuntimeError) as error:  # the disk, by Python or by torch: the run goes on
+                self._found = dataclasses.replace(self._found, lost=str(error))
+
+    def _summed(self, profile: Any) -> Profile:
+        events = [event for event in profile.events() if event.name.startswith(_COLLECTIVES)]
+        collectives = [(event.time_range.start, event.time_range.end) for event in events]  # in microseconds
+        operators = {}
+        for row in profile.key_averages():
+            own = row.self_device_time_total if self._has_gpu else row.self_cpu_time_total
+            if own and not row.key.startswith((_STEP, *_COLLECTIVES)):
+                operators[row.key] = (own / 1e6, row.count)
+        return Profile(
+            seconds=self._ended - self._began,
+            operators=operators,
+            communication_s=length_of_union(collectives) / 1e6 if collectives else None,
+            device="GPU" if self._has_gpu else "CPU",
+        )

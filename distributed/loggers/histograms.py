@@ -1,0 +1,89 @@
+"""Histograms of weights and gradients for TensorBoard, once per epoch. Runs on every rank: engines cut tensors over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from distributed.callbacks import Callback
+from distributed.loggers import LoggedFit
+from distributed.state import TrainState
+
+if TYPE_CHECKING:
+    from distributed.loggers.tensorboard import TensorBoard
+
+_BUCKETS = 64
+Range = tuple[float, float]
+Sums = tuple[Any, float, float]  # counts by bucket, sum, sum of squares
+
+
+class Histograms(Callback):
+    """Gives `writer`, on the main process, the distribution of every weight and of the newest update's gradients."""
+
+    def __init__(self, fit: LoggedFit, writer: TensorBoard | None) -> None:
+        self._backend, self._writer = fit.backend, writer
+
+    def on_train_start(self, state: TrainState) -> None:
+        self._backend.keeps_gradients = True
+
+    def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
+        """A collective where tensors are cut."""
+        is_cut = self._backend.cuts_weights and self._backend.context.world_size > 1
+        if self._writer is None and not is_cut:
+            return
+        mine = {name: _finite(values) for name, values in self._backend.local_values()}
+        ranges = {name: (float(v.min()), float(v.max())) for name, v in mine.items() if v.size}
+        if is_cut:
+            ranges = _widest(self._backend.gather(ranges))
+        sums = {name: _sums(values, ranges[name]) for name, values in mine.items() if name in ranges}
+        if is_cut:
+            sums = _added(self._backend.gather(sums))
+        if self._writer is not None:
+            self._writer.write([_value(name, ranges[name], each) for name, each in sorted(sums.items())], state.step)
+
+
+def _finite(values: Any) -> Any:
+    """Without NaN and infinity, which belong into no bucket."""
+    import numpy
+
+    is_finite = numpy.isfinite(values)
+    return values if is_finite.all() else values[is_finite]
+
+
+def _widest(parts: list[dict[str, Range]]) -> dict[str, Range]:
+    ranges: dict[str, Range] = {}
+    for part in parts:
+        for name, (low, high) in part.items():
+            before = ranges.get(name, (low, high))
+            ranges[name] = min(before[0], low), max(before[1], high)
+    return ranges
+
+
+def _sums(values: Any, limits: Range) -> Sums:
+    import numpy
+
+    counts, _ = numpy.histogram(values, _BUCKETS, limits)
+    wide = values.astype(numpy.float64, copy=False)
+    return counts.tolist(), float(wide.sum()), float(wide @ wide)
+
+
+def _added(parts: list[dict[str, Sums]]) -> dict[str, Sums]:
+    sums: dict[str, Sums] = {}
+    for part in parts:
+        for name, (counts, total, squares) in part.items():
+            before = sums.get(name, ([0] * _BUCKETS, 0.0, 0.0))
+            added = [a + b for a, b in zip(before[0], counts, strict=True)]
+            sums[name] = added, before[1] + total, before[2] + squares
+    return sums
+
+
+def _value(tag: str, limits: Range, sums: Sums) -> Any:
+    import numpy
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+    counts, total, squares = sums
+    edges = numpy.histogram_bin_edges([], _BUCKETS, limits)[1:]
+    histogram = HistogramProto(
+        min=limits[0], max=limits[1], num=sum(counts), sum=total, sum_squares=squares, bucket_limit=edges, bucket=counts
+    )
+    return Summary.Value(tag=tag, histo=histogram)

@@ -1,0 +1,86 @@
+"""What the GPUs of this node are doing, from NVIDIA's management library. Nothing without GPUs, or without its package."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import time
+from typing import Any
+
+from distributed.state import WorkerContext
+
+_BETWEEN_S = 1.0  # seconds between two readings: some drivers take milliseconds
+_GIB = 2**30
+
+
+class Gpus:
+    """Reads the GPUs that the workers of this node train on, one for each."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._number = context.local_world_size if context.device.startswith("cuda") else 0
+        self._handles: list[Any] | None = None
+        self._next = 0.0
+
+    def read(self) -> dict[str, float]:
+        """`gpu/utilization_N` in percent and `gpu/memory_gib_N` of local rank N; empty where a second has not passed."""
+        if not self._number or time.monotonic() < self._next:
+            return {}
+        self._next = time.monotonic() + _BETWEEN_S
+        if self._handles is None:
+            self._handles = self._opened()
+        figures: dict[str, float] = {}
+        for rank, handle in enumerate(self._handles):
+            figures |= _figures(rank, handle)
+        return figures
+
+    def close(self) -> None:
+        if self._handles:
+            import pynvml
+
+            pynvml.nvmlShutdown()
+        self._handles = None
+
+    def _opened(self) -> list[Any]:
+        """Handles by local rank; none where the library or its package is missing."""
+        if importlib.util.find_spec("pynvml") is None:
+            return []
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return []
+        found = [_handle(name) for name in visible_names(self._number)]
+        if None in found:  # names that it does not know: whose figures they are could not be said
+            pynvml.nvmlShutdown()
+            return []
+        return found
+
+
+def visible_names(number: int) -> list[str]:
+    """What `cuda:0`, `cuda:1`, ... are to the driver: numbers, or names as `GPU-<uuid>`."""
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in mask.split(",")] if mask is not None else [str(i) for i in range(number)]
+    return names[:number]
+
+
+def _handle(name: str) -> Any:
+    import pynvml
+
+    with contextlib.suppress(pynvml.NVMLError):
+        if name.isdecimal():
+            return pynvml.nvmlDeviceGetHandleByIndex(int(name))
+        return pynvml.nvmlDeviceGetHandleByUUID(name)
+    return None
+
+
+def _figures(rank: int, handle: Any) -> dict[str, float]:
+    """What this device tells: parts of a GPU (MIG) have memory and no utilization."""
+    import pynvml
+
+    figures: dict[str, float] = {}
+    with contextlib.suppress(pynvml.NVMLError):
+        figures[f"gpu/memory_gib_{rank}"] = pynvml.nvmlDeviceGetMemoryInfo(handle).used / _GIB
+        figures[f"gpu/utilization_{rank}"] = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    return figures

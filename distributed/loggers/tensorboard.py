@@ -1,0 +1,251 @@
+"""TensorBoard: scalars, hyperparameters, the model's graph and histograms, written by the main process.
+
+Needs the package `tensorboard`, which is loaded when training begins; never TensorFlow, whatever the engine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.callbacks import Callback
+from distributed.config import MONITORING, DistributedConfig
+from distributed.errors import ConfigError, ResourceError
+from distributed.fields import rules
+from distributed.loggers import LoggedFit
+from distributed.loggers.event_file import EventFile, cut
+from distributed.loggers.system import Gpus
+from distributed.run_dir import RunDirectory
+from distributed.settings import MergedConfig
+from distributed.state import TrainState
+from distributed.summary import was_interrupted
+
+INSTALL = "pip install 'distributed-trainer[tensorboard]'"
+_HPARAMS = "_hparams_/"
+_OF_AN_EPOCH = ("val/", "weights/", "gradients/")  # tags of what is written when an epoch ends
+_PATHS = ("checkpoint_dir", "tensorboard_dir", "resume_from_checkpoint")
+_SUCCESS, _FAILURE = 1, 2  # of hparams' api.proto
+
+
+def is_on(merged: MergedConfig) -> bool:
+    """Whether event files are to be written: a directory for them alone asks for it too."""
+    config = merged.config
+    return config.tensorboard or (config.tensorboard_dir is not None and not merged.is_typed("tensorboard"))
+
+
+def check(merged: MergedConfig) -> None:
+    """ConfigError for what does nothing without event files."""
+    if merged.config.tensorboard_histograms and not is_on(merged):
+        raise ConfigError("tensorboard_histograms=True has no effect without TensorBoard: set tensorboard=True too")
+
+
+def check_library(merged: MergedConfig) -> None:
+    """ResourceError where `tensorboard` is missing. Imports nothing of it."""
+    if is_on(merged) and importlib.util.find_spec("tensorboard") is None:
+        raise ResourceError(f"tensorboard=True needs tensorboard, which is not installed: run {INSTALL}")
+
+
+def check_directory(merged: MergedConfig) -> None:
+    """ConfigError where the user's directory cannot be written. That of the run is proved with the run directory."""
+    if is_on(merged) and merged.config.tensorboard_dir is not None:
+        RunDirectory(merged.config.tensorboard_dir, "tensorboard_dir", "--tensorboard-dir").prove()
+
+
+class TensorBoard(Callback):
+    """Writes what it hears of to event files. An error of the disk costs figures, and one warning, never the run."""
+
+    def __init__(self, fit: LoggedFit) -> None:
+        self._fit = fit
+        self._file: EventFile | None = None
+        self._directory: Path | None = None  # once training has begun
+        self._is_losing = False
+        self._has_graph = False
+        self._gpus = Gpus(fit.context)
+        self._first_step = 0
+
+    # ------------------------------------------------------------------ hooks
+
+    def on_train_start(self, state: TrainState) -> None:
+        self._directory, self._first_step = self._choose(), state.step + 1
+        try:
+            is_begun = self._directory.is_dir() and cut(self._directory, lambda event: _is_before(event, state))
+        except OSError as error:
+            self._lose(error)
+            return
+        self._has_graph = is_begun
+        if not is_begun:
+            self.write(_session(_HPARAMS + "session_start_info", session_start_info=_start_info(self._fit)), 0)
+            self._fit.backend.keeps_batch = True
+
+    def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
+        self.write_scalars({f"{split}/{name}": value for name, value in metrics.items()}, state.step)
+        if not self._has_graph:
+            self._has_graph = True
+            self._write_graph()
+
+    def on_times(self, state: TrainState, seconds: Mapping[str, float]) -> None:
+        split = {f"time/{name.removesuffix('_s')}": s for name, s in seconds.items() if not name.startswith("rank_")}
+        ranks = [s for name, s in seconds.items() if name.startswith("rank_")]
+        split |= {"time/fastest_rank": min(ranks), "time/slowest_rank": max(ranks)} if len(ranks) > 1 else {}
+        self.write_scalars(split | self._gpus.read(), state.step)
+
+    def on_train_end(self, state: TrainState) -> None:
+        self._end(state, None if was_interrupted(state) else _SUCCESS)
+
+    def on_error(self, state: TrainState, error: BaseException) -> None:
+        self._end(state, _FAILURE)
+
+    # ------------------------------------------------------------------ writing
+
+    def write_scalars(self, values: Mapping[str, float], step: int) -> None:
+        """One point of each tag."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self.write((Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()), step)
+
+    def write(self, values: Iterable[Any], step: int) -> None:
+        """Summary values of one step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._append(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def _append(self, event: Any) -> None:
+        try:
+            if self._file is None:
+                self._file = self._opened()
+            self._file.write(event)
+        except OSError as error:
+            self._lose(error)
+
+    def _opened(self) -> EventFile:
+        """A file that says from which step on earlier ones do not count, to a TensorBoard that has read them already."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        assert self._directory is not None
+        file = EventFile(self._directory)
+        file.write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if self._first_step > 1:
+            start = SessionLog(status=SessionLog.START)
+            file.write(Event(wall_time=time.time(), step=self._first_step, session_log=start))
+        return file
+
+    def _lose(self, error: OSError) -> None:
+        if not self._is_losing:
+            text = (
+                f"{self._directory} cannot be written ({error.strerror}): figures for TensorBoard are lost until it can"
+            )
+            self._fit.report({"kind": "warning", "text": text})
+        self._is_losing = True
+
+    def _write_graph(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        try:
+            graph = self._fit.backend.graph()
+        except Exception as error:  # it runs the user's model under a tracer: anything may come
+            reason = next(iter(str(error).splitlines()), "")
+            text = (
+                f"TensorBoard shows no graph of the model, which could not be traced ({type(error).__name__}: {reason})"
+            )
+            self._fit.report({"kind": "notice", "text": text})
+            return
+        self._append(Event(wall_time=time.time(), graph_def=graph))
+
+    def _end(self, state: TrainState, status: int | None) -> None:
+        """`status` None: a run that a signal ended is to go on."""
+        from tensorboard.plugins.hparams.plugin_data_pb2 import SessionEndInfo
+
+        if self._directory is None:  # training never began
+            return
+        if status is not None:
+            end = SessionEndInfo(status=status, end_time_secs=time.time())
+            self.write(_session(_HPARAMS + "session_end_info", session_end_info=end), state.step)
+        if self._file is not None:
+            self._file.close()
+        self._file = self._directory = None
+        self._gpus.close()
+
+    def _choose(self) -> Path:
+        """The directory of this run: below the user's, where there is one, so that runs can be compared."""
+        run, given = self._fit.run, self._fit.merged.config.tensorboard_dir
+        if given is None:
+            return run.path / "tensorboard"
+        known = [event["directory"] for event in run.read_events() if event["event"] == "tensorboard"]
+        name = known[-1] if known else _free_name(Path(given), run.path)
+        if not known:  # a resume goes on there, also where another run has the same name
+            run.event("tensorboard", directory=name)
+        return Path(given) / name
+
+
+def _free_name(directory: Path, run: Path) -> str:
+    """The run's own name, with a number where another run took it."""
+    base = f"{run.parent.name}-{run.name}" if run.name.startswith("fit-") else run.resolve().name
+    number, name = 1, base
+    while (directory / name).exists():
+        number += 1
+        name = f"{base}-{number}"
+    return name
+
+
+def _is_before(event: Any, state: TrainState) -> bool:
+    """Whether the event will not be written again. Of this step it will, where an epoch or a log line is unfinished."""
+    if event.HasField("graph_def"):
+        return True
+    if not event.summary.value:
+        return False
+    tag = event.summary.value[0].tag
+    if tag.startswith(_HPARAMS):
+        return bool(tag.endswith("session_start_info"))
+    if event.step != state.step:
+        return bool(event.step < state.step)
+    return not (state.samples_in_epoch if tag.startswith(_OF_AN_EPOCH) else state.log_sums)
+
+
+# ---------------------------------------------------------------------- hyperparameters
+
+
+def _session(tag: str, **info: Any) -> list[Any]:
+    """A record of the HParams tab: all that counts is in its metadata."""
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+    from tensorboard.compat.proto.types_pb2 import DT_FLOAT
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    content = HParamsPluginData(version=0, **info).SerializeToString()
+    plugin = SummaryMetadata.PluginData(plugin_name="hparams", content=content)
+    empty = TensorProto(dtype=DT_FLOAT, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=0)]))
+    return [Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=empty)]
+
+
+def _start_info(fit: LoggedFit) -> Any:
+    from tensorboard.plugins.hparams.plugin_data_pb2 import SessionStartInfo
+
+    info = SessionStartInfo(start_time_secs=time.time())
+    for name, value in hyperparameters(fit).items():
+        kind = {bool: "bool_value", int: "number_value", float: "number_value"}.get(type(value), "string_value")
+        setattr(info.hparams[name], kind, str(value) if kind == "string_value" else value)
+    return info
+
+
+def hyperparameters(fit: LoggedFit) -> dict[str, Any]:
+    """What was set for this run, what a sweep chose, and what makes runs comparable, by name."""
+    config, known = fit.merged.config.to_dict(), rules(DistributedConfig)
+    names = ("seed", "learning_rate", *(name for name in fit.merged.sources if name in known))
+    values = {name: config[name] for name in names if name not in _PATHS and known[name].group != MONITORING}
+    options = {
+        f"{group}.{option}": value
+        for group, chosen in values.items()
+        if isinstance(chosen, dict)
+        for option, value in chosen.items()
+    }
+    plain = {name: value for name, value in values.items() if not isinstance(value, dict) and value is not None}
+    run = {
+        "backend": fit.plan.backend, "world_size": fit.context.world_size,
+        "global_batch_size": fit.batch.global_batch_size,
+    }  # fmt: skip
+    return {**plain, **options, **fit.merged.hyperparameters, **run}

@@ -1,0 +1,45 @@
+"""Reads what a run wrote for TensorBoard, with TensorBoard's own reader and without TensorFlow."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
+
+
+def read(directory: Path) -> Any:
+    """An EventAccumulator with all that lies in `directory`."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    kinds = ("scalars", "tensors", "histograms", "compressedHistograms", "images", "audio")
+    return EventAccumulator(str(directory), size_guidance=dict.fromkeys(kinds, 0)).Reload()
+
+
+def steps(events: Any, tag: str) -> list[int]:
+    return [event.step for event in events.Scalars(tag)]
+
+
+def hyperparameters(events: Any) -> dict[str, Any]:
+    from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
+
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    values = parse_session_start_info_plugin_data(content).hparams
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
+
+
+def status(events: Any) -> int:
+    """How the session ended, as hparams' api.proto counts: 1 in success, 2 in failure."""
+    from tensorboard.plugins.hparams.metadata import parse_session_end_info_plugin_data
+
+    content = events.summary_metadata["_hparams_/session_end_info"].plugin_data.content
+    return int(parse_session_end_info_plugin_data(content).status)
+
+
+def graph(events: Any) -> list[str]:
+    """Names of the nodes."""
+    from tensorboard.compat.proto.graph_pb2 import GraphDef
+
+    return [node.name for node in GraphDef.FromString(events.Graph().SerializeToString()).node]

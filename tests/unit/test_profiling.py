@@ -1,0 +1,111 @@
+"""When a profile begins and ends, and what is told of it."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from distributed import profiling
+from distributed.config import DistributedConfig
+from distributed.profiling import Profile, Profiling
+from distributed.run_dir import RunDirectory
+from distributed.settings import MergedConfig
+from distributed.state import StepResult, TrainState, WorkerContext
+
+FOUND = Profile(
+    seconds=0.5, operators={name: (cost, 6) for name, cost in zip("abcdefg", (1, 7, 2, 6, 3, 5, 4), strict=True)},
+    communication_s=0.125, device="CPU",
+)  # fmt: skip
+
+
+class Recorder:
+    """An engine's profiler that remembers before which update each call came."""
+
+    def __init__(self):
+        self.calls, self.update, self.found = [], 1, FOUND
+
+    def start(self):
+        self.calls.append(("start", self.update))
+
+    def step(self):
+        self.calls.append(("step", self.update))
+
+    def stop(self):
+        self.calls.append(("stop", self.update))
+        return self.found
+
+
+def run(tmp_path, updates, rank=0, error=None, found=FOUND, **schedule):
+    """(calls, what was told) of a fit of `updates`."""
+    recorder, told = Recorder(), []
+    recorder.found = found
+    settings = {"profile": True, **schedule}
+    config = DistributedConfig(**settings)
+    fit = types.SimpleNamespace(
+        merged=MergedConfig(config, dict.fromkeys(settings, "code")), run=RunDirectory(tmp_path), report=told.append,
+        context=WorkerContext(rank, 2, rank, 2, 0, "cpu"),
+        backend=types.SimpleNamespace(profiler=lambda directory, warmup, active: recorder),
+    )  # fmt: skip
+    profile = Profiling(fit)
+    profile.on_train_start(TrainState())
+    for recorder.update in range(2, updates + 2):
+        profile.on_step_end(TrainState(step=100 + recorder.update - 1), StepResult([]))
+    state = TrainState(step=100 + updates)
+    profile.on_error(state, error) if error is not None else profile.on_train_end(state)
+    return recorder.calls, [(each["kind"], each["text"]) for each in told]
+
+
+@pytest.mark.parametrize("wait", [0, 3])
+def test_the_schedule_waits_warms_up_and_records(tmp_path, wait):
+    calls, told = run(tmp_path, 20, profile_wait=wait, profile_warmup=2, profile_active=3)
+
+    first = wait + 1
+    assert calls == [("start", first), *(("step", first + n) for n in range(1, 6)), ("stop", first + 5)]
+    assert f"profile of updates {100 + wait + 3} to {100 + wait + 5}: {tmp_path}/profile" in told[0][1]
+
+
+def test_the_five_costliest_operators_and_the_share_of_communication_are_told(tmp_path):
+    _, told = run(tmp_path, 20, profile_active=2)
+
+    assert [kind for kind, _ in told] == ["notice"] * 7
+    assert [text.split()[-1] for _, text in told[1:6]] == ["b", "d", "f", "g", "e"]
+    assert told[1][1].split() == ["25.0%", "3500.000", "ms", "3", "calls", "an", "update", "b"]
+    assert told[6][1].strip().startswith("communication: under way in 25.0% of the time")
+
+
+def test_a_run_that_ends_while_it_records_has_what_was_recorded(tmp_path):
+    _, told = run(tmp_path, 5, profile_wait=2, profile_warmup=1, profile_active=9)
+
+    assert "profile of updates 104 to 105" in told[0][1]
+
+
+@pytest.mark.parametrize("updates", [2, 5])
+def test_a_run_that_ends_before_is_told_so(tmp_path, updates):
+    calls, told = run(tmp_path, updates, found=None, profile_wait=4, profile_warmup=1)
+
+    assert (
+        told == [("warning", told[0][1])]
+        and "nothing was profiled" in told[0][1]
+        and "lower profile_wait" in told[0][1]
+    )
+    assert [name for name, _ in calls] == (["start", "step", "stop"] if updates == 5 else [])
+
+
+def test_only_the_main_process_tells_and_an_error_ends_it_quietly(tmp_path):
+    assert run(tmp_path, 20, rank=1)[1] == []
+    calls, told = run(tmp_path, 12, error=RuntimeError())
+    assert calls[-1][0] == "stop" and told == []
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path):
+    lost = Profile(FOUND.seconds, FOUND.operators, None, "CPU", lost="No space left on device")
+    _, told = run(tmp_path, 20, found=lost)
+
+    assert told[0] == ("warning", f"the trace cannot be written to {tmp_path}/profile (No space left on device)")
+    assert [kind for kind, _ in told[1:]] == ["notice"] * 6  # no communication is known
+
+
+def test_times_that_overlap_count_once():
+    assert profiling.length_of_union([(0, 2), (1, 3), (5, 6), (5.5, 5.6)]) == 4
+    assert profiling.length_of_union([]) == 0

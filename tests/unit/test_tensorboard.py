@@ -1,0 +1,254 @@
+"""Event files by themselves: what is cut at a resume, a full disk, names of runs, GPUs; and settings that are refused."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import types
+
+import pytest
+
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError, ResourceError
+from distributed.loggers import check, event_file, system, tensorboard
+from distributed.loggers.event_file import EventFile, cut, files_in
+from distributed.plan import BatchPlan, ProcessPlan
+from distributed.run_dir import RunDirectory
+from distributed.settings import MergedConfig
+from distributed.state import TrainState, WorkerContext
+from tests import event_files
+
+CONTEXT = WorkerContext(0, 1, 0, 1, 0, "cpu")
+
+
+class NoGraph:
+    keeps_batch = False
+
+    def graph(self):
+        raise RuntimeError("cannot be traced\nat all")
+
+
+def merged(**settings):
+    return MergedConfig(DistributedConfig(**settings), dict.fromkeys(settings, "code"), {"depth": 3})
+
+
+def logger(directory, told=None, **settings):
+    fit = types.SimpleNamespace(
+        run=RunDirectory(directory), merged=merged(**{"tensorboard": True, **settings}), plan=ProcessPlan(1, 1, "cpu", "fake"),
+        batch=BatchPlan(4, 1, 1, 4), context=CONTEXT, backend=NoGraph(), report=(told if told is not None else []).append,
+    )  # fmt: skip
+    boards.append(tensorboard.TensorBoard(fit))
+    return boards[-1]
+
+
+boards: list[tensorboard.TensorBoard] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_what_a_kill_left_open():
+    yield
+    for board in boards:
+        if board._file is not None:
+            board._file.close()
+    boards.clear()
+
+
+def run(directory, start, steps, told=None, **settings):
+    """One attempt: from the state `start` to its end, or until it is killed."""
+    board = logger(directory, told, **settings)
+    board.on_train_start(start)
+    for step in steps:
+        state = TrainState(step=step, epoch=start.epoch)
+        board.on_log(state, "train", {"loss": float(step)})
+        board.on_times(state, {"step_s": 0.5, "rank_0_s": 0.25, "rank_1_s": 0.5})
+        if step % 4 == 0:
+            board.on_log(TrainState(step=step), "val", {"loss": float(step)})
+    return board
+
+
+@pytest.mark.parametrize(
+    ("state", "train", "val"),
+    [
+        (TrainState(step=4, epoch=1), 4, 4),
+        (TrainState(step=4, samples_in_epoch=16), 4, 0),  # saved before its validation, which comes again
+        (TrainState(step=4, samples_in_epoch=16, log_sums={"loss": [1.0, 1.0]}), 2, 0),  # a log line that comes again
+        (TrainState(), 0, 0),  # killed before there was a checkpoint
+    ],
+)
+def test_what_comes_again_after_a_resume_is_cut(tmp_path, state, train, val):
+    run(tmp_path, TrainState(), [2, 4, 6, 8])
+    (path,) = files_in(tmp_path / "tensorboard")
+    with path.open("ab") as file:
+        file.write(b"half a rec")
+    run(tmp_path, state, [6, 8]).on_train_end(TrainState(step=8))
+
+    board = event_files.read(tmp_path / "tensorboard")
+    assert event_files.steps(board, "train/loss") == [*range(2, train + 1, 2), 6, 8]
+    assert event_files.steps(board, "val/loss") == [step for step in (4, 8) if step <= val or step > 4]
+    assert event_files.steps(board, "time/slowest_rank") == [*range(2, train + 1, 2), 6, 8]
+    assert event_files.hyperparameters(board)["depth"] == 3
+    assert event_files.status(board) == 1
+
+
+def test_a_reader_that_had_seen_more_is_told_to_forget_it(tmp_path):
+    run(tmp_path, TrainState(), [2, 4, 6, 8])
+    board = event_files.read(tmp_path / "tensorboard")
+    run(tmp_path, TrainState(step=4, epoch=1), [6, 8])
+    board.Reload()
+    assert event_files.steps(board, "train/loss") == [2, 4, 6, 8]
+
+
+def test_the_session_ends_as_the_run_did(tmp_path):
+    def ended(name, end):
+        end(run(tmp_path / name, TrainState(), [2]))
+        return event_files.read(tmp_path / name / "tensorboard")
+
+    assert event_files.status(ended("whole", lambda board: board.on_train_end(TrainState(step=2)))) == 1
+    assert event_files.status(ended("failed", lambda board: board.on_error(TrainState(step=2), RuntimeError()))) == 2
+    stopped = ended("stopped", lambda board: board.on_train_end(TrainState(step=2, stop_reason="signal 15")))
+    assert "_hparams_/session_end_info" not in stopped.summary_metadata
+
+
+def test_every_record_carries_the_checksums_that_tensorboard_checks(tmp_path):
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    for data in (b"", b"a", bytes(range(256)) * 5):
+        assert event_file._checksum(data) == masked_crc32c(data)
+
+
+def test_a_full_disk_costs_points_and_one_warning(tmp_path):
+    told = []
+    board = run(tmp_path, TrainState(), [2], told)
+    real = board._file._file
+
+    class Full(io.RawIOBase):
+        """Takes half of a record."""
+
+        def write(self, data):
+            real.write(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        truncate, seek = real.truncate, real.seek
+
+    board._file._file = Full()
+    for step in (4, 6):
+        board.on_log(TrainState(step=step), "train", {"loss": 1.0})
+    board._file._file = real
+    board.on_log(TrainState(step=8), "train", {"loss": 1.0})
+    assert event_files.steps(event_files.read(tmp_path / "tensorboard"), "train/loss") == [2, 8]
+    warnings = [each["text"] for each in told if each["kind"] == "warning"]
+    assert len(warnings) == 1 and "No space left on device" in warnings[0]
+
+
+def test_a_directory_that_went_read_only_is_one_warning(tmp_path):
+    (tmp_path / "tensorboard").write_text("in the way")
+    told = []
+    run(tmp_path, TrainState(), [2, 4], told).on_train_end(TrainState(step=4))
+    assert [each["kind"] for each in told if each["kind"] == "warning"] == ["warning"]
+
+
+def test_a_model_that_cannot_be_traced_is_one_notice(tmp_path):
+    told = []
+    run(tmp_path, TrainState(), [2, 4], told)
+    (notice,) = [each["text"] for each in told if each["kind"] == "notice"]
+    assert "no graph" in notice and "(RuntimeError: cannot be traced)" in notice
+
+
+def test_runs_below_one_directory_keep_apart_and_a_resume_finds_its_own(tmp_path):
+    boards = tmp_path / "boards"
+    for place in ("a", "b"):
+        (tmp_path / place / "run").mkdir(parents=True)
+        run(tmp_path / place / "run", TrainState(), [2, 4], tensorboard_dir=str(boards))
+    run(tmp_path / "b" / "run", TrainState(step=2), [4, 6], tensorboard_dir=str(boards))
+    assert sorted(path.name for path in boards.iterdir()) == ["run", "run-2"]
+    found = {name: event_files.steps(event_files.read(boards / name), "train/loss") for name in ("run", "run-2")}
+    assert found == {"run": [2, 4], "run-2": [2, 4, 6]}
+
+
+def test_cutting_leaves_what_is_kept_and_removes_files_without_it(tmp_path):
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    for steps in ([1, 2], [5], [3, 9]):
+        file = EventFile(tmp_path)
+        for step in steps:
+            file.write(Event(step=step))
+        file.close()
+    assert cut(tmp_path, lambda event: event.step < 4)
+    assert [[event.step for _, event in event_file._events(path.read_bytes())] for path in files_in(tmp_path)] == [
+        [1, 2],
+        [3],
+    ]
+    assert not cut(tmp_path, lambda event: False) and files_in(tmp_path) == []
+
+
+def test_a_directory_alone_asks_for_event_files_unless_they_are_switched_off():
+    assert tensorboard.is_on(merged(tensorboard_dir="runs"))
+    assert not tensorboard.is_on(merged(tensorboard_dir="runs", tensorboard=False))
+    assert not tensorboard.is_on(merged())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tensorboard_histograms": True}, "set tensorboard=True too"),
+        ({"profile_wait": 3}, "set profile=True"),
+        ({"profile_active": 3, "profile": False}, "set profile=True"),
+    ],
+)
+def test_settings_that_do_nothing_alone_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        check(merged(**settings))
+
+
+def test_a_missing_library_is_named_with_its_command(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ResourceError, match=r"pip install 'distributed-trainer\[tensorboard\]'"):
+        check(merged(tensorboard=True))
+    check(merged())
+
+
+class Nvml:
+    """A driver with three GPUs, of which the last tells nothing of its use."""
+
+    used = (1, 2, 3)
+
+    @pytest.fixture
+    def driver(self, monkeypatch):
+        import pynvml
+
+        def utilization(number):
+            if number == 2:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return types.SimpleNamespace(gpu=10 * number)
+
+        functions = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlDeviceGetHandleByIndex": lambda number: number,
+            "nvmlDeviceGetHandleByUUID": lambda name: {"GPU-b": 1}[name],
+            "nvmlDeviceGetMemoryInfo": lambda number: types.SimpleNamespace(used=self.used[number] * 2**30),
+            "nvmlDeviceGetUtilizationRates": utilization,
+        }
+        for name, function in functions.items():
+            monkeypatch.setattr(pynvml, name, function)
+
+
+class TestGpus(Nvml):
+    def test_the_gpus_of_this_nodes_workers_are_read_in_their_order(self, driver, monkeypatch):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b,0")
+        gpus = system.Gpus(WorkerContext(4, 6, 0, 2, 2, "cuda:0"))
+        assert gpus.read() == {"gpu/memory_gib_0": 3.0, "gpu/memory_gib_1": 2.0, "gpu/utilization_1": 10.0}
+        assert gpus.read() == {}  # within the same second
+
+    def test_on_cpus_there_are_none(self, driver):
+        assert system.Gpus(CONTEXT).read() == {}
+
+    def test_without_a_driver_there_are_none(self, monkeypatch):
+        import pynvml
+
+        def fail():
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+        monkeypatch.setattr(pynvml, "nvmlInit", fail)
+        assert system.Gpus(WorkerContext(0, 1, 0, 1, 0, "cuda:0")).read() == {}
