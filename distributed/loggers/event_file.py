@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,22 @@ _FOOTER = struct.Struct("<I")  # checksum of the data
 
 
 class EventFile:
-    """A new file in `directory`, which readers take after those that are there."""
+    """A new file in `directory`, which readers take after those that are there. `first` goes before its first event."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, first: Sequence[Any] = ()) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         last = max((_time_of(path) for path in files_in(directory)), default=0)
         began = max(int(time.time()), last + 1)  # names are read in order, and two attempts may begin in one second
         self.path = directory / f"{_PREFIX}{began:010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = self.path.open("xb", buffering=0)
+        self._first = b"".join(_record(event.SerializeToString()) for event in first)
         self._end = 0
 
     def write(self, event: Any) -> None:
         """Append one `Event`, whole or not at all. Raises OSError."""
         data = _record(event.SerializeToString())
+        if not self._end:
+            data = self._first + data
         try:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -16,7 +16,7 @@ from distributed.config import MONITORING, DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 from distributed.fields import rules
 from distributed.loggers import LoggedFit
-from distributed.loggers.event_file import EventFile, cut
+from distributed.loggers.event_file import EventFile, cut, files_in
 from distributed.loggers.system import Gpus
 from distributed.run_dir import RunDirectory
 from distributed.settings import MergedConfig
@@ -65,13 +65,15 @@ class TensorBoard(Callback):
         self._has_graph = False
         self._gpus = Gpus(fit.context)
         self._first_step = 0
+        self._is_resumed = False
 
     # ------------------------------------------------------------------ hooks
 
     def on_train_start(self, state: TrainState) -> None:
         self._directory, self._first_step = self._choose(), state.step + 1
         try:
-            is_begun = self._directory.is_dir() and cut(self._directory, lambda event: _is_before(event, state))
+            self._is_resumed = self._directory.is_dir() and bool(files_in(self._directory))
+            is_begun = self._is_resumed and cut(self._directory, lambda event: _is_before(event, state))
         except OSError as error:
             self._lose(error)
             return
@@ -126,12 +128,11 @@ class TensorBoard(Callback):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         assert self._directory is not None
-        file = EventFile(self._directory)
-        file.write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if self._first_step > 1:
+        first = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+        if self._is_resumed:
             start = SessionLog(status=SessionLog.START)
-            file.write(Event(wall_time=time.time(), step=self._first_step, session_log=start))
-        return file
+            first.append(Event(wall_time=time.time(), step=self._first_step, session_log=start))
+        return EventFile(self._directory, first)
 
     def _lose(self, error: OSError) -> None:
         if not self._is_losing:
@@ -235,7 +236,7 @@ def _start_info(fit: LoggedFit) -> Any:
 def hyperparameters(fit: LoggedFit) -> dict[str, Any]:
     """What was set for this run, what a sweep chose, and what makes runs comparable, by name."""
     config, known = fit.merged.config.to_dict(), rules(DistributedConfig)
-    names = ("seed", "learning_rate", *(name for name in fit.merged.sources if name in known))
+    names = ("seed", *(name for name in fit.merged.sources if name in known))
     values = {name: config[name] for name in names if name not in _PATHS and known[name].group != MONITORING}
     options = {
         f"{group}.{option}": value

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import types
+from pathlib import Path
 
 import pytest
 
@@ -91,10 +92,11 @@ def test_what_comes_again_after_a_resume_is_cut(tmp_path, state, train, val):
     assert event_files.status(board) == 1
 
 
-def test_a_reader_that_had_seen_more_is_told_to_forget_it(tmp_path):
+@pytest.mark.parametrize("state", [TrainState(step=4, epoch=1), TrainState()])
+def test_a_reader_that_had_seen_more_is_told_to_forget_it(tmp_path, state):
     run(tmp_path, TrainState(), [2, 4, 6, 8])
     board = event_files.read(tmp_path / "tensorboard")
-    run(tmp_path, TrainState(step=4, epoch=1), [6, 8])
+    run(tmp_path, state, range(state.step + 2, 10, 2))
     board.Reload()
     assert event_files.steps(board, "train/loss") == [2, 4, 6, 8]
 
@@ -117,26 +119,39 @@ def test_every_record_carries_the_checksums_that_tensorboard_checks(tmp_path):
         assert event_file._checksum(data) == masked_crc32c(data)
 
 
-def test_a_full_disk_costs_points_and_one_warning(tmp_path):
-    told = []
-    board = run(tmp_path, TrainState(), [2], told)
-    real = board._file._file
+@pytest.fixture
+def disk(monkeypatch):
+    """`is_full`: new files take half of what is written."""
+    real = Path.open
 
-    class Full(io.RawIOBase):
-        """Takes half of a record."""
+    class Disk(io.FileIO):
+        is_full = False
 
         def write(self, data):
-            real.write(data[: len(data) // 2])
+            if not Disk.is_full:
+                return super().write(data)
+            super().write(data[: len(data) // 2])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        truncate, seek = real.truncate, real.seek
+    def opened(path, mode="r", *rest, **more):
+        return Disk(path, "x") if mode == "xb" else real(path, mode, *rest, **more)
 
-    board._file._file = Full()
-    for step in (4, 6):
+    monkeypatch.setattr(Path, "open", opened)
+    return Disk
+
+
+@pytest.mark.parametrize("full", [{0, 2, 4}, {4, 6}])
+def test_a_full_disk_costs_points_and_one_warning(tmp_path, disk, full):
+    told = []
+    board = logger(tmp_path, told)
+    disk.is_full = 0 in full
+    board.on_train_start(TrainState())
+    for step in (2, 4, 6, 8):
+        disk.is_full = step in full
         board.on_log(TrainState(step=step), "train", {"loss": 1.0})
-    board._file._file = real
-    board.on_log(TrainState(step=8), "train", {"loss": 1.0})
-    assert event_files.steps(event_files.read(tmp_path / "tensorboard"), "train/loss") == [2, 8]
+    assert len(files_in(tmp_path / "tensorboard")) == 1
+    found = event_files.steps(event_files.read(tmp_path / "tensorboard"), "train/loss")
+    assert found == [step for step in (2, 4, 6, 8) if step not in full]
     warnings = [each["text"] for each in told if each["kind"] == "warning"]
     assert len(warnings) == 1 and "No space left on device" in warnings[0]
 
