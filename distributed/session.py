@@ -22,10 +22,12 @@ from distributed.common_step import CommonStep
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, TrainingInterrupted
 from distributed.interrupts import save_by_the_clock, stop_on_signals
+from distributed.launcher import link
 from distributed.launching.epochs import Caller, Epochs
 from distributed.loggers import LoggedFit, loggers_of
 from distributed.monitor import check_monitor
 from distributed.plan import BatchPlan, in_effect, plan_batch
+from distributed.report import write_reports_at_end
 from distributed.reporter import Reporter
 from distributed.run_dir import RunDirectory
 from distributed.settings import MergedConfig, for_evaluation
@@ -150,6 +152,7 @@ class Session:
             callback.on_error(fit.state, error)
         fit.stop_clock()
         fit.result.write_failed(fit.state, self._checkpoint, error)
+        self._write_report(fit)
 
     def _leave_after_signal(self, signum: int) -> None:
         if signum == signal.SIGINT and self.trainer._worker is None:
@@ -273,7 +276,13 @@ class Session:
             fit.run.event("preempted", signal=int(str(state.stop_reason).split()[1]), step=state.step)
         else:
             fit.run.event("finished", step=state.step, epoch=state.epoch)
+        self._write_report(fit)
         self._reporter({"kind": "finished", "lines": finished_lines(fit.run, state)})
+
+    def _write_report(self, fit: _Fit) -> None:
+        """Our launcher does it where there is one: it knows how the run ended."""
+        if self.context.is_main_process and link() is None:
+            write_reports_at_end(fit.run, lambda text: self._reporter({"kind": "notice", "text": text}))
 
     # ------------------------------------------------------------------ evaluate, predict, average, save
 

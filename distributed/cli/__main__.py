@@ -18,6 +18,7 @@ VERBS = {
         "parity",
         "run a script on every backend and show how far the numbers are apart",
     ),
+    "report": ("distributed.cli.report", "report", "draw the curves of runs or of a sweep into one HTML file"),
     "checkpoint": ("distributed.cli.checkpoint", "app", "list, verify and export checkpoints"),
     "doctor": ("distributed.cli.doctor", "doctor", "say what works on this machine, and what would make the rest work"),
 }

@@ -32,6 +32,7 @@ from distributed.launching.output import WorkerOutput
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers.console import Display
 from distributed.loggers.notebook import display_of
+from distributed.report import write_reports_at_end
 from distributed.run_dir import RunDirectory
 from distributed.summary import close_results
 
@@ -162,6 +163,7 @@ def _run_to_the_end(request: LaunchRequest, run: RunDirectory, channel: socket.s
             handler.shutdown()
     if request.node_rank == 0:
         close_results(run, code, in_words(verdicts.cause) if verdicts.cause is not None else None)
+        write_reports_at_end(run, lambda text: display.handle({"kind": "notice", "text": text}))
     verdicts.show_end(code)
     return code
 

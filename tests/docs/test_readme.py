@@ -21,7 +21,7 @@ COMMANDS = [
     for language, _, code in BLOCKS
     if language == "bash"
 ]
-RUN = (" doctor", " checkpoint ", " backends", " parity ")
+RUN = (" doctor", " report ", " checkpoint ", " backends", " parity ")
 EXECUTED = [lines for lines in COMMANDS if any(verb in line for line in lines for verb in RUN)]
 UNDERSTOOD = [line for lines in COMMANDS if lines not in EXECUTED for line in lines]  # their runs take minutes
 
@@ -77,7 +77,7 @@ def test_command_line_samples_run_one_after_another(run_cli, tmp_path):
         said[" ".join(arguments[:2])] = done.stdout
 
     assert said.keys() == {
-        "doctor", "train --script", "checkpoint list", "checkpoint verify", "checkpoint export", "backends", "backends fsdp",
+        "doctor", "train --script", "report runs/digits", "checkpoint list", "checkpoint verify", "checkpoint export", "backends", "backends fsdp",
         "parity --script",
     }  # fmt: skip
     assert "fsdp.NAME" in said["backends fsdp"] and said["parity --script"].endswith("all agree\n")

@@ -29,6 +29,7 @@ from distributed.launching.stopping import Signals, Stop
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers.console import Display
 from distributed.loggers.notebook import display_of
+from distributed.report import write_reports_at_end
 from distributed.run_dir import RunDirectory
 from distributed.summary import close_results
 
@@ -132,6 +133,7 @@ class _Launch:
     def _judged(self) -> int:
         code, cause = self._verdicts.exit_code(), self._verdicts.cause
         close_results(self._run, code, in_words(cause) if cause is not None else None)
+        write_reports_at_end(self._run, lambda text: self._display.handle({"kind": "notice", "text": text}))
         self._verdicts.show_end(code)
         return code
 

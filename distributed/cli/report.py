@@ -1,0 +1,33 @@
+"""`distributed report`: the curves of a run, of several, or of a sweep as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distributed.errors import ConfigError
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories, or the directory of a sweep")],
+    compare: Annotated[bool, typer.Option("--compare", help="all runs side by side in one file")] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="the file to write (default: RUN/report.html, or compare.html)")
+    ] = None,
+) -> None:
+    """Write report.html of each run: one that goes on or was killed too. It needs no network to be read."""
+    from distributed.report import FILE, write_report
+
+    if compare and len(runs) == 1:
+        raise ConfigError("--compare has one run: name another one, or drop the flag")
+    if output is not None and len(runs) > 1 and not compare:
+        raise ConfigError(f"--output is one file and {len(runs)} runs are named: add --compare, or drop --output")
+    if output is not None and output.is_dir():
+        raise ConfigError(f"--output {str(output)!r} is a directory: name a file, {str(output / FILE)!r}")
+    if compare:
+        print(write_report(runs, output or Path("compare.html")))
+        return
+    for run in runs:
+        print(write_report([run], output or run / FILE))

@@ -1,0 +1,159 @@
+"""The page around the plots: one HTML file that needs no network. Tables are HTML, the plots are drawn by BokehJS in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed.errors import ResourceError
+from distributed.report.curves import STRETCHES
+from distributed.report.panels import Panel
+
+_HERE = Path(__file__).parent
+_SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
+# Nothing may be loaded from anywhere: what the page needs is in it.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+# A drawing of three bars, so that the browser asks for no favicon.
+_ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 8 8'%3E"
+    "%3Cpath fill='%230072b2' d='M1 5h1v2H1zM3 3h1v4H3zM5 1h1v6H5z'/%3E%3C/svg%3E"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of the page: a heading and HTML."""
+
+    title: str
+    body: str
+
+
+def bokeh_scripts() -> str:
+    """BokehJS as it lies in the bokeh package, which is not imported. Raises ResourceError where it is not installed."""
+    spec = importlib.util.find_spec("bokeh")
+    places = spec.submodule_search_locations if spec is not None else None
+    try:
+        directory = Path(next(iter(places or ())), "server", "static", "js")
+        return "\n".join(_inline((directory / name).read_text(encoding="utf-8")) for name in _SCRIPTS)
+    except (StopIteration, OSError):
+        raise ResourceError(
+            "a report needs bokeh, which is not installed: run pip install 'distributed-trainer[report]'"
+        ) from None
+
+
+def is_bokeh_here() -> bool:
+    """Whether `bokeh_scripts` can be read."""
+    return importlib.util.find_spec("bokeh") is not None
+
+
+def page(
+    title: str,
+    under: str,
+    before: Iterable[Section],
+    panels: Sequence[Panel],
+    after: Iterable[Section],
+    longest_s: float,
+) -> str:
+    """The whole file. `under` the title stands a line; `longest_s` is how far the time axis goes, in seconds."""
+    unit, scale = next((unit, scale) for unit, scale, limit in _UNITS if longest_s <= limit)
+    data = {"panels": [dataclasses.asdict(panel) for panel in panels], "time_unit": unit, "time_scale": scale}
+    return "\n".join([
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">',
+        f'<link rel="icon" href="{_ICON}">',
+        f"<style>\n{_own('page.css')}</style>\n</head>\n<body>\n<main>",
+        f'<h1>{escape(title)}</h1>\n<p class="under">{escape(under)}</p>',
+        *map(_section, before),
+        _CONTROLS if panels else "",
+        *_groups(panels),
+        *map(_section, after),
+        f"<footer>{_FOOTER}</footer>\n</main>",
+        f'<script type="application/json" id="page-data">{_inline(json.dumps(data, allow_nan=False))}</script>',
+        f"<script>{bokeh_scripts()}</script>\n<script>\n{_own('page.js')}</script>\n</body>\n</html>\n",
+    ])  # fmt: skip
+
+
+_UNITS = (("s", 1, 300), ("min", 60, 4 * 3600), ("h", 3600, 4 * 86400), ("days", 86400, float("inf")))
+_CONTROLS = """<div class="controls"><div><span>Axis</span>
+<button data-group="axis" data-value="step" aria-pressed="true">step</button>
+<button data-group="axis" data-value="time" aria-pressed="false">time</button></div>
+<div><span>Scale</span>
+<button data-group="scale" data-value="linear" aria-pressed="true">linear</button>
+<button data-group="scale" data-value="log" aria-pressed="false">log</button></div></div>"""
+_FOOTER = (
+    f"A curve of more than {2 * STRETCHES} points shows the smallest and the largest value of each of {STRETCHES} equal"
+    " stretches. A click in a legend hides a line. Times are seconds since the run began."
+)
+
+
+@functools.cache
+def _own(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _inline(text: str) -> str:
+    """For inside a script element, which `</script` and `<!--` would end or change."""
+    return text.replace("</", "<\\/").replace("<!--", "<\\!--")
+
+
+def _section(section: Section) -> str:
+    heading = f"<h2>{escape(section.title)}</h2>\n" if section.title else ""
+    return f"<section>\n{heading}{section.body}\n</section>"
+
+
+def _groups(panels: Sequence[Panel]) -> Iterable[str]:
+    """The panels under their headings, each with an empty place for its plot."""
+    groups = dict.fromkeys(panel.group for panel in panels)
+    for group in groups:
+        inside = [_place(number, panel) for number, panel in enumerate(panels) if panel.group == group]
+        yield f'<h2>{escape(group)}</h2>\n<div class="panels">\n' + "\n".join(inside) + "\n</div>"
+
+
+def _place(number: int, panel: Panel) -> str:
+    note = f'<p class="note">{escape(panel.note)}</p>' if panel.note else ""
+    wide = " wide" if panel.is_wide else ""
+    return (
+        f'<article class="panel{wide}" id="panel-{number}"><h3>{escape(panel.title)}</h3><div class="legend"></div>'
+        f'<div class="scroll"><div class="plot"></div></div>{note}</article>'
+    )
+
+
+# ------------------------------------------------------------------ pieces of HTML
+
+
+def escape(value: Any) -> str:
+    return html.escape(str(value))
+
+
+def facts(values: Mapping[str, str], marks: Mapping[str, str] | None = None) -> str:
+    """Name and value in a box each; `marks` gives some a class."""
+    boxes = [
+        f'<div><dt>{escape(name)}</dt><dd class="{(marks or {}).get(name, "")}">{escape(value)}</dd></div>'
+        for name, value in values.items()
+    ]
+    return f'<dl class="facts">{"".join(boxes)}</dl>'
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[Any]], colors: Sequence[int] = (), best: int | None = None
+) -> str:
+    """Rows under a head. `colors`: the palette's number before the first cell of each row; `best`: a row to stress."""
+    lines = []
+    for number, row in enumerate(rows):
+        swatch = f'<i data-color="{colors[number]}"></i>' if colors else ""
+        cells = "".join(f"<td>{swatch if not place else ''}{escape(cell)}</td>" for place, cell in enumerate(row))
+        lines.append(f'<tr class="best">{cells}</tr>' if number == best else f"<tr>{cells}</tr>")
+    heads = "".join(f"<th>{escape(name)}</th>" for name in head)
+    return f'<div class="table"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def folded(summary: str, body: str) -> str:
+    """What is shown after a click."""
+    return f"<details><summary>{escape(summary)}</summary>{body}</details>"

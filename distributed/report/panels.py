@@ -1,0 +1,318 @@
+"""What is drawn of runs, as data: one panel per plot. `page.js` draws them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from distributed.report.curves import columns, num_not_finite, points, short, thinned
+from distributed.report.runs import POSITION, Row, RunData
+
+Columns = Mapping[str, Sequence[Any]]
+
+PARTS = {"data_s": "data", "compute_s": "compute", "communication_s": "communication", "checkpoint_s": "checkpoint"}
+# A log line's name -> (title, what the axis says).
+_NAMED = {
+    "loss": ("Loss", "loss"),
+    "samples_per_second": ("Throughput", "samples per second"),
+    "learning_rate": ("Learning rate", "learning rate"),
+    "grad_norm": ("Gradient norm", "norm"),
+}
+_LAST = ("samples_per_second", "learning_rate", "grad_norm")  # after the metrics
+# event -> what the page calls it. The first four cut the curves: they stand in every plot.
+BREAKS = {
+    "worker_failed": "worker failed",
+    "restarted": "restarted",
+    "resumed": "resumed",
+    "preempted": "stopped by signal",
+}
+EVENTS = {
+    "started": "started",
+    "checkpoint_saved": "checkpoint",
+    **BREAKS,
+    "not_started": "not started",
+    "finished": "finished",
+}
+_MANY_RANKS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One curve, or the points of one kind. `data` has the columns x (or step and time) and y."""
+
+    name: str  # in the legend; clicking there hides all lines of that name
+    color: int  # number in the page's palette, -1: grey
+    data: Columns
+    label: str = ""  # of its legend entry, beside the name
+    is_dashed: bool = False
+    has_points: bool = False
+    is_faint: bool = False
+    in_legend: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One plot. `x`: "run" for the page's own axis, step or time, or what the axis says."""
+
+    kind: str  # "lines", "areas", "bars", "events" or "parallel"
+    title: str
+    y: str = ""
+    x: str = "run"
+    note: str = ""
+    group: str = ""  # the heading that it stands under
+    is_wide: bool = False
+    lines: Sequence[Line] = ()
+    marks: Sequence[Mapping[str, Any]] = ()  # vertical lines: step, time, text
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of this kind alone
+
+
+def run_panels(runs: Sequence[RunData]) -> list[Panel]:
+    """Everything about one run, or the same of several with their curves in one plot."""
+    metrics, others = _names(runs)
+    cuts = _marks(runs[0]) if len(runs) == 1 else []
+    panels = [_metric(runs, name, cuts) for name in metrics]
+    panels += [_events(runs)]
+    panels += scaling_panels(runs)
+    speed = [_metric(runs, name, cuts) for name in others if name == "samples_per_second"]
+    speed += [_time_split(runs[0], cuts)] if len(runs) == 1 else [_time_bars(runs)]
+    speed += [_ranks(runs[0], cuts)] if len(runs) == 1 else [_imbalance(runs)]
+    panels += [dataclasses.replace(panel, group="Speed") for panel in speed]
+    optimizer = [_metric(runs, name, cuts) for name in others if name != "samples_per_second"]
+    panels += [dataclasses.replace(panel, group="Optimizer") for panel in optimizer]
+    return [panel for panel in panels if panel.lines]
+
+
+def _names(runs: Sequence[RunData]) -> tuple[list[str], list[str]]:
+    """(metrics, loss first; what else is drawn over the steps)."""
+    seen = dict.fromkeys(name for run in runs for row in (*run.train, *run.val) for name in row)
+    names = [name for name in seen if name not in POSITION]
+    metrics = [name for name in names if name not in _LAST]
+    return sorted(metrics, key=lambda name: name != "loss"), [name for name in _LAST if name in names]
+
+
+def _metric(runs: Sequence[RunData], name: str, marks: Sequence[Mapping[str, Any]]) -> Panel:
+    """One name of the log lines, training and validation on the same axes."""
+    title, unit = _NAMED.get(name, (name, name))
+    lines = []
+    for number, run in enumerate(runs):
+        for rows, split in ((run.train, "train"), (run.val, "validation")):
+            data = points(rows, name)
+            if not data["y"]:
+                continue
+            is_val = split == "validation"
+            is_alone = len(runs) == 1
+            lines.append(Line(
+                name=(split if name not in _LAST else run.label) if is_alone else run.label,
+                color=int(is_val) if is_alone else number, data=data, label=_last(rows, name),
+                is_dashed=is_val and not is_alone, has_points=is_val or len(data["y"]) < 3,
+                in_legend=(is_alone and name not in _LAST) or (not is_alone and not is_val),
+            ))  # fmt: skip
+    missing = sum(num_not_finite((*run.train, *run.val), name) for run in runs)
+    notes = [f"{missing} value{'s' * (missing > 1)} not finite (gaps)"] if missing else []
+    if len(runs) > 1 and any(name in row for run in runs for row in run.val):
+        notes.append("solid: training, dashed: validation")
+    return Panel("lines", title, unit, lines=lines, note="; ".join(notes), marks=marks, group="Training")
+
+
+def _last(rows: Sequence[Row], name: str) -> str:
+    value = next((row[name] for row in reversed(rows) if isinstance(row.get(name), (int, float))), None)
+    return "" if value is None else f"{value:.4g}"
+
+
+# ------------------------------------------------------------------ events
+
+
+def _marks(run: RunData) -> list[dict[str, Any]]:
+    return [
+        {"step": event["step"], "time": short(event["time"]), "text": EVENTS[event["event"]]}
+        for event in run.events
+        if event["event"] in BREAKS
+    ]
+
+
+def _events(runs: Sequence[RunData]) -> Panel:
+    """What happened, one line of marks per kind; of several runs one per run."""
+    lines = []
+    for number, run in enumerate(runs):
+        for kind, text in EVENTS.items():
+            found = [event for event in run.events if event["event"] == kind]
+            data = columns(found, {}, thinned([event["step"] for event in found]))
+            if found:
+                row = text if len(runs) == 1 else run.label
+                about = [_about(event) for event in found][: len(data["step"])]
+                color = list(EVENTS).index(kind) % 7 if len(runs) == 1 else number
+                lines.append(Line(row, color, {**data, "text": about, "kind": [kind] * len(about)}))
+    more = {"rows": list(dict.fromkeys(line.name for line in lines)), "kinds": EVENTS}
+    note = "" if len(runs) == 1 else "circles: checkpoints, crosses: failures, triangles: resumed"
+    return Panel("events", "Events", lines=lines, group="Training", is_wide=True, more=more, note=note)
+
+
+def _about(event: Row) -> str:
+    """One line: what happened, to whom and why."""
+    detail = event.get("cause") or event.get("checkpoint") or ""
+    if event["event"] == "started" and event.get("restart_count"):
+        detail = f"attempt {event['restart_count'] + 1}"
+    text = EVENTS[event["event"]]
+    return f"{text}: {detail}"[:160] if detail else text
+
+
+# ------------------------------------------------------------------ time
+
+
+def _ms(rows: Iterable[Row], names: Iterable[str]) -> list[Row]:
+    """Seconds of an update as milliseconds."""
+    return [{**row, **{name: 1e3 * row[name] for name in names if _is_number(row.get(name))}} for row in rows]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _time_split(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
+    """Where the time of an update went, stacked."""
+    names = [name for name in PARTS if any(row.get(name) for row in run.times)]
+    rows = _ms(run.times, (*names, "step_s"))
+    positions = thinned([row.get("step_s") for row in rows])
+    shares = mean_times(run)
+    total = sum(shares.values())
+    lines = [
+        Line(
+            PARTS[name],
+            list(PARTS).index(name),
+            columns(rows, {"y": name}, positions),
+            label=f"{shares[name] / total:.1%}",
+        )
+        for name in names
+        if total
+    ]
+    return Panel("areas", "Time of an update", "ms per update", lines=lines, marks=marks)
+
+
+def mean_times(run: RunData) -> dict[str, float]:
+    """Seconds of an update by part, meaned over the updates of the run."""
+    weights, before = [], 0
+    for row in run.times:
+        weights.append(max(int(row["step"]) - before, 0) or 1)
+        before = int(row["step"])
+    total = sum(weights) or 1
+    return {
+        name: sum(weight * (row.get(name) or 0.0) for weight, row in zip(weights, run.times, strict=True)) / total
+        for name in PARTS
+    }
+
+
+def _time_bars(runs: Sequence[RunData]) -> Panel:
+    """The mean of each run, one bar each."""
+    having = [run for run in runs if run.times]
+    means = [mean_times(run) for run in having]
+    labels = [run.label for run in having]
+    lines = [
+        Line(text, number, {"x": [short(1e3 * mean[name]) for mean in means], "y": labels})
+        for number, (name, text) in enumerate(PARTS.items())
+        if any(mean[name] for mean in means)
+    ]
+    return Panel("bars", "Time of an update", x="ms per update, mean of the run", lines=lines, more={"rows": labels})
+
+
+def rank_names(run: RunData) -> list[str]:
+    """`rank_0_s`, ... in the order of the ranks."""
+    seen = dict.fromkeys(name for row in run.times for name in row if name.startswith("rank_"))
+    return sorted(seen, key=lambda name: (len(name), name))
+
+
+def rank_means(run: RunData) -> dict[str, float]:
+    """Seconds per update of each rank by itself, the slowest first."""
+    means = {
+        name: statistics.fmean(row[name] for row in run.times if _is_number(row.get(name))) for name in rank_names(run)
+    }
+    return dict(sorted(means.items(), key=lambda item: -item[1]))
+
+
+def _ranks(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
+    """What each rank needed by itself. Of many the slowest ones, and the median of all."""
+    means = rank_means(run)
+    if len(means) < 2:
+        return Panel("lines", "Time of each rank")
+    names = rank_names(run) if len(means) <= _MANY_RANKS else list(means)[:3]
+    rows = _ms(run.times, means)
+    lines = [
+        Line(name[:-2].replace("_", " "), number, points(rows, name), label=f"{1e3 * means[name]:.3g} ms")
+        for number, name in enumerate(names)
+    ]
+    if len(means) > _MANY_RANKS:
+        for row in rows:
+            row["median"] = statistics.median(row[name] for name in means if _is_number(row.get(name)))
+        lines.append(Line(f"median of {len(means)} ranks", -1, points(rows, "median"), is_dashed=True))
+    slowest, ratio = next(iter(means)), _imbalance_of(means)
+    note = f"data and compute, without waiting for others; slowest: {slowest[:-2].replace('_', ' ')}, {ratio:.2f} x the median"
+    return Panel("lines", "Time of each rank", "ms per update", lines=lines, note=note, marks=marks)
+
+
+def _imbalance_of(values: Mapping[str, float]) -> float:
+    middle = statistics.median(values.values())
+    return max(values.values()) / middle if middle else math.nan
+
+
+def _imbalance(runs: Sequence[RunData]) -> Panel:
+    """How far the slowest rank is behind, for each run of several processes."""
+    lines = []
+    for number, run in enumerate(runs):
+        names = rank_names(run)
+        if len(names) < 2:
+            continue
+        rows = [
+            {**row, "ratio": _imbalance_of({name: row[name] for name in names if name in row})} for row in run.times
+        ]
+        lines.append(Line(run.label, number, points(rows, "ratio"), label=f"{_imbalance_of(rank_means(run)):.2f}"))
+    note = "1: all ranks need the same time for data and compute"
+    return Panel("lines", "Slowest rank", "times the median rank", lines=lines, note=note)
+
+
+# ------------------------------------------------------------------ scaling
+
+
+def scaling_panels(runs: Sequence[RunData]) -> list[Panel]:
+    """Throughput and efficiency over the number of processes, where a backend ran on several."""
+    found: dict[str, dict[int, float]] = {}
+    for run in runs:
+        if run.world_size and run.samples_per_second:
+            rates = found.setdefault(run.backend, {})
+            rates[run.world_size] = max(run.samples_per_second, rates.get(run.world_size, 0.0))
+    found = {backend: dict(sorted(rates.items())) for backend, rates in found.items() if len(rates) > 1}
+    if not found:
+        return []
+    note = "measured over each whole run; of several runs the fastest counts"
+    speed, efficiency = [], []
+    for number, (backend, rates) in enumerate(found.items()):
+        worlds = list(rates)
+        per_process = rates[worlds[0]] / worlds[0]
+        ideal = [short(per_process * world) for world in worlds]
+        shares = [rates[world] / (per_process * world) for world in worlds]
+        speed += [
+            Line(backend, number, {"x": worlds, "y": [short(rate) for rate in rates.values()]}, has_points=True),
+            Line("linear" if len(found) == 1 else f"{backend}, linear", -1, {"x": worlds, "y": ideal}, is_dashed=True),
+        ]
+        efficiency.append(Line(
+            backend, number, {"x": worlds, "y": [short(100 * share) for share in shares]}, has_points=True,
+            label=f"{shares[-1]:.0%} on {worlds[-1]}",
+        ))  # fmt: skip
+    base = "the smallest number of processes is 100 %"
+    return [
+        Panel("lines", "Scaling", "samples per second", "processes", note, "Scaling", lines=speed, more=_WHOLE),
+        Panel(
+            "lines",
+            "Efficiency",
+            "% of linear",
+            "processes",
+            base,
+            "Scaling",
+            lines=efficiency,
+            more=_WHOLE | {"from": 0},
+        ),
+    ]
+
+
+_WHOLE = {"is_whole": True}  # the axis counts things

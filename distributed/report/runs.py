@@ -1,0 +1,161 @@
+"""Reads what a run left in its directory, also while it runs and after it was killed. Loads no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed.errors import ConfigError
+from distributed.run_dir import RunDirectory
+from distributed.summary import read_result
+
+Row = dict[str, Any]
+# What a row says beside metrics.
+POSITION = frozenset({"step", "epoch", "time", "split"})
+
+
+@dataclasses.dataclass(frozen=True)
+class RunData:
+    """One run as its files tell it; times are seconds since its first sign of life."""
+
+    path: Path
+    label: str
+    train: Sequence[Row]  # one per log line
+    val: Sequence[Row]  # one per validation
+    times: Sequence[Row]  # one per log line: seconds of an update
+    events: Sequence[Row]  # with the step at which each happened
+    result: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    sources: Mapping[str, str]
+    hyperparameters: Mapping[str, Any]
+    script: str | None
+
+    @property
+    def world_size(self) -> int:
+        """Processes, 0 where nobody says."""
+        return int(self.result.get("world_size") or 0)
+
+    @property
+    def backend(self) -> str:
+        return str(self.result.get("backend") or "")
+
+    @property
+    def status(self) -> str:
+        return str(self.result.get("status") or "unknown")
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of the whole run."""
+        return float(self.result.get("samples_per_second") or 0.0)
+
+
+def read_run(path: Path, label: str | None = None) -> RunData:
+    """All that `path` tells. Raises ConfigError where it is no run directory, cannot be read or has no metrics yet."""
+    run = RunDirectory(path)
+    _check(run)
+    try:
+        rows = _read_rows(run.metrics)
+        times, events = _read_rows(run.times), _read_rows(run.events, needs="event")
+    except OSError as error:
+        raise ConfigError(f"run {str(path)!r} cannot be read ({error.strerror}): check its permissions") from None
+    if not rows:
+        raise ConfigError(
+            f"run {str(path)!r} has no metrics yet: wait for its first log line (see log_every_n_steps), or name another run"
+        )
+    began = min(row["time"] for row in (*rows[:1], *events[:1]))
+    for row in (*rows, *times, *events):
+        row["time"] -= began
+    config = _read_config(path / "config.yaml")
+    return RunData(
+        path=path, label=label or path.resolve().name,
+        train=[row for row in rows if row.get("split") != "val"], val=[row for row in rows if row.get("split") == "val"],
+        times=times, events=_placed(events, rows), result=read_result(path / "result.json") or {},
+        sources=config.pop("sources", None) or {}, script=config.pop("script", None),
+        hyperparameters=config.pop("hyperparameters", None) or {}, settings=config,
+    )  # fmt: skip
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunData]:
+    """Several runs, each under the shortest end of its path that tells it from the others."""
+    return [read_run(path, label) for path, label in zip(paths, labels(paths), strict=True)]
+
+
+def labels(paths: Sequence[Path]) -> list[str]:
+    """As many of the last parts of each path as make them differ."""
+    parts = [path.resolve().parts for path in paths]
+    if len(set(parts)) < len(parts):
+        twice = next(path for path, its in zip(paths, parts, strict=True) if parts.count(its) > 1)
+        raise ConfigError(f"run {str(twice)!r} is named twice: name each run once")
+    count = 1
+    while len({its[-count:] for its in parts}) < len(parts):
+        count += 1
+    return ["/".join(its[-count:]) for its in parts]
+
+
+def _check(run: RunDirectory) -> None:
+    path = run.path
+    if not path.exists():
+        raise ConfigError(f"run {str(path)!r} does not exist: name a run directory")
+    if not path.is_dir():
+        raise ConfigError(f"run {str(path)!r} is no directory: name the run directory, not a file of it")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise ConfigError(f"run {str(path)!r} cannot be read (Permission denied): check its permissions")
+    if run.metrics.exists():
+        return
+    if run.events.exists() or (path / "config.yaml").exists():
+        raise ConfigError(
+            f"run {str(path)!r} has no metrics: only runs of a Trainer have, from their first log line on; RUN/logs has its output"
+        )
+    inside = sorted(each.parent.name for each in path.glob("*/metrics.jsonl"))
+    hint = f"it holds {len(inside)}, as {str(path / inside[-1])!r}: name" if inside else "name"
+    raise ConfigError(
+        f"{str(path)!r} is no run directory (it has no metrics.jsonl): {hint} a run, or a sweep's directory"
+    )
+
+
+def _read_rows(path: Path, needs: str = "step") -> list[Row]:
+    """The JSON objects of the lines that have `needs` and a time; half a line of a killed writer is left out."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and needs in row and isinstance(row.get("time"), (int, float)):
+            rows.append(row)
+    return rows
+
+
+def _placed(events: list[Row], rows: Sequence[Row]) -> list[Row]:
+    """Each event with a step: its own, or the last one that anything before it says."""
+    known = sorted((each["time"], each["step"]) for each in (*rows, *events) if isinstance(each.get("step"), int))
+    position = step = 0
+    for event in sorted(events, key=lambda event: float(event["time"])):
+        while position < len(known) and known[position][0] <= event["time"]:
+            step = known[position][1]
+            position += 1
+        event.setdefault("step", step)
+    return events
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """What config.yaml says; nothing where there is none. Raises ConfigError for one that cannot be read."""
+    import yaml
+
+    try:
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+        content = yaml.load(path.read_bytes(), loader)
+    except FileNotFoundError:
+        return {}
+    except (OSError, yaml.YAMLError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not YAML"
+        raise ConfigError(f"{str(path)!r} cannot be read ({why}): mend it, or remove it") from None
+    return content if isinstance(content, dict) else {}

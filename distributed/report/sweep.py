@@ -1,0 +1,257 @@
+"""The plots of a sweep: every trial, the parameters together, and which of them matters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed.errors import ConfigError
+from distributed.report.curves import points, short
+from distributed.report.panels import Line, Panel
+from distributed.report.runs import read_run
+
+FILE = "sweep.json"
+_NUM_TREES = 100
+_MIN_TRIALS = 8  # below that a forest says nothing
+_MAX_CURVES = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One trial; `value` is the sweep's metric, NaN where it reported none."""
+
+    id: str
+    config: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    value: float
+    status: str
+    epochs: int | None
+    run_dir: Path | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """A sweep.json."""
+
+    path: Path
+    metric: str
+    mode: str
+    trials: Sequence[Trial]
+
+    @property
+    def done(self) -> list[Trial]:
+        """The trials with a value, the best first."""
+        sign = -1.0 if self.mode == "max" else 1.0
+        return sorted(
+            (trial for trial in self.trials if math.isfinite(trial.value)), key=lambda trial: sign * trial.value
+        )
+
+    @property
+    def varied(self) -> list[str]:
+        """The parameters that are not the same in all trials."""
+        names = dict.fromkeys(name for trial in self.trials for name in trial.config)
+        return [name for name in names if len({repr(trial.config.get(name)) for trial in self.trials}) > 1]
+
+
+def read_sweep(directory: Path) -> Sweep:
+    """The sweep in `directory`. Raises ConfigError where its file cannot be read or names no trials."""
+    path = directory / FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        trials = [_trial(each, content["metric"], directory) for each in content["trials"]]
+        sweep = Sweep(directory, str(content["metric"]), str(content.get("mode", "min")), trials)
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read ({error.strerror}): check its permissions") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{str(path)!r} is not as a sweep writes it ({error}): name another directory") from None
+    if not trials:
+        raise ConfigError(f"sweep {str(directory)!r} has no trials yet: wait for the first one")
+    return sweep
+
+
+def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> Trial:
+    metrics = content.get("metrics") or {}
+    value = metrics.get(metric)
+    run_dir = content.get("run_dir")
+    return Trial(
+        id=str(content["id"]), config=dict(content["config"]), metrics=metrics,
+        value=float(value) if isinstance(value, (int, float)) else math.nan,
+        status=str(content.get("status", "")), epochs=content.get("epochs"),
+        run_dir=directory / run_dir if run_dir else None,
+    )  # fmt: skip
+
+
+def sweep_panels(sweep: Sweep) -> list[Panel]:
+    """Trials in order, their curves, parallel coordinates, importance."""
+    panels = [_trials(sweep), _curves(sweep), _parallel(sweep), _importance(sweep)]
+    return [dataclasses.replace(panel, group="Sweep") for panel in panels if panel.lines or panel.more]
+
+
+def _trials(sweep: Sweep) -> Panel:
+    """The metric of each trial in the order of the sweep, and the best so far."""
+    found = [(number, trial) for number, trial in enumerate(sweep.trials, 1) if math.isfinite(trial.value)]
+    numbers = [number for number, _ in found]
+    better = max if sweep.mode == "max" else min
+    best: list[float] = []
+    for _, trial in found:
+        best.append(better(best[-1], trial.value) if best else trial.value)
+    data: dict[str, Sequence[Any]] = {
+        "x": numbers,
+        "y": [short(trial.value) for _, trial in found],
+        "text": [trial.id for _, trial in found],
+    }
+    lines = [
+        Line("trial", 0, data, has_points=True, label="", is_faint=True),
+        Line(
+            "best so far",
+            1,
+            {"x": numbers, "y": [short(value) for value in best]},
+            label=f"{best[-1]:.4g}" if best else "",
+        ),
+    ]
+    lost = len(sweep.trials) - len(found)
+    note = f"{lost} trial{'s' * (lost > 1)} reported no {sweep.metric}" if lost else ""
+    more = {"is_whole": True, "points_only": "trial"}
+    return Panel(
+        "lines", "Trials", sweep.metric, "trial", note, lines=lines if found else (), more=more if found else {}
+    )
+
+
+def _curves(sweep: Sweep) -> Panel:
+    """The metric over the steps of each trial whose run directory is there; the best in colour."""
+    lines = []
+    for place, trial in reversed(list(enumerate(sweep.done[:_MAX_CURVES]))):
+        data = _curve(sweep.metric, trial)
+        if data is not None:
+            name = "best trial" if place == 0 else "other trials"
+            text = f"{trial.id}, {sweep.metric} {trial.value:.4g}"
+            lines.append(Line(
+                name, 1 if place == 0 else -1, {**data, "text": [text] * len(data["y"])}, is_faint=place > 0,
+                label=f"{trial.id}" if place == 0 else "", in_legend=place < 2, has_points=len(data["y"]) < 3,
+            ))  # fmt: skip
+    note = f"the {_MAX_CURVES} best of {len(sweep.done)}" if len(sweep.done) > _MAX_CURVES else ""
+    return Panel("lines", "Curves of the trials", sweep.metric, lines=lines, note=note)
+
+
+def _curve(metric: str, trial: Trial) -> dict[str, list[float | None]] | None:
+    if trial.run_dir is None:
+        return None
+    try:
+        run = read_run(trial.run_dir)
+    except ConfigError:  # removed, or it ended before its first log line
+        return None
+    is_val = metric.startswith("val_")
+    data = points(run.val if is_val else run.train, metric.removeprefix("val_") if is_val else metric)
+    return data if data["y"] else None
+
+
+# ------------------------------------------------------------------ parallel coordinates
+
+
+def _parallel(sweep: Sweep) -> Panel:
+    """One line per trial through an axis per parameter; the colour is the metric."""
+    trials = sweep.done
+    if not trials or not sweep.varied:
+        return Panel("parallel", "Parameters")
+    axes = [_axis(name, [trial.config.get(name) for trial in trials]) for name in sweep.varied]
+    axes.append(_axis(sweep.metric, [trial.value for trial in trials]))
+    places = list(zip(*(axis.pop("places") for axis in axes), strict=True))
+    values = [trial.value for trial in trials]
+    lines = [
+        {
+            "y": list(place),
+            "value": short(trial.value),
+            "text": f"{trial.id}: {_config_text(trial.config, sweep.varied)}",
+        }
+        for trial, place in zip(trials, places, strict=True)
+    ]
+    # The worst trials of a sweep are often far off: the colour follows the rank.
+    more = {"axes": axes, "trials": lines, "metric": sweep.metric, "best": short(values[0]), "worst": short(values[-1])}
+    note = f"one line per trial; colour: {sweep.metric} by rank, the best is thick"
+    return Panel("parallel", "Parameters", note=note, is_wide=True, more=more)
+
+
+def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    """Where each value lies between 0 and 1, and what is written beside the axis."""
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    if len(numbers) < len(values) or len(set(numbers)) <= 1:
+        words = sorted({str(value) for value in values})
+        places = [_between(words.index(str(value)), 0, len(words) - 1) for value in values]
+        return {
+            "name": name,
+            "places": places,
+            "ticks": [(_between(i, 0, len(words) - 1), w) for i, w in enumerate(words)],
+        }
+    low, high = min(numbers), max(numbers)
+    if is_log := low > 0 and high / low > 30:
+        low, high = math.log10(low), math.log10(high)
+    scaled = [math.log10(number) if is_log else number for number in numbers]
+    ends = [low + (high - low) * part / 4 for part in range(5)]
+    ticks = [(part / 4, f"{10**end if is_log else end:.3g}") for part, end in enumerate(ends)]
+    return {"name": name, "places": [_between(each, low, high) for each in scaled], "ticks": ticks}
+
+
+def _between(value: float, low: float, high: float) -> float:
+    return 0.5 if high == low else round((value - low) / (high - low), 6)
+
+
+def _config_text(config: Mapping[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{name}={_value_text(config.get(name))}" for name in names)
+
+
+def _value_text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# ------------------------------------------------------------------ importance
+
+
+def _importance(sweep: Sweep) -> Panel:
+    """Permutation importance of each parameter under a random forest that predicts the metric."""
+    names, trials = sweep.varied, sweep.done
+    title = "Importance of the parameters"
+    if len(names) < 2:
+        return Panel("bars", title)
+    if len(trials) < _MIN_TRIALS:
+        return Panel(
+            "bars", title, note=f"needs {_MIN_TRIALS} finished trials, here are {len(trials)}", more={"rows": []}
+        )
+    try:
+        shares = _importances(names, trials)
+    except ImportError:
+        note = "needs scikit-learn: pip install 'distributed-trainer[report]'"
+        return Panel("bars", title, note=note, more={"rows": []})
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    line = Line(
+        "importance",
+        0,
+        {"x": [short(value) for _, value in ordered], "y": [name for name, _ in ordered]},
+        in_legend=False,
+    )
+    note = (
+        f"by how much a random forest over {len(trials)} trials predicts {sweep.metric} worse when one parameter is shuffled,"
+        " as shares of all"
+    )
+    return Panel("bars", title, x="share", lines=[line], note=note, more={"rows": [name for name, _ in ordered]})
+
+
+def _importances(names: Sequence[str], trials: Sequence[Trial]) -> dict[str, float]:
+    """Shares that sum to 1, all 0 where nothing matters."""
+    from sklearn.ensemble import RandomForestRegressor
+    from sklearn.inspection import permutation_importance
+
+    table = [_axis(name, [trial.config.get(name) for trial in trials])["places"] for name in names]
+    inputs = [list(row) for row in zip(*table, strict=True)]
+    order = sorted(range(len(trials)), key=lambda each: trials[each].value)
+    ranks = [0.0] * len(trials)
+    for rank, each in enumerate(order):  # ranks: a diverged trial would outweigh all others
+        ranks[each] = float(rank)
+    forest = RandomForestRegressor(_NUM_TREES, random_state=0).fit(inputs, ranks)
+    drops = permutation_importance(forest, inputs, ranks, n_repeats=10, random_state=0).importances_mean
+    drops = [max(float(drop), 0.0) for drop in drops]
+    total = sum(drops) or 1.0
+    return {name: drop / total for name, drop in zip(names, drops, strict=True)}

@@ -1,0 +1,197 @@
+"""The three pages, one run, several and a sweep: what stands in words and tables around the plots."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distributed.loggers.console import duration
+from distributed.report.page import Section, escape, facts, folded, page, table
+from distributed.report.panels import EVENTS, mean_times, run_panels
+from distributed.report.runs import RunData
+from distributed.report.sweep import Sweep, Trial, sweep_panels
+
+_FIT = {"finished": "good", "failed": "bad", "interrupted": "bad"}
+_PLACES = ("checkpoint_dir", "tensorboard_dir", "run_dir")
+
+
+def run_page(run: RunData) -> str:
+    """One run."""
+    return page(
+        run.label, _under(run), [Section("", _summary(run))], run_panels([run]),
+        [Section("Settings", _settings(run)), Section("What happened", _journal(run))], _longest([run]),
+    )  # fmt: skip
+
+
+def compare_page(runs: Sequence[RunData]) -> str:
+    """Several runs side by side."""
+    return page(
+        f"{len(runs)} runs", _written(), [Section("Results", _results(runs)), Section("Settings that differ", _differences(runs))],
+        run_panels(runs), [], _longest(runs),
+    )  # fmt: skip
+
+
+def sweep_page(sweep: Sweep) -> str:
+    """A sweep."""
+    return page(
+        f"Sweep {sweep.path.resolve().name}", f"{sweep.metric}, {sweep.mode} is best; {_written()}",
+        [Section("", _sweep_facts(sweep))], sweep_panels(sweep), [Section("Trials, the best first", _trials(sweep))], 0.0,
+    )  # fmt: skip
+
+
+def _written() -> str:
+    return f"written {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"
+
+
+def _longest(runs: Sequence[RunData]) -> float:
+    return max(float(row["time"]) for run in runs for row in (*run.train, *run.val, *run.events))
+
+
+# ------------------------------------------------------------------ one run
+
+
+def _under(run: RunData) -> str:
+    what = f"{run.script}, " if run.script else ""
+    return f"{what}{run.path}; {_written()}"
+
+
+def _summary(run: RunData) -> str:
+    values = {"status": run.status, **_figures(run)}
+    text = facts(values, {"status": _FIT.get(run.status, "")})
+    if error := run.result.get("error"):
+        text += f'<p class="error">{escape(error)}</p>'
+    return text
+
+
+def _figures(run: RunData) -> dict[str, str]:
+    """What is known of: engine, how far, how long, how fast, how good."""
+    result = run.result
+    rows = (*run.train, *run.val)
+    step = max([row["step"] for row in rows] + [result.get("steps") or 0])
+    total = result.get("total_time") if run.status != "running" else max(row["time"] for row in rows)
+    values = {
+        "backend": run.backend, "processes": str(run.world_size or ""), "global batch": str(run.settings.get("global_batch_size") or ""),
+        "steps": f"{step:,}", "epochs": str(result.get("epochs", "")), "time": duration(total) if total else "",
+        "samples per second": f"{run.samples_per_second:,.0f}" if run.samples_per_second else "",
+    }  # fmt: skip
+    best = {
+        f"best {name}": _number(value)
+        for name, value in (result.get("best_metrics") or {}).items()
+        if name != "grad_norm"
+    }
+    shares = mean_times(run)
+    stalled = shares["data_s"] / sum(shares.values()) if sum(shares.values()) else 0.0
+    values["waiting for data"] = f"{stalled:.0%}" if run.times else ""
+    values["restarts"] = str(sum(event["event"] == "restarted" for event in run.events))
+    return {name: value for name, value in (values | best).items() if value}
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else "not finite" if value is None else str(value)
+
+
+def _settings(run: RunData) -> str:
+    if not run.settings:
+        return '<p class="note">no config.yaml</p>'
+    typed = {name: value for name, value in run.settings.items() if name in run.sources}
+    rest = {name: value for name, value in run.settings.items() if name not in run.sources}
+    text = (
+        table(("setting", "value", "from"), [(name, _value(v), run.sources[name]) for name, v in typed.items()])
+        if typed
+        else ""
+    )
+    if run.hyperparameters:
+        text += "<h3>Hyperparameters</h3>" + table(
+            ("name", "value"), [(n, _value(v)) for n, v in run.hyperparameters.items()]
+        )
+    return text + folded(
+        f"{len(rest)} settings at their defaults",
+        table(("setting", "value"), [(n, _value(v)) for n, v in rest.items()]),
+    )
+
+
+def _value(value: Any) -> str:
+    if value is None or value == {}:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return (
+        json.dumps(value)
+        if isinstance(value, (dict, list))
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def _journal(run: RunData) -> str:
+    rows = [
+        (clock(event["time"]), f"{event['step']:,}", EVENTS.get(event["event"], event["event"]), _detail(event))
+        for event in run.events
+    ]
+    return folded(f"{len(rows)} events", table(("time", "step", "event", ""), rows))
+
+
+def _detail(event: Mapping[str, Any]) -> str:
+    hidden = ("time", "step", "event", "traceback", "batch_dependent")
+    return ", ".join(f"{name} {value}" for name, value in event.items() if name not in hidden)
+
+
+def clock(seconds: float) -> str:
+    """`0:07:05`: hours, minutes, seconds."""
+    total = round(seconds)
+    return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
+
+
+# ------------------------------------------------------------------ several runs
+
+
+def _results(runs: Sequence[RunData]) -> str:
+    figures = [{"status": run.status, **_figures(run)} for run in runs]
+    heads = list(dict.fromkeys(name for each in figures for name in each))
+    rows = [(run.label, *(each.get(name, "") for name in heads)) for run, each in zip(runs, figures, strict=True)]
+    return table(("run", *heads), rows, colors=range(len(runs)))
+
+
+def _differences(runs: Sequence[RunData]) -> str:
+    """One row per setting or hyperparameter that is not the same in all runs."""
+    every = [{**run.settings, **run.hyperparameters, "script": run.script} for run in runs]
+    names = [name for name in dict.fromkeys(name for each in every for name in each) if name not in _PLACES]
+    rows = [(name, *(_value(each.get(name)) for each in every)) for name in names]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    if not rows:
+        return '<p class="note">none: the runs have the same settings</p>'
+    return table(("setting", *(run.label for run in runs)), rows)
+
+
+# ------------------------------------------------------------------ a sweep
+
+
+def _sweep_facts(sweep: Sweep) -> str:
+    done = sweep.done
+    states: dict[str, int] = {}
+    for trial in sweep.trials:
+        states[trial.status] = states.get(trial.status, 0) + 1
+    values = {"trials": str(len(sweep.trials)), **{name: str(count) for name, count in states.items() if name}}
+    if epochs := sum(trial.epochs or 0 for trial in sweep.trials):
+        values["epochs in all"] = f"{epochs:,}"
+    if done:
+        values[f"best {sweep.metric}"] = f"{done[0].value:.4g}"
+        values["best trial"] = done[0].id
+        values |= {name: _value(done[0].config.get(name)) for name in sweep.varied}
+    return facts(values)
+
+
+def _trials(sweep: Sweep) -> str:
+    """All, those without a value last."""
+    order: list[Trial] = [*sweep.done, *(trial for trial in sweep.trials if not math.isfinite(trial.value))]
+    names = sweep.varied
+    rows = [
+        (trial.id, _number(trial.value) if math.isfinite(trial.value) else "-", trial.status, trial.epochs or "",
+         *(_value(trial.config.get(name)) for name in names))
+        for trial in order
+    ]  # fmt: skip
+    return table(("trial", sweep.metric, "status", "epochs", *names), rows, best=0 if sweep.done else None)

@@ -1,0 +1,180 @@
+"""report.html in a real headless Chromium: it draws, says nothing on its console and asks the network for nothing.
+
+Screenshots go to TEST_ARTIFACTS where that is set, else to pytest's temporary directory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from distributed.report import write_report
+from tests.unit.report_files import BEGAN, write_run, write_sweep
+
+BROWSER = Path(__file__).resolve().parents[2] / "scripts" / "browser.py"
+# Of page.css: Okabe and Ito's blue and vermillion, and their lighter twins for dark mode.
+BLUE, RED, GREEN, GREY = (0, 114, 178), (213, 94, 0), (0, 158, 115), (154, 163, 176)
+DARK_BLUE, DARK_RED = (74, 168, 232), (255, 138, 61)
+WHITE, BLACK = (255, 255, 255), (27, 32, 40)
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("browser", BROWSER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def browser():
+    module = load()
+    if module.find_chromium() is None:
+        if os.environ.get("REQUIRE_CHROMIUM"):
+            pytest.fail("REQUIRE_CHROMIUM is set, and there is no chromium")
+        pytest.skip("no chromium is installed here")
+    with module.Browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory):
+    named = os.environ.get("TEST_ARTIFACTS")
+    directory = Path(named) if named else tmp_path_factory.mktemp("screenshots")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def pixels(path, colour, tolerance=12):
+    """How many pixels of a picture have `colour`."""
+    with Image.open(path) as picture:
+        data = picture.convert("RGB").getdata()
+        return sum(all(abs(a - b) <= tolerance for a, b in zip(pixel, colour, strict=True)) for pixel in data)
+
+
+def plot(page, title):
+    """The selector of the plot below the heading `title`."""
+    identity = page.evaluate(
+        f"[...document.querySelectorAll('.panel')].find((p) => p.querySelector('h3').textContent === {title!r}).id"
+    )
+    return f"#{identity} .plot"
+
+
+def opened(browser, file, artifacts, **how):
+    """The page, drawn, with nothing wrong; its screenshot is kept."""
+    page = browser.open(file, **how)
+    page.wait("document.body.dataset.drawn")
+    kind = f"{how.get('width', 1280)}{'-dark' if how.get('dark') else ''}"
+    page.screenshot(artifacts / f"{file.stem}-{kind}.png")
+    assert page.problems == [] and page.requests == []
+    assert page.evaluate("document.documentElement.scrollWidth") == how.get("width", 1280)  # nothing sticks out
+    return page
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A run of two processes, one of which was killed once."""
+    events = [
+        {"time": BEGAN + 9, "event": "worker_failed", "rank": 1, "cause": "rank 1 was killed by SIGKILL"},
+        {"time": BEGAN + 9.5, "event": "restarted", "restart_count": 1},
+        {"time": BEGAN + 10, "event": "resumed", "step": 400, "checkpoint": "step-00000400"},
+    ]
+    directory = tmp_path_factory.mktemp("one")
+    return write_report([write_run(directory / "run", events=events, slow_rank=1.3)], directory / "run.html")
+
+
+def test_one_run_is_drawn_at_both_widths_in_light_and_dark(browser, one, artifacts, tmp_path):
+    for width, dark, colours, ground in ((1280, False, (BLUE, RED), WHITE), (390, True, (DARK_BLUE, DARK_RED), BLACK)):
+        page = opened(browser, one, artifacts, width=width, dark=dark)
+        for title, least in (
+            ("Loss", 100),
+            ("Events", 20),
+            ("Throughput", 100),
+            ("Time of an update", 500),
+            ("Time of each rank", 100),
+        ):
+            picture = page.screenshot(tmp_path / "plot.png", plot(page, title))
+            assert pixels(picture, colours[0]) > least or pixels(picture, colours[1]) > least, (title, width)
+            assert pixels(picture, ground) > 1000, (title, width)
+        loss = page.screenshot(tmp_path / "loss.png", plot(page, "Loss"))
+        assert all(pixels(loss, colour) > 60 for colour in colours), width  # training and validation
+
+
+def test_a_click_in_the_legend_hides_its_line_and_the_axis_and_scale_can_be_chosen(browser, one, artifacts, tmp_path):
+    page = opened(browser, one, artifacts)
+    loss = plot(page, "Loss")
+    before = pixels(page.screenshot(tmp_path / "a.png", loss), BLUE)
+    page.evaluate(f"document.querySelector('{loss}').closest('.panel').querySelector('.legend button').click()")
+    page.wait("document.body.dataset.drawn === '2'")
+    after = pixels(page.screenshot(tmp_path / "b.png", loss), BLUE)
+    assert before > 100 and after == 0
+
+    labels = "Object.values(Bokeh.index).map((view) => view.model.xaxis[0].axis_label)"
+    assert "step" in page.evaluate(labels)
+    page.evaluate("document.querySelector('[data-value=time]').click()")
+    page.wait("document.body.dataset.drawn === '3'")
+    assert "time (s)" in page.evaluate(labels) and "step" not in page.evaluate(labels)
+    page.evaluate("document.querySelector('[data-value=log]').click()")
+    page.wait("document.body.dataset.drawn === '4'")
+    assert page.evaluate("Object.values(Bokeh.index).some((view) => view.model.yaxis[0].type === 'LogAxis')")
+    assert page.problems == []
+
+
+def test_a_broken_page_is_noticed(browser, one, tmp_path):
+    """The checks of this file can fail: a script that throws, and a picture from elsewhere."""
+    broken = tmp_path / "broken.html"
+    broken.write_text(
+        one.read_text().replace(
+            "  draw();\n})();", '  new Image().src = "https://example.org/x.png"; undefined.x;\n})();'
+        )
+    )
+    page = browser.open(broken)
+    page.wait("document.readyState === 'complete'")
+    assert any("TypeError" in problem for problem in page.problems)
+    assert any("Content Security Policy" in problem for problem in page.problems)
+
+
+def test_several_runs_are_drawn_over_each_other_with_their_scaling(browser, artifacts, tmp_path):
+    runs = [
+        write_run(tmp_path / f"digits-{world}", world_size=world, rate=rate, seed=world, settings={"nproc_per_node": world})
+        for world, rate in ((1, 500.0), (2, 930.0), (4, 1600.0))
+    ]  # fmt: skip
+    file = write_report(runs, tmp_path / "compare.html")
+    for width in (1280, 390):
+        page = opened(browser, file, artifacts, width=width)
+        for title in ("Loss", "Time of an update"):
+            picture = page.screenshot(tmp_path / "plot.png", plot(page, title))
+            assert all(pixels(picture, colour) > 60 for colour in (BLUE, RED, GREEN)), (title, width)
+        scaling = page.screenshot(tmp_path / "scaling.png", plot(page, "Scaling"))
+        assert pixels(scaling, BLUE) > 100 and pixels(scaling, GREY) > 30  # measured, and what would be linear
+
+
+def test_a_sweep_is_drawn(browser, artifacts, tmp_path):
+    file = write_report([write_sweep(tmp_path / "sweep", with_runs=4)], tmp_path / "sweep.html")
+    page = opened(browser, file, artifacts)
+    for title, colour in (
+        ("Trials", RED),
+        ("Curves of the trials", GREY),
+        ("Parameters", RED),
+        ("Importance of the parameters", BLUE),
+    ):
+        picture = page.screenshot(tmp_path / "plot.png", plot(page, title))
+        assert pixels(picture, colour) > 60, title
+    opened(browser, file, artifacts, width=390, dark=True)
+
+
+def test_a_run_of_100000_log_lines_opens_fast_and_shows_its_spike(browser, artifacts, tmp_path):
+    run = write_run(tmp_path / "run", steps=100_000, every=1, spikes={34_567: 50.0})
+    file = write_report([run], tmp_path / "long.html")
+    assert file.stat().st_size < 5e6
+    page = opened(browser, file, artifacts)
+    assert page.cpu_s() < 2.0
+    plot_of_loss = plot(page, "Loss")
+    page.screenshot(tmp_path / "loss.png", plot_of_loss)
+    with Image.open(tmp_path / "loss.png") as picture:
+        upper = picture.convert("RGB").crop((70, 0, picture.width, picture.height // 3))
+        upper.save(tmp_path / "upper.png")
+    assert 20 < pixels(tmp_path / "upper.png", BLUE) < 400  # one thin line up to 50; the rest lies below 3
