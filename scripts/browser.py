@@ -12,6 +12,7 @@ Only the standard library. The pipe needs no port; the protocol: https://chromed
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -44,18 +45,16 @@ class Browser:
             raise FileNotFoundError("no chromium: apt-get install chromium")
         self.timeout_s = timeout_s
         self._profile = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)
-        to_browser, from_us = os.pipe()
-        to_us, from_browser = os.pipe()
-        # Chromium reads commands from descriptor 3 and answers on 4; a shell moves ours there.
+        to_browser, self._write = os.pipe()
+        self._read, from_browser = os.pipe()
+        # Chromium reads commands from descriptor 3 and answers on 4; a shell moves ours there, from above both.
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (to_browser, from_browser)]
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser} {to_browser}<&- {from_browser}>&-', "sh",
-             program, *_FLAGS, f"--user-data-dir={self._profile.name}"],
-            pass_fds=(to_browser, from_browser), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", program, *_FLAGS, f"--user-data-dir={self._profile.name}"],
+            pass_fds=ends, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-        os.close(to_browser)
-        os.close(from_browser)
-        self._write, self._read = from_us, to_us
+        for fd in (to_browser, from_browser, *ends):
+            os.close(fd)
         self._buffer = b""
         self._number = 0
         self.on_event: Callable[[dict[str, Any]], None] = lambda message: None

@@ -52,17 +52,21 @@ def short(value: Any) -> float | None:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
-def points(rows: Sequence[Row], name: str) -> dict[str, list[float | None]]:
-    """`name` over the rows that have it: columns `step`, `time` and `y`, thinned."""
+def points(rows: Sequence[Row], name: str, scale: float = 1.0) -> dict[str, list[float | None]]:
+    """`name` over the rows that have it: columns `step`, `time` and `y`, which is multiplied by `scale`; thinned."""
     having = [row for row in rows if name in row and isinstance(row[name], (int, float, type(None)))]
-    return columns(having, {"y": name}, thinned([row[name] for row in having]))
+    return columns(having, thinned([row[name] for row in having]), name, scale)
 
 
-def columns(rows: Sequence[Row], names: dict[str, str], positions: Sequence[int]) -> dict[str, list[float | None]]:
-    """The rows at `positions` as columns `step`, `time` and those of `names` (column -> what it is in a row)."""
+def columns(
+    rows: Sequence[Row], positions: Sequence[int], name: str | None = None, scale: float = 1.0
+) -> dict[str, list[float | None]]:
+    """The rows at `positions` as columns `step`, `time` and, of `name`, `y`."""
     taken = [rows[position] for position in positions]
-    where = {"step": "step", "time": "time", **names}
-    return {column: [short(row.get(name)) for row in taken] for column, name in where.items()}
+    found = {"step": [short(row["step"]) for row in taken], "time": [short(row["time"]) for row in taken]}
+    if name is not None:
+        found["y"] = [short(value if value is None else scale * value) for value in (row.get(name) for row in taken)]
+    return found
 
 
 def num_not_finite(rows: Sequence[Row], name: str) -> int:

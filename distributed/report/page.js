@@ -10,6 +10,7 @@
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const colour = (number) => css(number < 0 ? "--series-grey" : `--series-${number % 7}`);
+  const first = (them) => [...them][0];
   const dash = (line) => (line.is_dashed ? "dashed" : line.color >= 7 ? "dotdash" : "solid");
 
   function source(data, x) {
@@ -29,9 +30,10 @@
   // ------------------------------------------------------------------ a figure
 
   function tools() {
-    const drag = isFinePointer ? new Bokeh.BoxZoomTool({ dimensions: "width" }) : null;
-    const all = [new Bokeh.BoxZoomTool(), new Bokeh.PanTool(), new Bokeh.WheelZoomTool(), new Bokeh.ResetTool(), new Bokeh.SaveTool()];
-    return { all: drag ? [drag, ...all] : all, drag };
+    const zoom = new Bokeh.BoxZoomTool();
+    const all = [zoom, new Bokeh.PanTool(), new Bokeh.ResetTool()];
+    if (isFinePointer) all.push(new Bokeh.WheelZoomTool(), new Bokeh.SaveTool());
+    return { all, drag: isFinePointer ? zoom : null };
   }
 
   function axisOf(panel) {
@@ -66,24 +68,24 @@
 
   function numberAxes(fig, panel) {
     if (panel.x === "run" && chosen.axis === "time") {
-      fig.xaxis[0].formatter = new Bokeh.PrintfTickFormatter({ format: "%.4g" });
+      first(fig.xaxis).formatter = new Bokeh.PrintfTickFormatter({ format: "%.4g" });
     } else {
-      fig.xaxis[0].formatter = new Bokeh.NumeralTickFormatter({ format: "0[.]0[00]a" });
-      if (panel.x === "run" || panel.more.is_whole) fig.xaxis[0].ticker = new Bokeh.BasicTicker({ min_interval: 1, desired_num_ticks: 6 });
+      first(fig.xaxis).formatter = new Bokeh.NumeralTickFormatter({ format: "0[.]0[00]a" });
+      if (panel.x === "run" || panel.more.is_whole) first(fig.xaxis).ticker = new Bokeh.BasicTicker({ min_interval: 1, desired_num_ticks: 6 });
     }
-    if (panel.y.includes("per second")) fig.yaxis[0].formatter = new Bokeh.NumeralTickFormatter({ format: "0[.]0[0]a" });
-    else fig.yaxis[0].formatter = new Bokeh.PrintfTickFormatter({ format: "%.4g" });
+    if (panel.y.includes("per second")) first(fig.yaxis).formatter = new Bokeh.NumeralTickFormatter({ format: "0[.]0[0]a" });
+    else first(fig.yaxis).formatter = new Bokeh.PrintfTickFormatter({ format: "%.4g" });
   }
 
   function hover(fig, renderers, rows, more) {
-    const tool = new Bokeh.HoverTool({ renderers, tooltips: rows, ...more });
+    const tool = new Bokeh.HoverTool({ renderers, tooltips: rows, visible: false, ...more });
     fig.add_tools(tool);
   }
 
   function addMarks(fig, panel) {
-    for (const mark of panel.marks) {
-      const location = chosen.axis === "step" ? mark.step : mark.time / page.time_scale;
-      fig.add_layout(new Bokeh.Span({ location, dimension: "height", line_color: css("--faint"), line_dash: "dotted", line_width: 1.5, level: "underlay" }));
+    const places = panel.marks.map((mark) => (chosen.axis === "step" ? mark.step : mark.time / page.time_scale));
+    for (const location of new Set(places)) {
+      fig.add_layout(new Bokeh.Span({ location, dimension: "height", line_color: css("--faint"), line_dash: [5, 4], line_width: 1, level: "underlay" }));
     }
   }
 
@@ -151,9 +153,9 @@
 
   function categories(fig, names) {
     const length = innerWidth < 600 ? 14 : 30;
-    fig.yaxis[0].major_label_overrides = new Map(names.map((name) => [name, short(name, length)]));
-    fig.ygrid[0].grid_line_color = null;
-    fig.yaxis[0].major_tick_line_color = null;
+    first(fig.yaxis).major_label_overrides = new Map(names.map((name) => [name, short(name, length)]));
+    first(fig.ygrid).grid_line_color = null;
+    first(fig.yaxis).major_tick_line_color = null;
   }
 
   function bars(panel) {
@@ -162,7 +164,7 @@
       y_range: new Bokeh.FactorRange({ factors: names }), x_range: new Bokeh.DataRange1d({ start: 0 }), min_border_left: 10,
     });
     categories(fig, names);
-    fig.xaxis[0].formatter = new Bokeh.PrintfTickFormatter({ format: "%.4g" });
+    first(fig.xaxis).formatter = new Bokeh.PrintfTickFormatter({ format: "%.4g" });
     const ends = new Map();
     for (const line of panel.lines.filter((each) => !hidden.has(each.name))) {
       const left = line.data.y.map((name) => ends.get(name) ?? 0);
@@ -180,7 +182,7 @@
     const fig = newFigure(panel, 74 + 24 * names.length, { y_range: new Bokeh.FactorRange({ factors: names }), x_range: shared, min_border_left: 10 });
     categories(fig, names);
     numberAxes(fig, { ...panel, y: "" });
-    fig.yaxis[0].formatter = new Bokeh.CategoricalTickFormatter();
+    first(fig.yaxis).formatter = new Bokeh.CategoricalTickFormatter();
     const drawn = panel.lines.map((line) => {
       const its = source({ ...scaled(line, panel), y: line.data.step.map(() => line.name) }, "x");
       its.data.marker = line.data.kind.map((kind) => markers[kind] ?? "square_pin");
@@ -192,7 +194,7 @@
     return fig;
   }
 
-  // From best (yellow-green) to worst (dark): cividis, made for colour-blind readers; its darkest end is invisible on black.
+  // From the best to the worst: cividis, made for colour-blind readers.
   const cividis = ["#fde725", "#e1cc55", "#c3b369", "#a69d75", "#8b8779", "#727274", "#575d6d", "#3b496c", "#123570"];
 
   function parallel(panel) {
@@ -203,12 +205,14 @@
       x_axis_label: null, min_border_left: 10, tools: [new Bokeh.SaveTool()],
     });
     fig.toolbar.active_drag = null;
-    fig.yaxis[0].visible = false;
-    fig.xgrid[0].grid_line_color = null;
-    fig.ygrid[0].grid_line_color = null;
-    fig.xaxis[0].ticker = new Bokeh.FixedTicker({ ticks: axes.map((_, i) => i) });
-    fig.xaxis[0].major_label_overrides = new Map(axes.map((axis, i) => [i, short(axis.name, 18)]));
-    const shade = (place) => cividis[Math.round((place / Math.max(trials.length - 1, 1)) * (cividis.length - 1))];
+    first(fig.yaxis).visible = false;
+    first(fig.xgrid).grid_line_color = null;
+    first(fig.ygrid).grid_line_color = null;
+    first(fig.xaxis).ticker = new Bokeh.FixedTicker({ ticks: axes.map((_, i) => i) });
+    first(fig.xaxis).major_label_overrides = new Map(axes.map((axis, i) => [i, short(axis.name, 18)]));
+    const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
+    const shades = isDark ? cividis.slice(0, 7) : cividis.slice(2); // what can be seen on the ground
+    const shade = (place) => shades[Math.round((place / Math.max(trials.length - 1, 1)) * (shades.length - 1))];
     const order = trials.map((trial, place) => ({ ...trial, place })).reverse(); // the best lies on top
     const data = new Bokeh.ColumnDataSource({ data: {
       xs: order.map(() => axes.map((_, i) => i)), ys: order.map((trial) => trial.y), text: order.map((trial) => trial.text),
@@ -221,7 +225,7 @@
     const ticks = axes.flatMap((axis, i) => axis.ticks.map(([y, text]) => ({ x: i, y, text: short(text, 12) })));
     fig.segment({ x0: axes.map((_, i) => i), y0: axes.map(() => 0), x1: axes.map((_, i) => i), y1: axes.map(() => 1), line_color: css("--faint"), line_width: 1.2 });
     fig.text(ticks.map((t) => t.x), ticks.map((t) => t.y), ticks.map((t) => t.text), {
-      x_offset: 6, text_baseline: "middle", text_font_size: "12px", text_color: css("--text"), text_outline_color: css("--card"),
+      x_offset: 6, text_baseline: "middle", text_font_size: "12px", text_color: css("--text"), background_fill_color: css("--card"), background_fill_alpha: 0.8, padding: 2,
     });
     hover(fig, [drawn], [["", "@text"], [panel.more.metric, "@value{%.5g}"]], { formatters: { "@value": "printf" }, line_policy: "nearest" });
     return fig;
@@ -254,7 +258,7 @@
   async function draw() {
     if (drawing !== null) drawing.clear();
     drawing = new Bokeh.Document();
-    const shared = new Bokeh.DataRange1d({ range_padding: 0.02 });
+    const shared = new Bokeh.DataRange1d({ range_padding: 0.06 });
     const targets = [];
     page.panels.forEach((panel, number) => {
       const element = document.getElementById(`panel-${number}`);

@@ -89,7 +89,7 @@ _CONTROLS = """<div class="controls"><div><span>Axis</span>
 <button data-group="scale" data-value="log" aria-pressed="false">log</button></div></div>"""
 _FOOTER = (
     f"A curve of more than {2 * STRETCHES} points shows the smallest and the largest value of each of {STRETCHES} equal"
-    " stretches. A click in a legend hides a line. Times are seconds since the run began."
+    " stretches. A click in a legend hides a line. Times count from the first sign of life of a run."
 )
 
 
@@ -142,7 +142,11 @@ def facts(values: Mapping[str, str], marks: Mapping[str, str] | None = None) -> 
 
 
 def table(
-    head: Sequence[str], rows: Sequence[Sequence[Any]], colors: Sequence[int] = (), best: int | None = None
+    head: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    colors: Sequence[int] = (),
+    best: int | None = None,
+    is_tight: bool = False,
 ) -> str:
     """Rows under a head. `colors`: the palette's number before the first cell of each row; `best`: a row to stress."""
     lines = []
@@ -151,7 +155,7 @@ def table(
         cells = "".join(f"<td>{swatch if not place else ''}{escape(cell)}</td>" for place, cell in enumerate(row))
         lines.append(f'<tr class="best">{cells}</tr>' if number == best else f"<tr>{cells}</tr>")
     heads = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f'<div class="table"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    return f'<div class="table{" tight" if is_tight else ""}"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
 def folded(summary: str, body: str) -> str:

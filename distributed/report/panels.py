@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed.report.curves import columns, num_not_finite, points, short, thinned
@@ -37,6 +37,8 @@ EVENTS = {
     "finished": "finished",
 }
 _MANY_RANKS = 8
+_MANY_EVENTS = 1000  # of one kind
+_MS = 1e3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _names(runs: Sequence[RunData]) -> tuple[list[str], list[str]]:
 
 def _metric(runs: Sequence[RunData], name: str, marks: Sequence[Mapping[str, Any]]) -> Panel:
     """One name of the log lines, training and validation on the same axes."""
-    title, unit = _NAMED.get(name, (name, name))
+    title, unit = _NAMED.get(name, (name[:1].upper() + name[1:].replace("_", " "), name))
     lines = []
     for number, run in enumerate(runs):
         for rows, split in ((run.train, "train"), (run.val, "validation")):
@@ -126,6 +128,7 @@ def _last(rows: Sequence[Row], name: str) -> str:
 
 
 def _marks(run: RunData) -> list[dict[str, Any]]:
+    """What cut the training, as vertical lines."""
     return [
         {"step": event["step"], "time": short(event["time"]), "text": EVENTS[event["event"]]}
         for event in run.events
@@ -139,10 +142,11 @@ def _events(runs: Sequence[RunData]) -> Panel:
     for number, run in enumerate(runs):
         for kind, text in EVENTS.items():
             found = [event for event in run.events if event["event"] == kind]
-            data = columns(found, {}, thinned([event["step"] for event in found]))
+            found = found[:: math.ceil(len(found) / _MANY_EVENTS) or 1]
+            data = columns(found, range(len(found)))
             if found:
                 row = text if len(runs) == 1 else run.label
-                about = [_about(event) for event in found][: len(data["step"])]
+                about = [_about(event) for event in found]
                 color = list(EVENTS).index(kind) % 7 if len(runs) == 1 else number
                 lines.append(Line(row, color, {**data, "text": about, "kind": [kind] * len(about)}))
     more = {"rows": list(dict.fromkeys(line.name for line in lines)), "kinds": EVENTS}
@@ -162,11 +166,6 @@ def _about(event: Row) -> str:
 # ------------------------------------------------------------------ time
 
 
-def _ms(rows: Iterable[Row], names: Iterable[str]) -> list[Row]:
-    """Seconds of an update as milliseconds."""
-    return [{**row, **{name: 1e3 * row[name] for name in names if _is_number(row.get(name))}} for row in rows]
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
@@ -174,15 +173,14 @@ def _is_number(value: Any) -> bool:
 def _time_split(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
     """Where the time of an update went, stacked."""
     names = [name for name in PARTS if any(row.get(name) for row in run.times)]
-    rows = _ms(run.times, (*names, "step_s"))
-    positions = thinned([row.get("step_s") for row in rows])
+    positions = thinned([row.get("step_s") for row in run.times])
     shares = mean_times(run)
     total = sum(shares.values())
     lines = [
         Line(
             PARTS[name],
             list(PARTS).index(name),
-            columns(rows, {"y": name}, positions),
+            columns(run.times, positions, name, _MS),
             label=f"{shares[name] / total:.1%}",
         )
         for name in names
@@ -237,22 +235,22 @@ def _ranks(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
     if len(means) < 2:
         return Panel("lines", "Time of each rank")
     names = rank_names(run) if len(means) <= _MANY_RANKS else list(means)[:3]
-    rows = _ms(run.times, means)
     lines = [
-        Line(name[:-2].replace("_", " "), number, points(rows, name), label=f"{1e3 * means[name]:.3g} ms")
+        Line(name[:-2].replace("_", " "), number, points(run.times, name, _MS), label=f"{1e3 * means[name]:.3g} ms")
         for number, name in enumerate(names)
     ]
     if len(means) > _MANY_RANKS:
-        for row in rows:
-            row["median"] = statistics.median(row[name] for name in means if _is_number(row.get(name)))
-        lines.append(Line(f"median of {len(means)} ranks", -1, points(rows, "median"), is_dashed=True))
+        middle = [
+            {**row, "median": statistics.median_low(row[name] for name in means if name in row)} for row in run.times
+        ]
+        lines.append(Line(f"median of {len(means)} ranks", -1, points(middle, "median", _MS), is_dashed=True))
     slowest, ratio = next(iter(means)), _imbalance_of(means)
     note = f"data and compute, without waiting for others; slowest: {slowest[:-2].replace('_', ' ')}, {ratio:.2f} x the median"
     return Panel("lines", "Time of each rank", "ms per update", lines=lines, note=note, marks=marks)
 
 
 def _imbalance_of(values: Mapping[str, float]) -> float:
-    middle = statistics.median(values.values())
+    middle = statistics.median_low(values.values())
     return max(values.values()) / middle if middle else math.nan
 
 

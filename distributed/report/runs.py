@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,23 @@ def _read_rows(path: Path, needs: str = "step") -> list[Row]:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    rows = []
+    return [
+        row
+        for row in _parsed(lines)
+        if isinstance(row, dict) and needs in row and isinstance(row.get("time"), (int, float))
+    ]
+
+
+def _parsed(lines: Sequence[bytes]) -> Iterator[Any]:
+    """The value of each line that is JSON. A file without half lines is read at once, which is twice as fast."""
+    try:
+        yield from json.loads(b"[" + b",".join(lines) + b"]")
+        return
+    except ValueError:
+        pass
     for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and needs in row and isinstance(row.get("time"), (int, float)):
-            rows.append(row)
-    return rows
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 def _placed(events: list[Row], rows: Sequence[Row]) -> list[Row]:

@@ -18,6 +18,7 @@ FILE = "sweep.json"
 _NUM_TREES = 100
 _MIN_TRIALS = 8  # below that a forest says nothing
 _MAX_CURVES = 60
+_FEW = 5  # values of a parameter that are all written beside its axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _curves(sweep: Sweep) -> Panel:
             text = f"{trial.id}, {sweep.metric} {trial.value:.4g}"
             lines.append(Line(
                 name, 1 if place == 0 else -1, {**data, "text": [text] * len(data["y"])}, is_faint=place > 0,
-                label=f"{trial.id}" if place == 0 else "", in_legend=place < 2, has_points=len(data["y"]) < 3,
+                label=trial.id if place == 0 else "", has_points=len(data["y"]) < 3,
             ))  # fmt: skip
     note = f"the {_MAX_CURVES} best of {len(sweep.done)}" if len(sweep.done) > _MAX_CURVES else ""
     return Panel("lines", "Curves of the trials", sweep.metric, lines=lines, note=note)
@@ -190,6 +191,11 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
     if is_log := low > 0 and high / low > 30:
         low, high = math.log10(low), math.log10(high)
     scaled = [math.log10(number) if is_log else number for number in numbers]
+    if len(set(numbers)) <= _FEW:
+        ticks = sorted(
+            {(_between(each, low, high), f"{number:g}") for each, number in zip(scaled, numbers, strict=True)}
+        )
+        return {"name": name, "places": [_between(each, low, high) for each in scaled], "ticks": ticks}
     ends = [low + (high - low) * part / 4 for part in range(5)]
     ticks = [(part / 4, f"{10**end if is_log else end:.3g}") for part, end in enumerate(ends)]
     return {"name": name, "places": [_between(each, low, high) for each in scaled], "ticks": ticks}

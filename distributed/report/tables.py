@@ -121,7 +121,7 @@ def _value(value: Any) -> str:
     return (
         json.dumps(value)
         if isinstance(value, (dict, list))
-        else f"{value:g}"
+        else f"{value:.4g}"
         if isinstance(value, float)
         else str(value)
     )
@@ -153,7 +153,7 @@ def _results(runs: Sequence[RunData]) -> str:
     figures = [{"status": run.status, **_figures(run)} for run in runs]
     heads = list(dict.fromkeys(name for each in figures for name in each))
     rows = [(run.label, *(each.get(name, "") for name in heads)) for run, each in zip(runs, figures, strict=True)]
-    return table(("run", *heads), rows, colors=range(len(runs)))
+    return table(("run", *heads), rows, colors=range(len(runs)), is_tight=True)
 
 
 def _differences(runs: Sequence[RunData]) -> str:
@@ -194,4 +194,6 @@ def _trials(sweep: Sweep) -> str:
          *(_value(trial.config.get(name)) for name in names))
         for trial in order
     ]  # fmt: skip
-    return table(("trial", sweep.metric, "status", "epochs", *names), rows, best=0 if sweep.done else None)
+    return table(
+        ("trial", sweep.metric, "status", "epochs", *names), rows, best=0 if sweep.done else None, is_tight=True
+    )

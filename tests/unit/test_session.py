@@ -172,3 +172,20 @@ def test_a_misspelt_monitor_names_the_nearest_before_a_second_epoch():
     with pytest.raises(ConfigError, match=r"'val_los' is not reported \(did you mean 'val_loss'\?\)"):
         trainer(no_metric, monitor="val_los", monitor_mode="min", epochs=5).fit(DATA, DATA)
     assert len(counts) == 6  # three updates and three batches of validation
+
+
+def test_every_fit_in_this_process_leaves_a_report(tmp_path):
+    trainer(log_every_n_steps=1).fit(DATA)
+    trainer(log_every_n_steps=1).fit(DATA)
+    with pytest.raises(ZeroDivisionError):
+        trainer(None, FailsLate(), log_every_n_steps=1).fit(DATA)
+
+    found = {path.parent.name: path.read_text() for path in tmp_path.rglob("report.html")}
+    assert len(found) == 3 and {"fit-2", "fit-3"} < found.keys()
+    assert "ZeroDivisionError" in found["fit-3"] and ">failed<" in found["fit-3"]
+    assert ">finished<" in found["fit-2"]
+
+
+class FailsLate(Callback):
+    def on_train_end(self, state):
+        raise ZeroDivisionError
