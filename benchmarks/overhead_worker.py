@@ -69,16 +69,17 @@ def main(name: str, out: Path, quick: bool) -> None:
         workload = dataclasses.replace(workload, turn_steps=min(workload.turn_steps, 20), rounds=3)
     data = workload.data(workload.rounds * workload.turn_steps * workload.batch_size * 2)
     loops = {name: HandWritten(workload, data) for name in ("hand-written", "hand-written again")}
-    models = {name: workload.initial_model() for name in ("Trainer, defaults", "Trainer, callbacks, metrics, log")}
-    features: dict[str, Any] = {
-        "callbacks": [Counting(), Counting()],
-        "metrics": {"top3": top3},
-        "log_every_n_steps": 50,
+    settings: dict[str, dict[str, Any]] = {
+        "Trainer, defaults": {},
+        "Trainer, callbacks, metrics, log": {
+            "callbacks": [Counting(), Counting()],
+            "metrics": {"top3": top3},
+            "log_every_n_steps": 50,
+        },
+        "Trainer, TensorBoard": {"tensorboard": True, "log_every_n_steps": workload.turn_steps},  # a line in each turn
     }
-    ours = {
-        name: trainer(workload, data, model, **(features if "callbacks" in name else {}))
-        for name, model in models.items()
-    }
+    models = {name: workload.initial_model() for name in settings}
+    ours = {name: trainer(workload, data, model, **settings[name]) for name, model in models.items()}
     contestants = {name: loop.turn for name, loop in loops.items()} | {name: turns.turn for name, turns in ours.items()}
     turns = compete(contestants, workload.turn_steps, workload.rounds)
     for each in ours.values():

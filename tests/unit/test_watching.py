@@ -58,11 +58,11 @@ def test_batches_may_be_dicts_and_steps_the_users_own():
 
 def test_values_are_of_what_this_rank_holds_in_a_type_that_numpy_has():
     model = nn.ModuleDict(
-        {"wide": nn.Linear(2, 2), "rows": nn.Embedding(5, 2, sparse=True), "half": nn.Linear(2, 2).bfloat16()}
+        {"wide": nn.Linear(2, 2), "rows": nn.Embedding(5, 2, sparse=True), "short": nn.Linear(2, 2).bfloat16()}
     )
     model["rows"](torch.tensor([1, 1, 3])).sum().backward()
     values = dict(watching.values_of(model))
 
     assert {str(array.dtype) for array in values.values()} == {"float32"}
-    assert values["weights/half.weight"].size == 4 and "gradients/half.weight" not in values
+    assert values["weights/short.weight"].size == 4 and "gradients/short.weight" not in values
     assert sorted(values["gradients/rows.weight"]) == [1, 1, 2, 2]  # the rows that were used
