@@ -10,8 +10,8 @@ import typer
 from distributed.errors import CheckpointError, ConfigError
 from distributed.storage.durable import replace_file, size_text
 from distributed.storage.manifest import CheckpointInfo, list_checkpoints, resolve, verify
-from distributed.storage.shards import read_tensors
-from distributed.storage.tensor_file import RawTensor, write_tensors
+from distributed.storage.shards import read_weights
+from distributed.storage.tensor_file import write_tensors
 
 app = typer.Typer(add_completion=False)
 
@@ -85,24 +85,12 @@ def export(
         raise ConfigError(f"{out} exists: give --force to write over it")
     path = resolve(checkpoint)
     verify(path)
-    tensors = _weights(path)
+    tensors = read_weights(path)
     try:
         write_tensors(out, tensors, {"format": "pt"}, writer=replace_file)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
     typer.echo(f"{out}: {len(tensors)} tensors, {size_text(out.stat().st_size)}, from {path}")
-
-
-def _weights(path: Path) -> list[RawTensor]:
-    """The model's tensors, whole and with every alias, bytes untouched. CheckpointError where there are none."""
-    stored, aliases = read_tensors(path / "model")
-    for alias, owner in aliases.items():
-        if owner not in stored:
-            raise CheckpointError(f"{path}: {alias} is tied to {owner}, which is not there")
-        stored[alias] = stored[owner]
-    if not stored:
-        raise CheckpointError(f"{path} holds no model/*.safetensors: nothing to export")
-    return [RawTensor(name, tensor.dtype, tensor.shape, tensor.read) for name, tensor in stored.items()]
 
 
 def _problem(path: Path) -> str:

@@ -72,6 +72,18 @@ def read_tensors(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, st
     return {name: _joined(name, parts, directory) for name, parts in pieces.items()}, aliases
 
 
+def read_weights(path: Path) -> list[RawTensor]:
+    """The model's tensors of a checkpoint, whole and with every alias, bytes untouched. CheckpointError where there are none."""
+    stored, aliases = read_tensors(path / "model")
+    for alias, owner in aliases.items():
+        if owner not in stored:
+            raise CheckpointError(f"{path}: {alias} is tied to {owner}, which is not there")
+        stored[alias] = stored[owner]
+    if not stored:
+        raise CheckpointError(f"{path} holds no model/*.safetensors: nothing to export")
+    return [RawTensor(name, tensor.dtype, tensor.shape, tensor.read) for name, tensor in stored.items()]
+
+
 def _table(metadata: Mapping[str, str], key: str, file: Path) -> dict[str, Any]:
     try:
         table = json.loads(metadata.get(key, "{}"))
