@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distributed.backends import REGISTRY, BackendRow, backend_class, missing_libraries, one_process_reason
-from distributed.config import GROUPS, DistributedConfig, group_options, not_in_this_version
+from distributed.config import GROUPS, DistributedConfig, group_options
 from distributed.fields import rules
 
 SEVERAL = "several processes"  # the row of backends that run one process alone
@@ -102,16 +102,11 @@ def settings_for_all() -> list[str]:
 def everywhere(backends: Iterable[Capabilities]) -> list[str]:
     """The settings that every backend takes with every value."""
     refused = {field_of(name) for backend in backends for name in (*backend.refuses, *backend.conditions)}
-    refused |= set(not_in_this_version())
     return [name for name in settings_for_all() if name not in refused]
 
 
 def to_json(backend: Capabilities) -> dict[str, Any]:
     """Plain Python."""
     settings = {name: backend.accepts(name) for name in settings_for_all()}
-    settings |= dict.fromkeys(not_in_this_version(), False) | dict.fromkeys(backend.refuses, False)
-    return {
-        **dataclasses.asdict(backend),
-        "refuses": {**backend.refuses, **not_in_this_version()},
-        "settings": settings,
-    }
+    settings |= dict.fromkeys(backend.refuses, False)
+    return {**dataclasses.asdict(backend), "settings": settings}

@@ -95,8 +95,10 @@ class DistributedConfig:
 
     log_every_n_steps: int = setting(50, "updates between two log lines", minimum=1, group=MONITORING)
     verbose: bool = setting(True, "show progress", group=MONITORING)
-    mlflow_tracking: bool = setting(False, "log to MLflow (not in this version)", group=MONITORING)
-    mlflow_experiment: str | None = setting(None, "MLflow experiment name (not in this version)", str, group=MONITORING)
+    mlflow_tracking: bool = setting(False, "log to MLflow: MLFLOW_TRACKING_URI, else mlflow.db beside the run directory", group=MONITORING)
+    mlflow_experiment: str | None = setting(None, "log to this experiment of MLflow (default: the script's name)", str, group=MONITORING)
+    mlflow_checkpoint: bool = setting(True, "the last checkpoint is an artifact in MLflow too", group=MONITORING)
+    mlflow_register_model: str | None = setting(None, "register the trained model in MLflow under this name", str, group=MONITORING)
     tensorboard: bool = setting(False, "write event files for TensorBoard", group=MONITORING)
     tensorboard_dir: str | None = setting(None, "write them below this directory, one of each run (default: RUN/tensorboard)", str, group=MONITORING)
     tensorboard_histograms: bool = setting(False, "histograms of weights and gradients after each epoch too", group=MONITORING)
@@ -159,21 +161,7 @@ def check_setting(name: str, value: Any, rule: Rule) -> Any:
         return FrozenDict({option: getattr(options, option) for option in checked or {}})
     if name == "backend" and checked is not None:
         backend_row(checked)
-    if checked not in (None, False) and (instead := _NOT_HERE.get((name, checked)) or _NOT_HERE.get(name)):
-        raise ConfigError(f"{name}={checked!r} {instead}")
     return checked
-
-
-# What this version accepts by name, or by name and value, and cannot honour.
-_METRICS = "is not in this version: drop it; every metric is in RUN/metrics.jsonl"
-_NOT_HERE: Mapping[Any, str] = {
-    **dict.fromkeys(("mlflow_tracking", "mlflow_experiment"), _METRICS),
-}
-
-
-def not_in_this_version() -> dict[str, str]:
-    """The settings, or "setting=value", that are known by name and refused on every backend -> what to do instead."""
-    return {name if isinstance(name, str) else "=".join(name): text for name, text in _NOT_HERE.items()}
 
 
 # Words that are no settings, and what does what they ask for.

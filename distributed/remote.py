@@ -21,6 +21,7 @@ from distributed.checkpoint import read_state
 from distributed.config import GROUPS
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
 from distributed.launcher import LaunchRequest, start_launcher
+from distributed.loggers import environ_of_workers
 from distributed.monitor import check_monitor
 from distributed.plan import plan_batch
 from distributed.reporter import Reporter
@@ -194,7 +195,7 @@ def _request(trainer: Trainer, merged: MergedConfig, run: RunDirectory, payload:
         payload=str(payload), script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
         working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume, nproc_per_node=plan.nproc_per_node,
         device=plan.device, preload=row.preload, meeting=row.meeting,
-        before_script=row.before_script, environ=dict(row.environ), max_restarts=config.max_restarts,
+        before_script=row.before_script, environ={**row.environ, **environ_of_workers(merged)}, max_restarts=config.max_restarts,
         restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
         start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose, started_lines=merged.notices,
         launcher=trainer.backend.launcher, launcher_options=trainer.backend.launcher_options(),

@@ -93,6 +93,11 @@ class RunDirectory:
         self._create()
         self._prove_writable()
 
+    def check_idle(self) -> None:
+        """ConfigError where a live run holds the directory."""
+        if holder := self._live_holder():
+            raise self._in_use(holder)
+
     def lock(self) -> None:
         """Hold the directory until this process and all that it forks are gone. ConfigError where another run does."""
         fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)

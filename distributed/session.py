@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from distributed.errors import ConfigError, TrainingInterrupted
 from distributed.interrupts import save_by_the_clock, stop_on_signals
 from distributed.launcher import link
 from distributed.launching.epochs import Caller, Epochs
-from distributed.loggers import LoggedFit, loggers_of
+from distributed.loggers import LoggedFit, Logger, loggers_of
 from distributed.monitor import check_monitor
 from distributed.plan import BatchPlan, in_effect, plan_batch
 from distributed.report import write_reports_at_end
@@ -32,6 +33,7 @@ from distributed.reporter import Reporter
 from distributed.run_dir import RunDirectory
 from distributed.settings import MergedConfig, for_evaluation
 from distributed.state import History, TrainState, WorkerContext
+from distributed.storage.agreement import Agreement
 from distributed.summary import Result, finished_lines, started_lines, was_interrupted
 from distributed.trainer_files import TrainerFiles
 
@@ -141,6 +143,7 @@ class Session:
             list(state.rows), dict(state.best), state.total_time, state.step, str(fit.run.path), state.stop_reason
         )
         self._say_end(fit)
+        self._close_loggers(fit)
         if caller.error is not None:
             raise caller.error
         if was_interrupted(state):
@@ -153,6 +156,12 @@ class Session:
         fit.stop_clock()
         fit.result.write_failed(fit.state, self._checkpoint, error)
         self._write_report(fit)
+        _close_all(fit.callbacks)
+
+    def _close_loggers(self, fit: _Fit) -> None:
+        """Ranks with nothing to close wait for the others, however long those take. All ranks."""
+        if any(isinstance(callback, Logger) for callback in fit.callbacks):
+            Agreement(self.backend, self.context).on_all(lambda: _close_all(fit.callbacks))
 
     def _leave_after_signal(self, signum: int) -> None:
         if signum == signal.SIGINT and self.trainer._worker is None:
@@ -342,6 +351,12 @@ class Session:
 
 def _one_micro_batch(size: int, data_parallel_size: int) -> BatchPlan:
     return BatchPlan(size, 1, data_parallel_size, size * data_parallel_size)
+
+
+def _close_all(callbacks: Sequence[Callback]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, Logger):
+            callback.close()
 
 
 def _teardown(backend: weakref.ref[Backend[Any]]) -> None:

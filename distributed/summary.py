@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.errors import DistributedError
+from distributed.loggers import end_elsewhere
 from distributed.plan import BatchPlan, ProcessPlan
 from distributed.run_dir import RunDirectory
 from distributed.state import TrainState, WorkerContext
@@ -78,6 +79,7 @@ def close_results(run: RunDirectory, code: int, error: str | None) -> None:
         is_open = content.get("status") in (("running",) if code == 0 else (None, "running", "failed"))
         if is_open:
             write_result(path, content | end)
+        end_elsewhere(RunDirectory(path.parent), code)
 
 
 def read_result(path: Path) -> dict[str, Any] | None:

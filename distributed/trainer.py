@@ -118,6 +118,7 @@ class Trainer:
             "mlflow_experiment": mlflow_experiment,
         }
         merged = self._merge({name: value for name, value in given.items() if value is not None})
+        loggers.check(merged)
         if train_data is None:
             raise ConfigError("fit() got no training data: pass a DataLoader or a dataset")
         loggers.check_directories(merged)

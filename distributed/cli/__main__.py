@@ -20,6 +20,7 @@ VERBS = {
     ),
     "report": ("distributed.cli.report", "report", "draw the curves of runs or of a sweep into one HTML file"),
     "checkpoint": ("distributed.cli.checkpoint", "app", "list, verify and export checkpoints"),
+    "mlflow-sync": ("distributed.cli.mlflow_sync", "mlflow_sync", "send to MLflow what a run could not"),
     "doctor": ("distributed.cli.doctor", "doctor", "say what works on this machine, and what would make the rest work"),
 }
 

@@ -12,7 +12,6 @@ import typer
 
 from distributed.backends import backend_row
 from distributed.capabilities import Capabilities, all_capabilities, capabilities_of, everywhere, table, to_json
-from distributed.config import not_in_this_version
 
 _WIDTH = 80
 
@@ -53,7 +52,6 @@ def _lines(found: Sequence[Capabilities]) -> Iterator[str]:
         yield from _wrapped(f"if {mark}: not {when}", indent=2)
     yield ""
     yield from _wrapped(f"on every backend: {', '.join(everywhere(found))}", indent=2)
-    yield from _wrapped(f"not in this version: {', '.join(not_in_this_version())}", indent=2)
     yield ""
     yield "why not, and a backend's own options: distributed backends NAME"
 

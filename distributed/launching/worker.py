@@ -33,6 +33,7 @@ from distributed.launcher import (
 )
 from distributed.launching.causes import full_traceback, short_traceback
 from distributed.launching.processes import flush_c_streams
+from distributed.loggers import environ_of_run
 from distributed.settings import Typed
 
 Report = Callable[[dict[str, Any]], None]
@@ -43,6 +44,7 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
     _take_streams(fds)
     os.environ.update(order["environ"])
     set_missing(request.environ)
+    set_missing(environ_of_run(Path(request.run_dir)))
     tell(Handover(request.typed, request.run_dir, request.resume, order["restart_count"]), fds[2])
     _seed_generators(request.typed)
     rank = int(order["environ"]["RANK"])

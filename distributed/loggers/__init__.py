@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.callbacks import Callback
+from distributed.errors import DistributedError
 
 if TYPE_CHECKING:
     from distributed.backends.base import Backend
@@ -31,9 +35,60 @@ class LoggedFit:
     report: Callable[[Mapping[str, Any]], None]  # {"kind": "warning", "text": ...} and the like, to the display
 
 
+class Logger(Callback):
+    """One that has something to do after the end of a fit."""
+
+    def close(self) -> None:
+        """After `result.json` was written, however the fit ended. On the ranks that have it; others wait, as long as it takes."""
+
+
+def is_on_mlflow(merged: MergedConfig) -> bool:
+    """Whether a fit is logged to MLflow: asked for, or an experiment or a name for the model is given."""
+    config = merged.config
+    if merged.is_typed("mlflow_tracking"):
+        return config.mlflow_tracking
+    return config.mlflow_experiment is not None or config.mlflow_register_model is not None
+
+
+def environ_of_workers(merged: MergedConfig) -> dict[str, str]:
+    """What the workers of a `fit` outside of a worker need for their loggers to go on with what is open in this process."""
+    if not is_on_mlflow(merged):
+        return {}
+    from distributed.loggers._mlflow.place import environ_of_open_run
+
+    return environ_of_open_run()
+
+
+def environ_of_run(run_dir: Path) -> dict[str, str]:
+    """The same for the workers of a further attempt at the run of `run_dir`."""
+    if not (run_dir / "mlflow.json").exists():
+        return {}
+    from distributed.loggers.mlflow import recorded_environ
+
+    return recorded_environ(run_dir)
+
+
+def mlflow_run_id(run_dir: str | os.PathLike[str]) -> str | None:
+    """The id of the MLflow run that the run at `run_dir` is logged to; None where it is not, or MLflow has not answered yet."""
+    from distributed.loggers._mlflow.spool import Record
+
+    record = Record.read(Path(run_dir))
+    return None if record is None else record.run_id
+
+
+def end_elsewhere(run: RunDirectory, code: int) -> None:
+    """Tell loggers elsewhere that a run has ended with the exit code `code` and no worker is left to say so. Launcher only."""
+    if code == 0 or not (run.path / "mlflow.json").exists():
+        return
+    from distributed.loggers.mlflow import end_run
+
+    with contextlib.suppress(OSError, DistributedError):  # the run has a cause of its own to tell
+        end_run(run, "KILLED" if code in (130, 143) else "FAILED")
+
+
 def loggers_of(fit: LoggedFit) -> list[Callback]:
     """The loggers of this process, in the order in which they hear of things. All ranks call it."""
-    return [*_of_files(fit), *_of_tensorboard(fit), *_of_profiler(fit), *_of_display(fit)]
+    return [*_of_files(fit), *_of_tensorboard(fit), *_of_profiler(fit), *_of_display(fit), *_of_mlflow(fit)]
 
 
 def check(merged: MergedConfig) -> None:
@@ -47,10 +102,15 @@ def check(merged: MergedConfig) -> None:
 
 
 def check_libraries(merged: MergedConfig) -> None:
-    """ResourceError with the way out where a library of a logger is missing. Imports nothing heavy."""
+    """ResourceError with the way out where a library of a logger is missing, ConfigError for an address that none can be.
+    Imports nothing heavy."""
     from distributed.loggers import tensorboard
 
     tensorboard.check_library(merged)
+    if is_on_mlflow(merged):
+        from distributed.loggers._mlflow.place import check
+
+        check(merged.config)
 
 
 def check_directories(merged: MergedConfig) -> None:
@@ -95,3 +155,12 @@ def _of_profiler(fit: LoggedFit) -> list[Callback]:
     from distributed.profiling import Profiling
 
     return [Profiling(fit)]
+
+
+def _of_mlflow(fit: LoggedFit) -> list[Callback]:
+    """On all ranks, which join the run of the main process."""
+    if not is_on_mlflow(fit.merged):
+        return []
+    from distributed.loggers.mlflow import mlflow_loggers
+
+    return mlflow_loggers(fit)

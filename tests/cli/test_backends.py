@@ -18,7 +18,7 @@ from distributed.capabilities import (
     table,
 )
 from distributed.cli.__main__ import run
-from distributed.config import GROUPS, DistributedConfig, not_in_this_version
+from distributed.config import GROUPS, DistributedConfig
 
 
 def test_every_backend_has_its_line_and_column(capsys):
@@ -38,7 +38,7 @@ def test_no_setting_is_left_out():
     own = {row.group for row in REGISTRY.values()}
     fields = set(DistributedConfig.__dataclass_fields__) - set(GROUPS) | {"data.presharded"}
     assert own | {"data"} == set(GROUPS)
-    assert shown - {SEVERAL} == fields - set(not_in_this_version())
+    assert shown - {SEVERAL} == fields
 
 
 @pytest.mark.parametrize("name", list(REGISTRY))

@@ -9,7 +9,7 @@ import pytest
 from distributed.backends import REGISTRY
 from distributed.capabilities import SEVERAL, all_capabilities, settings_for_all
 from distributed.cli.__main__ import main
-from distributed.config import DistributedConfig, group_options, not_in_this_version
+from distributed.config import DistributedConfig, group_options
 from distributed.fields import rules
 from distributed.testing.faults import refused_value
 from tests.conftest import needs_backend
@@ -102,12 +102,7 @@ def values(name):
     return [each for each in rule.choices if each not in (rule.default, True, False)]
 
 
-CELLS = [
-    (name, value)
-    for name in settings_for_all()
-    if name not in ("backend", *not_in_this_version())
-    for value in values(name)
-]
+CELLS = [(name, value) for name in settings_for_all() if name != "backend" for value in values(name)]
 
 
 def words_of(name, value):

@@ -14,7 +14,7 @@ import pytest
 import distributed
 from distributed.backends import REGISTRY
 from distributed.capabilities import capabilities_of, settings_for_all
-from distributed.config import DistributedConfig, not_in_this_version
+from distributed.config import DistributedConfig
 from distributed.fields import rules
 from distributed.testing.conformance import checks_for
 from tests.conformance.test_every_backend import ADAPTERS
@@ -68,7 +68,7 @@ def has_effect(found, name):
 @pytest.mark.parametrize("backend", REGISTRY)
 def test_every_setting_that_works_has_a_test_there(backend):
     found = capabilities_of(REGISTRY[backend])
-    works = [name for name in settings_for_all() if has_effect(found, name) and name not in not_in_this_version()]
+    works = [name for name in settings_for_all() if has_effect(found, name)]
     assert len(works) > len(DistributedConfig.__dataclass_fields__) / 2
     adapters = [adapter for adapter in ADAPTERS if adapter.backend == backend]
     for name in works:

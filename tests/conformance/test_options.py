@@ -457,11 +457,9 @@ def test_monitor_interval_is_the_longest_wait_between_two_looks():
 
 HERE_TESTS, FAILURES = "conformance/test_options.py::", "conformance/test_failures.py::"
 CONFIG, LAUNCH, RESUME = "unit/test_config.py::", "cli/test_launch.py::", "conformance/test_resume.py::"
-PROCESSES, REFUSED = (
-    CONFIG + "test_processes_follow_the_machine_unless_they_are_given",
-    (CONFIG + "test_a_wrong_setting_is_answered_with_field_value_and_rule"),
-)
+PROCESSES = CONFIG + "test_processes_follow_the_machine_unless_they_are_given"
 SCALER = HERE_TESTS + "test_fp16_starts_at_its_scale_and_doubles_it_after_so_many_updates"
+MLFLOW = "conformance/test_mlflow.py::"
 EARLY = HERE_TESTS + "test_early_stopping_waits_for_its_patience"
 ASKED = HERE_TESTS + "test_checkpoints_come_when_asked_and_go_where_asked"
 KEPT = HERE_TESTS + "test_the_newest_checkpoints_are_kept_and_the_best"
@@ -526,8 +524,10 @@ TESTED = {  # setting -> a test of its effect, or of its refusal
     "keep_best": KEPT,
     "log_every_n_steps": HERE_TESTS + "test_log_lines_come_every_n_updates_and_at_the_end_of_an_epoch",
     "verbose": HERE_TESTS + "test_without_verbose_only_warnings_are_shown",
-    "mlflow_tracking": REFUSED,
-    "mlflow_experiment": REFUSED,
+    "mlflow_tracking": MLFLOW + "test_a_run_is_complete_at_mlflow_and_nothing_lies_in_the_working_directory",
+    "mlflow_experiment": MLFLOW + "test_a_run_that_fails_or_is_stopped_says_so",
+    "mlflow_checkpoint": MLFLOW + "test_scaling_is_measured_against_the_run_of_one_process",
+    "mlflow_register_model": MLFLOW + "test_a_registered_model_opens_without_a_pickle",
     "tensorboard": BOARD + "test_hyperparameters_graph_and_histograms",
     "tensorboard_dir": "unit/test_tensorboard.py::test_runs_below_one_directory_keep_apart_and_a_resume_finds_its_own",
     "tensorboard_histograms": BOARD + "test_pieces_on_several_processes_make_the_same_histograms",

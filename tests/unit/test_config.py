@@ -55,7 +55,6 @@ from tests.conftest import clean_environment
         ({"ddp": {"bucket_cap_mb": 0}}, ["ddp.bucket_cap_mb=0", "greater than 0"]),
         ({"ddp": 3}, ["ddp=3", "mapping"]),
         ({"profile_warmup": 0}, ["profile_warmup=0", "at least 1"]),
-        ({"mlflow_experiment": "x"}, ["mlflow", "metrics.jsonl"]),
         ({"num_nodes": 2, "node_rank": 2}, ["node_rank=2", "num_nodes=2"]),
         ({"checkpoint_every_s": -5}, ["checkpoint_every_s=-5", "greater than 0"]),
     ],

@@ -1,0 +1,50 @@
+"""A model as MLflow keeps it, without a pickle: its weights by name, and what they are."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
+
+
+@contextlib.contextmanager
+def staged_model(checkpoint: Path, model_class: str, run_id: str) -> Iterator[Path]:
+    """A directory with the weights of `checkpoint`, their description, and the MLmodel file that MLflow looks for."""
+    from distributed.storage.manifest import read_manifest
+    from distributed.storage.shards import read_weights
+    from distributed.storage.tensor_file import write_tensors
+
+    tensors = read_weights(checkpoint)
+    manifest = read_manifest(checkpoint)
+    description: dict[str, Any] = {
+        "model_class": model_class, "weights": WEIGHTS, "step": manifest.step, "epoch": manifest.epoch,
+        "tensors": {tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in tensors},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
+        directory = Path(temporary)
+        write_tensors(directory / WEIGHTS, tensors, {"format": "pt"})
+        (directory / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        (directory / "MLmodel").write_text(_mlmodel(model_class, run_id), encoding="utf-8")
+        yield directory
+
+
+def _mlmodel(model_class: str, run_id: str) -> str:
+    """What MLflow reads of a model, with a flavor that it does not load by itself."""
+    import yaml
+    from mlflow import __version__
+
+    flavor = {"weights": WEIGHTS, "description": DESCRIPTION, "model_class": model_class}
+    made = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f")
+    content = {
+        "flavors": {"safetensors": flavor},
+        "mlflow_version": __version__,
+        "run_id": run_id,
+        "utc_time_created": made,
+    }
+    return str(yaml.safe_dump(content, sort_keys=False))

@@ -1,0 +1,249 @@
+"""One run at MLflow: found, joined or made, and told things. Every method may block as long as the server likes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed.loggers._mlflow.place import beside, default_uri
+from distributed.loggers._mlflow.spool import Record
+
+KEY = "distributed.key"  # the tag that names the run directory whose run it is
+_SETTINGS, _BASELINE = "distributed.settings", "distributed.scaling_baseline"
+PARENT = "mlflow.parentRunId"
+
+Entry = Mapping[str, Any]
+
+
+class Refused(Exception):
+    """MLflow will never take this, however often it is sent."""
+
+
+class TrackedRun:
+    """The run of one run directory. `record` is brought up to date; who calls writes it."""
+
+    def __init__(self, run_dir: Path, record: Record, uri: str) -> None:
+        from mlflow import MlflowClient
+
+        self._run_dir, self._record, self.uri = run_dir, record, uri
+        with _without_migration_lines():
+            self._client = MlflowClient(tracking_uri=uri)
+        self.id = ""
+
+    # ------------------------------------------------------------------ which run
+
+    def open(self) -> bool:
+        """Find the run, join the one that the user has open, or make one; whether it is another than the recorded one."""
+        record = self._record
+        with _without_migration_lines():
+            found = self._usable(record.run_id) or self._joined() or self._own()
+        is_other: bool = found.info.run_id != record.run_id
+        record.run_id, record.experiment_id = found.info.run_id, found.info.experiment_id
+        self.id = found.info.run_id
+        self._client.set_tag(self.id, KEY, record.key)
+        return is_other
+
+    def _joined(self) -> Any:
+        """The run that the user has open, or one below it where another trainer writes to it already: the steps of two
+        would be mixed. None without one."""
+        run = self._usable(self._record.wanted)
+        if run is not None and run.data.tags.get(KEY, self._record.key) != self._record.key:
+            return self._make(run.info.experiment_id, {PARENT: run.info.run_id})
+        self._record.is_joined = run is not None
+        return run
+
+    def _own(self) -> Any:
+        """A run of this run directory, in the recorded experiment."""
+        experiment = self._experiment()
+        return (self._earlier(experiment) if self._record.is_asked_for else None) or self._make(experiment, {})
+
+    def _usable(self, run_id: str | None) -> Any:
+        """The run, if it is there and not deleted."""
+        if run_id is None:
+            return None
+        try:
+            run = _asked(self._client.get_run, run_id)
+        except Refused:
+            return None
+        return run if run.info.lifecycle_stage == "active" else None
+
+    def is_there(self) -> bool:
+        """Whether it was not deleted meanwhile."""
+        return self._usable(self.id) is not None
+
+    def _earlier(self, experiment: str) -> Any:
+        """A run that was made although its answer never came."""
+        ours = f"tags.`{KEY}` = '{self._record.key}'"
+        return next(iter(self._client.search_runs([experiment], ours, max_results=1)), None)
+
+    def _make(self, experiment_id: str, tags: Mapping[str, str]) -> Any:
+        from mlflow.tracking.context.registry import resolve_tags
+
+        record = self._record
+        record.is_joined, record.is_asked_for = False, True
+        record.write(self._run_dir)
+        all_tags = resolve_tags({**record.tags, **tags, KEY: record.key})
+        return _asked(self._client.create_run, experiment_id, tags=all_tags, run_name=record.name)
+
+    def _experiment(self) -> str:
+        """The id of the recorded experiment, which is made where it is not there."""
+        name = self._record.experiment
+        if not name:
+            return str(self._record.experiment_id)
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            # Where a server keeps artifacts is its business; MLflow's own answer for a local file is the working directory.
+            is_ours = self.uri == default_uri(self._run_dir)
+            location = (beside(self._run_dir) / "mlartifacts").as_uri() if is_ours else None
+            with contextlib.suppress(Refused):  # another run made it just now
+                return str(_asked(self._client.create_experiment, name, artifact_location=location))
+            found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id)
+
+    # ------------------------------------------------------------------ what it is told
+
+    def tell(self, entries: Sequence[Entry]) -> None:
+        """Entries of one kind, as `grouped` gives them. Raises Refused, or whatever a server that is not there leads to."""
+        kind = entries[0]["kind"]
+        if kind == "metrics":
+            self._metrics(entries)
+            return
+        (entry,) = entries
+        {
+            "params": self._params, "tags": self._tags, "status": self._status, "artifact": self._artifact,
+            "model": self._model, "scaling": self._scaling,
+        }[kind](entry)  # fmt: skip
+
+    def _metrics(self, entries: Sequence[Entry]) -> None:
+        from mlflow.entities import Metric
+
+        told = [
+            Metric(name, value, entry["time"], entry["step"])
+            for entry in entries
+            for name, value in entry["values"].items()
+        ]
+        _asked(self._client.log_batch, self.id, metrics=told)
+
+    def _params(self, entry: Entry) -> None:
+        """Those that the run has no other value of: MLflow changes none."""
+        from mlflow.entities import Param
+
+        there = self._client.get_run(self.id).data.params
+        new = {name: value for name, value in entry["values"].items() if name not in there}
+        told = list(new.items())
+        for start in range(0, len(told), 100):
+            _asked(self._client.log_batch, self.id, params=[Param(*each) for each in told[start : start + 100]])
+        other = sorted(name for name, value in entry["values"].items() if there.get(name, value) != value)
+        if other:
+            raise Refused(f"the run has {', '.join(f'{name}={there[name]}' for name in other)}, and keeps it")
+
+    def _tags(self, entry: Entry) -> None:
+        from mlflow.entities import RunTag
+
+        _asked(self._client.log_batch, self.id, tags=[RunTag(*each) for each in entry["values"].items()])
+
+    def _status(self, entry: Entry) -> None:
+        if self._record.is_joined:
+            return
+        if entry["status"] == "RUNNING":
+            _asked(self._client.update_run, self.id, status="RUNNING")
+        else:
+            _asked(self._client.set_terminated, self.id, status=entry["status"], end_time=entry["time"])
+
+    def _artifact(self, entry: Entry) -> None:
+        path = self._run_dir / entry["path"]
+        log = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
+        if path.exists():  # an older checkpoint may be gone by now
+            _asked(log, self.id, str(path), entry["to"] or None)
+
+    def _model(self, entry: Entry) -> None:
+        """A version of the registered model; at most one of this run's checkpoint."""
+        from distributed.loggers._mlflow.model import staged_model
+
+        name, checkpoint = entry["name"], self._run_dir / entry["checkpoint"]
+        to = f"model/{checkpoint.name}"
+        if not checkpoint.exists():
+            return
+        with staged_model(checkpoint, entry["model_class"], self.id) as directory:
+            _asked(self._client.log_artifacts, self.id, str(directory), to)
+        with contextlib.suppress(Refused):  # it is there
+            _asked(self._client.create_registered_model, name)
+        source = f"{self._client.get_run(self.id).info.artifact_uri}/{to}"
+        versions = self._client.search_model_versions(f"name='{name}' and run_id='{self.id}'")
+        if all(version.source != source for version in versions):
+            _asked(self._client.create_model_version, name, source, self.id)
+
+    def _scaling(self, entry: Entry) -> None:
+        """How much faster than the newest run of one process that had the same settings; nothing where there is none."""
+        from mlflow.entities import Metric, RunTag
+
+        same = (
+            f"tags.`{_SETTINGS}` = '{entry['settings']}' and params.world_size = '1' and attributes.status = 'FINISHED'"
+        )
+        alone = self._client.search_runs(
+            [str(self._record.experiment_id)], same, max_results=1, order_by=["attributes.start_time DESC"]
+        )
+        before = alone[0].data.metrics.get("throughput") if alone else None
+        if not before:
+            return
+        speedup = entry["throughput"] / before
+        values = {"speedup": speedup, "scaling_efficiency": speedup / entry["world_size"]}
+        metrics = [Metric(name, value, entry["time"], entry["step"]) for name, value in values.items()]
+        _asked(
+            self._client.log_batch, self.id, metrics=metrics, tags=[RunTag(_BASELINE, alone[0].info.run_id)]
+        )  # fmt: skip
+
+
+def grouped(entries: Sequence[tuple[Entry, int]]) -> Iterator[tuple[list[Entry], int]]:
+    """Entries that go together into one request, at most 1000 metrics, and the byte at which the last one ends."""
+    group: list[Entry] = []
+    count = end = 0
+    for entry, stop in entries:
+        size = len(entry["values"]) if entry["kind"] == "metrics" else 1000
+        if group and count + size > 1000:
+            yield group, end
+            group, count = [], 0
+        group.append(entry)
+        count, end = count + size, stop
+    if group:
+        yield group, end
+
+
+def metric_name(name: str) -> str:
+    """`name` in the letters that MLflow takes."""
+    return re.sub(r"[^\w.\-/ ]", "_", name)[:250]
+
+
+_NEVER = frozenset(
+    {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE"}
+)
+
+
+def _asked(call: Any, *arguments: Any, **named: Any) -> Any:
+    """The answer. Raises Refused for an error that is about what was asked."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return call(*arguments, **named)
+    except MlflowException as error:
+        if error.error_code in _NEVER:
+            raise Refused(" ".join(str(error).split())) from error
+        raise
+
+
+@contextlib.contextmanager
+def _without_migration_lines() -> Iterator[None]:
+    """A fresh database tells of each of its hundred migrations, on the user's console."""
+    loggers = [logging.getLogger(name) for name in ("mlflow.store.db.utils", "alembic", "alembic.runtime.migration")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)

@@ -1,0 +1,144 @@
+"""Sends what is in the spool, in a thread of its own: a server that is slow or gone costs training nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from distributed.loggers._mlflow.place import shown
+from distributed.loggers._mlflow.run import Entry, Refused, TrackedRun, grouped
+from distributed.loggers._mlflow.spool import Record, Spool
+
+_EVERY_S = 5.0  # between two sendings: a request costs some ten milliseconds of a core
+_LINES = 5000  # of the spool in the memory at once
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
+_REFUSALS_SHOWN = 3  # of an attempt
+_PATIENCE_S = 10.0  # that the end waits for an answer ...
+_BYTES_PER_S = 5e6  # ... and for an artifact as long as a slow line needs
+
+
+class Sender:
+    """One fit's. `start`, then `wake` whenever there is more, then `finish`."""
+
+    def __init__(self, run_dir: Path, record: Record, spool: Spool, uri: str, warn: Callable[[str], None]) -> None:
+        """`warn` gets at most one line about a store that does not answer, and three about what it refuses."""
+        self._run_dir, self._record, self._spool, self._uri, self._warn = run_dir, record, spool, uri, warn
+        self.is_open = threading.Event()  # the run's id is known, or the first attempt failed
+        self._wake, self._is_finishing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="mlflow-sender", daemon=True)
+        self._run: TrackedRun | None = None
+        self._is_warned = False
+        self._num_refused = 0
+        self._patient_until = 0.0
+
+    @property
+    def uri(self) -> str:
+        """Of the store."""
+        return self._uri
+
+    @property
+    def run_id(self) -> str | None:
+        """None as long as the store has not said."""
+        return None if self._run is None else self._run.id
+
+    @property
+    def left(self) -> int:
+        """Bytes of the spool that have not been sent."""
+        return self._spool.size - self._record.sent
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self, patience_s: float = _PATIENCE_S) -> bool:
+        """Send what is left, as long as answers come; whether all was sent. The thread may live on where none comes."""
+        self._be_patient(patience_s)
+        self._is_finishing.set()
+        self._wake.set()
+        while self._thread.is_alive() and (rest := self._patient_until - time.monotonic()) > 0:
+            self._thread.join(min(rest, 1.0))
+        return not self._thread.is_alive() and self.left == 0
+
+    def warn_once(self, reason: str) -> None:
+        """The one line about a store that does not answer."""
+        if not self._is_warned:
+            self._is_warned = True
+            self._warn(
+                f"MLflow at {shown(self._uri)} {reason}: training goes on, what is logged is kept in {self._spool.path} and"
+                f" sent when it answers; what is left at the end, by 'distributed mlflow-sync {self._run_dir}'"
+            )
+
+    def _be_patient(self, seconds: float) -> None:
+        self._patient_until = time.monotonic() + seconds
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _work(self) -> None:
+        pause = _FIRST_PAUSE_S
+        while not (self._is_finishing.is_set() and self.left == 0):
+            try:
+                self._send()
+            except Exception as error:  # whatever a store and its libraries raise: it is kept, and tried again
+                logging.getLogger(__name__).debug("not sent", exc_info=True)
+                self.warn_once(f"does not take what is logged ({_short(error)})")
+                if self._is_finishing.is_set():
+                    break
+                self._sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            else:
+                pause = _FIRST_PAUSE_S
+                self._sleep(_EVERY_S)
+            finally:
+                self.is_open.set()
+
+    def _sleep(self, seconds: float) -> None:
+        """Until there is an end to be sent, at most."""
+        if not self._is_finishing.is_set():
+            self._wake.wait(seconds)
+
+    def _send(self) -> None:
+        if self._run is None:
+            run = TrackedRun(self._run_dir, self._record, self._uri)
+            if run.open():
+                self._record.sent = 0
+            self._record.write(self._run_dir)
+            self._run = run
+            self.is_open.set()
+        while batch := list(self._spool.read(self._record.sent, _LINES)):
+            for entries, end in grouped(batch):
+                self._tell(self._run, entries)
+                self._record.sent = end
+                self._record.write(self._run_dir)
+
+    def _tell(self, run: TrackedRun, entries: Sequence[Entry]) -> None:
+        self._be_patient(_PATIENCE_S + self._num_bytes(entries[0]) / _BYTES_PER_S)
+        try:
+            run.tell(entries)
+        except Refused as error:
+            if len(entries) > 1:  # one of them: the others are fine
+                for each in entries:
+                    self._tell(run, [each])
+            else:
+                self._warn(
+                    f"MLflow at {shown(self._uri)} refuses {_what(entries[0])} ({_short(error)}): it is left out"
+                )
+
+    def _num_bytes(self, entry: Entry) -> int:
+        path = self._run_dir / str(entry.get("path") or entry.get("checkpoint") or "mlflow.json")
+        files = path.rglob("*") if path.is_dir() else (path,)
+        return sum(each.stat().st_size for each in files if each.is_file())
+
+
+def _what(entry: Entry) -> str:
+    names = ", ".join(entry.get("values", ())) or entry.get("path") or entry.get("name") or entry.get("status")
+    return f"{entry['kind']} {names}"
+
+
+def _short(error: BaseException) -> str:
+    """The innermost cause in one short line: the outer ones tell of retries and pools."""
+    while error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__):
+        error = error.__cause__ or error.__context__ or error
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) < 160 else text[:157] + "..."

@@ -1,0 +1,121 @@
+"""What a run has to tell MLflow, on disk: RUN/mlflow.jsonl, and in RUN/mlflow.json to whom and how much of it was told.
+
+The logger writes, the sender reads behind it. What was sent once is never sent to the same run in another form: a second
+sending after a crash has the same time, step and value, which MLflow's stores keep once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.storage.durable import replace_text
+
+SPOOL, RECORD = "mlflow.jsonl", "mlflow.json"
+
+
+@dataclasses.dataclass
+class Record:
+    """RUN/mlflow.json."""
+
+    key: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))  # of this run directory
+    tracking_uri: str | None = None  # without a password; None: the file beside the run directories
+    experiment: str = ""
+    experiment_id: str | None = None
+    name: str = ""
+    run_id: str | None = None
+    wanted: str | None = None  # the run that the user had open
+    is_joined: bool = False  # somebody else's, who ends it
+    is_asked_for: bool = False  # a run was asked for, and the answer may not have come
+    tags: dict[str, str] = dataclasses.field(default_factory=dict)
+    sent: int = 0  # bytes of the spool
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Record | None:
+        """None where there is none, or one of another kind."""
+        try:
+            content = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
+            known = {field.name for field in dataclasses.fields(cls)}
+            return cls(**{name: value for name, value in content.items() if name in known})
+        except (OSError, ValueError, TypeError, AttributeError):
+            return None
+
+    def write(self, run_dir: Path) -> None:
+        """Replace the file."""
+        replace_text(run_dir / RECORD, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+class Spool:
+    """RUN/mlflow.jsonl: one thing to tell per line, oldest first, only appended to."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / SPOOL
+        self._fd: int | None = None
+
+    def open(self) -> list[dict[str, Any]]:
+        """Take out half a line that a killed writer left; returns what is in it. OSError where it cannot be written."""
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        read = list(self.read(0))
+        os.ftruncate(self._fd, read[-1][1] if read else 0)
+        return [entry for entry, _ in read]
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """One more line, whole or not at all. OSError where the disk is full."""
+        assert self._fd is not None
+        line = (json.dumps(entry) + "\n").encode()
+        before = os.lseek(self._fd, 0, os.SEEK_END)
+        try:
+            if os.write(self._fd, line) != len(line):
+                raise OSError(28, "No space left on device")
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, before)
+            raise
+
+    def read(self, start: int, limit: int = 1 << 62) -> Iterator[tuple[dict[str, Any], int]]:
+        """At most `limit` whole lines from byte `start` on, each with the byte at which it ends."""
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(start)
+            for _ in range(limit):
+                line = file.readline()
+                if not line.endswith(b"\n"):
+                    return
+                start += len(line)
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line), start
+
+    @property
+    def size(self) -> int:
+        """Bytes written."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def close(self) -> None:
+        """No more is written."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def last_steps(entries: list[dict[str, Any]]) -> dict[str, int]:
+    """Up to which step each metric was told."""
+    steps: dict[str, int] = {}
+    for entry in entries:
+        if entry["kind"] == "metrics":
+            for name in entry["values"]:
+                steps[name] = max(steps.get(name, -1), entry["step"])
+    return steps
+
+
+def told_params(entries: list[dict[str, Any]]) -> dict[str, str]:
+    """The parameters that were told, each in its latest value."""
+    told: dict[str, str] = {}
+    for entry in entries:
+        if entry["kind"] == "params":
+            told.update({name.partition(".from_step_")[0]: value for name, value in entry["values"].items()})
+    return told

@@ -1,0 +1,329 @@
+"""Logs a fit to MLflow: parameters, metrics, times, system metrics, and at the end artifacts and a registered model.
+
+Everything is first written into the run directory (`_mlflow.spool`) and sent from there by a thread (`_mlflow.sender`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.callbacks import Callback
+from distributed.config import GROUPS, OPTIMIZATION, TRAINING, DistributedConfig
+from distributed.errors import ConfigError, ResourceError
+from distributed.fields import rules
+from distributed.launcher import worker_environment
+from distributed.loggers import LoggedFit, Logger
+from distributed.loggers._mlflow import place
+from distributed.loggers._mlflow.run import metric_name
+from distributed.loggers._mlflow.sender import Sender
+from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
+from distributed.loggers._mlflow.system import SystemSampler
+from distributed.run_dir import RunDirectory
+from distributed.state import TrainState
+from distributed.storage.agreement import Agreement
+from distributed.summary import was_interrupted
+from distributed.trainer_files import script_name
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0  # that the start waits for a server to name the run ...
+_OPEN_S = 60.0  # ... and for a database of our own to be made
+_INTERRUPTED_S = 5.0  # that the end of a run which was stopped or failed waits for an answer
+_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+
+
+class MlflowLogger(Logger):
+    """Of the main process. `open` before the first step, `close` when the fit has written its result."""
+
+    def __init__(self, fit: LoggedFit) -> None:
+        self._fit = fit
+        self._dir = fit.run.path.absolute()
+        self._spool = Spool(self._dir)
+        self._told: dict[str, int] = {}  # metric -> up to which step it was told, by earlier attempts too
+        self._is_losing = False
+        self._status = "FAILED"
+        self._checkpoint: Path | None = None
+
+    def open(self) -> dict[str, str]:
+        """The environment in which code of every rank joins the run; empty where MLflow has not said which one it is."""
+        entries = self._spool.open()
+        self._told = last_steps(entries)
+        record, uri = self._choose()
+        _import_quietly()
+        self._sender = Sender(self._dir, record, self._spool, uri, self._warn)
+        self._before = os.environ.get(_RETRIES)
+        if self._before is None:  # seven of them hold a call up for four minutes when the server is gone
+            os.environ[_RETRIES] = "1"
+        self._tell_start(told_params(entries), record.tags)
+        self._sender.start()
+        self._sampler = SystemSampler(self._system)
+        self._sampler.start()
+        if not self._sender.is_open.wait(_ANSWER_S if place.is_remote(uri) else _OPEN_S):
+            self._sender.warn_once("has not answered yet")
+        if self._sender.run_id is None:
+            return {}
+        return {place.RUN_ID: self._sender.run_id, place.URI: uri}
+
+    # ------------------------------------------------------------------ hooks
+
+    def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
+        prefix = "val_" if split == "val" else ""
+        self._metrics(
+            state.step, {f"{prefix}{name}": value for name, value in metrics.items()} | {"epoch": state.epoch}
+        )
+
+    def on_times(self, state: TrainState, seconds: Mapping[str, float]) -> None:
+        ranks = [value for name, value in seconds.items() if name.startswith("rank_")]
+        values = {name: value for name, value in seconds.items() if not name.startswith("rank_")}
+        spread = {"slowest_rank_s": max(ranks), "fastest_rank_s": min(ranks)} if ranks else {}
+        self._metrics(state.step, {f"time/{name}": value for name, value in (values | spread).items()})
+
+    def on_checkpoint(self, state: TrainState, path: Path) -> None:
+        self._checkpoint = path
+
+    def on_train_end(self, state: TrainState) -> None:
+        self._status = "KILLED" if was_interrupted(state) else "FINISHED"
+
+    def on_error(self, state: TrainState, error: BaseException) -> None:
+        self._status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+
+    def close(self) -> None:
+        """Tell how it ended and send what is left, as long as MLflow answers. After `result.json` is written."""
+        self._sampler.finish()
+        self._tell_end()
+        is_done = self._sender.finish() if self._status == "FINISHED" else self._sender.finish(_INTERRUPTED_S)
+        self._spool.close()
+        if self._before is None:
+            os.environ.pop(_RETRIES, None)
+        if not is_done:
+            self._sender.warn_once("has not taken all that was logged")
+            text = f"not all is at MLflow: send it with 'distributed mlflow-sync {self._fit.run.path}'"
+            self._fit.report({"kind": "notice", "text": text})
+
+    # ------------------------------------------------------------------ what is told
+
+    def _choose(self) -> tuple[Record, str]:
+        """The run directory's record, a new one where the user has another run open or names another store, and the URI."""
+        said, default = place.said_run(), place.default_uri(self._dir)
+        record = Record.read(self._dir)
+        uri = (said and said[1]) or place.said_uri() or (record and record.tracking_uri) or default
+        if said is not None and record is not None and said[0] not in (record.wanted, record.run_id):
+            record = None
+        record = record or Record(name=self._dir.name, wanted=said[0] if said else None)
+        record.tracking_uri = None if uri == default else place.shown(uri)
+        if record.experiment_id is None:
+            record.experiment, record.experiment_id = self._experiment()
+        record.tags = {"distributed.run_dir": self._dir.name, "distributed.settings": self._comparable()}
+        record.write(self._dir)
+        return record, uri
+
+    def _experiment(self) -> tuple[str, str | None]:
+        """(name, id) of what was asked for, also in MLflow's own ways; else the script's name."""
+        name = self._fit.merged.config.mlflow_experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        by_id = None if name else os.environ.get("MLFLOW_EXPERIMENT_ID")
+        return name or ("" if by_id else Path(script_name()).stem), by_id
+
+    def _tell_start(self, told: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        now = {name: value for name, value in self._params().items() if told.get(name) != value}
+        step = self._fit.state.step
+        if now:  # MLflow changes no parameter: what a resume changed stands beside it
+            self._put({
+                "kind": "params",
+                "values": {f"{name}.from_step_{step}" if name in told else name: value for name, value in now.items()},
+            })  # fmt: skip
+        self._put({"kind": "tags", "values": tags})
+        self._put({"kind": "status", "status": "RUNNING", "time": _now()})
+        self._put({"kind": "artifact", "path": "config.yaml", "to": ""})
+
+    def _params(self) -> dict[str, str]:
+        fit = self._fit
+        config, batch = fit.merged.config, fit.batch
+        values: dict[str, Any] = {}
+        for name in fit.merged.sources:
+            group, _, option = name.partition(".")
+            if option:
+                values[name] = getattr(config, group)[option]
+            elif name not in GROUPS and not name.startswith("mlflow_"):
+                values[name] = getattr(config, name)
+        values |= {
+            "backend": fit.plan.backend, "world_size": fit.context.world_size, "device": fit.plan.device,
+            "batch_size": batch.batch_size, "global_batch_size": batch.global_batch_size,
+            "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        }  # fmt: skip
+        return {metric_name(name): str(value) for name, value in {**fit.merged.hyperparameters, **values}.items()}
+
+    def _comparable(self) -> str:
+        """A digest of the script and the settings that two runs have in common which differ in their processes alone."""
+        config = self._fit.merged.config
+        names = [n for n, rule in rules(DistributedConfig).items() if rule.group in (TRAINING, OPTIMIZATION)]
+        values = {name: getattr(config, name) for name in (*names, "data")}
+        same = [
+            Path(sys.argv[0]).name,
+            sys.argv[1:],
+            self._fit.plan.device,
+            values,
+            dict(self._fit.merged.hyperparameters),
+        ]
+        return hashlib.sha256(json.dumps(same, sort_keys=True, default=repr).encode()).hexdigest()[:16]
+
+    def _metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Those that were not told for this step or a later one, by an attempt that was killed after it."""
+        new = {}
+        for name, value in values.items():
+            name = metric_name(name)
+            if step > self._told.get(name, -1):
+                new[name], self._told[name] = float(value), step
+        if new:
+            self._put({"kind": "metrics", "time": _now(), "step": step, "values": new})
+
+    def _system(self, values: Mapping[str, float]) -> None:
+        """In the sampler's thread. The steps of these are just counted."""
+        last = max((self._told.get(name, -1) for name in values), default=-1)
+        self._metrics(last + 1, values)
+
+    def _tell_end(self) -> None:
+        state, now = self._fit.state, _now()
+        if self._status == "FINISHED":
+            best = {f"best_{name}": value for name, value in state.best.items() if name.startswith("val_")}
+            throughput = state.samples_seen / state.train_time_s if state.train_time_s else 0.0
+            self._metrics(state.step, best | {"throughput": throughput, "total_time": state.total_time})
+            if self._fit.context.world_size > 1 and throughput:
+                self._put({
+                    "kind": "scaling", "throughput": throughput, "world_size": self._fit.context.world_size,
+                    "settings": self._comparable(), "step": state.step, "time": now,
+                })  # fmt: skip
+        self._put({"kind": "status", "status": self._status, "time": now})
+        for name in ("config.yaml", "result.json", "report.html"):
+            if (self._dir / name).exists():
+                self._put({"kind": "artifact", "path": name, "to": ""})
+        if self._status == "FINISHED" and self._checkpoint is not None:
+            self._tell_checkpoint(self._checkpoint)
+
+    def _tell_checkpoint(self, checkpoint: Path) -> None:
+        config, path = self._fit.merged.config, os.path.relpath(checkpoint.absolute(), self._dir)
+        if config.mlflow_checkpoint:
+            self._put({"kind": "artifact", "path": path, "to": f"checkpoints/{checkpoint.name}"})
+        if config.mlflow_register_model is not None:
+            model = type(self._fit.backend.model)
+            name = f"{model.__module__}.{model.__qualname__}"
+            self._put({"kind": "model", "name": config.mlflow_register_model, "checkpoint": path, "model_class": name})
+
+    def _put(self, entry: Mapping[str, Any]) -> None:
+        try:
+            self._spool.append(entry)
+        except OSError as error:  # a full disk costs lines, not the run
+            if not self._is_losing:
+                logger.warning(
+                    "%s cannot be written (%s): lines are lost until it can", self._spool.path, error.strerror
+                )
+            self._is_losing = True
+
+    def _warn(self, text: str) -> None:
+        self._fit.report({"kind": "warning", "text": text})
+
+
+def mlflow_loggers(fit: LoggedFit) -> list[Callback]:
+    """The logger of the main process, and on every rank what lets its own code join the run. All ranks call it."""
+    loggers: list[Callback] = []
+
+    def open_on_main() -> dict[str, str]:
+        loggers.append(main := MlflowLogger(fit))
+        return main.open()
+
+    environ = Agreement(fit.backend, fit.context).on_main(open_on_main)
+    return [*loggers, JoinedRun(environ)]
+
+
+def end_run(run: RunDirectory, status: str) -> None:
+    """Tell MLflow that a run has ended of which no worker is left to say so. Of the launcher."""
+    record = Record.read(run.path)
+    entries = [entry for entry, _ in Spool(run.path).read(0)]
+    ends = [entry["status"] for entry in entries if entry["kind"] == "status"]
+    if record is None or not ends:
+        return
+    spool = Spool(run.path)
+    spool.open()
+    if ends[-1] == "RUNNING":
+        spool.append({"kind": "status", "status": status, "time": _now()})
+    if record.sent < spool.size:  # it may have been killed before it could send what it had to say
+        sender = _sender(run.path, record, spool, lambda text: None)
+        sender.start()
+        sender.finish(_INTERRUPTED_S)
+    spool.close()
+
+
+def send_rest(run_dir: Path, warn: Any) -> tuple[int, str]:
+    """(bytes that could not be sent, the URI) after sending what the run at `run_dir` has not sent yet."""
+    record = Record.read(run_dir)
+    if record is None:
+        raise ConfigError(f"{run_dir} holds no mlflow.json: it is no run that was logged to MLflow")
+    sender = _sender(run_dir, record, Spool(run_dir), warn)
+    if sender.left:
+        sender.start()
+        sender.finish()
+    return sender.left, place.shown(sender.uri)
+
+
+def _sender(run_dir: Path, record: Record, spool: Spool, warn: Any) -> Sender:
+    os.environ.setdefault(_RETRIES, "1")
+    uri = place.said_uri() or record.tracking_uri or place.default_uri(run_dir)
+    place.check_uri(uri)
+    _import_quietly()
+    return Sender(run_dir.absolute(), record, spool, uri, warn)
+
+
+def recorded_environ(run_dir: Path) -> dict[str, str]:
+    """What the workers of a further attempt need for `mlflow.start_run()` in the script to take up the run of the first."""
+    record = Record.read(run_dir)
+    if record is None or record.run_id is None:
+        return {}
+    uri = place.said_uri() or record.tracking_uri or place.default_uri(run_dir)
+    place.given_out.add(record.run_id)
+    return {place.RUN_ID: record.run_id, place.URI: uri}
+
+
+class JoinedRun(Logger):
+    """MLFLOW_RUN_ID and MLFLOW_TRACKING_URI of a rank, for its own code. A worker keeps them, another process only as long
+    as the fit lasts: its next `mlflow.start_run()` is to be a run of its own."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        if place.has_open_run():  # it has one already, and `start_run(nested=True)` would take ours for the nested one
+            values = {}
+        place.given_out.update(value for name, value in values.items() if name == place.RUN_ID)
+        self._before = {name: os.environ.get(name) for name in values}
+        self._values = dict(values)
+        os.environ.update(values)
+
+    def close(self) -> None:
+        if worker_environment() is not None:
+            return
+        for name, value in self._before.items():
+            if value is not None:
+                os.environ[name] = value
+            elif os.environ.get(name) == self._values[name]:
+                del os.environ[name]
+
+
+def _now() -> int:
+    return int(time.time() * 1000)
+
+
+def _import_quietly() -> None:
+    """MLflow reports its use to its makers unless told otherwise before it is imported: nobody asked us for that."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    try:
+        importlib.import_module("mlflow")
+    except Exception as error:  # of a broken library anything may come
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        raise ResourceError(
+            f"mlflow_tracking=True needs mlflow, which is installed and does not load ({reason}): run {place.REINSTALL}"
+        ) from error

@@ -1,0 +1,366 @@
+"""Fits that log to real MLflow stores: an SQLite file, and a server that may be gone or slow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from distributed.loggers._mlflow import sender as sender_module
+from distributed.loggers._mlflow.spool import Record, Spool
+from tests.conftest import poll
+from tests.mlflow_server import door, mlflow_server
+
+mlflow = pytest.importorskip("mlflow")
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")  # MLflow's own
+JOB = Path(__file__).parent / "jobs" / "mlflow_fit.py"
+WARNING = "training goes on, what is logged is kept in"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A working directory; runs lie below it in `runs`, and their store beside them."""
+    return tmp_path_factory.mktemp("mlflow")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with mlflow_server(tmp_path_factory.mktemp("server")) as port:
+        yield port
+
+
+@pytest.fixture
+def entrance(server):
+    with door(server) as opened:
+        yield opened
+
+
+def command(run, *more, processes=1, script=()):
+    return [
+        "train", "--script", JOB, "--nproc-per-node", processes, "--mlflow-tracking", "--run-dir", run, *more, "--", *script,
+    ]  # fmt: skip
+
+
+def env(uri, **more):
+    return {"MLFLOW_TRACKING_URI": uri, **more}
+
+
+def client_of(uri):
+    return mlflow.MlflowClient(tracking_uri=str(uri))
+
+
+def steps(client, run_id, name):
+    return [metric.step for metric in client.get_metric_history(run_id, name)]
+
+
+def files(client, run_id, path=""):
+    found = []
+    for each in client.list_artifacts(run_id, path):
+        found += files(client, run_id, each.path) if each.is_dir else [each.path]
+    return found
+
+
+def num_steps(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows if row["split"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def on_sqlite(place, run_cli_once):
+    """The store after a run of one process and one of two, of which one was killed, and their output."""
+    runs = place / "runs"
+    alone = run_cli_once(command(runs / "one", "--epochs", "1"), cwd=place)
+    assert alone.returncode == 0, alone.output
+    two = run_cli_once(
+        command(runs / "two", "--mlflow-experiment", "mlflow_fit", "--checkpoint-frequency", "1", "--epochs", "2",
+                "--set", "mlflow_register_model=net", processes=2, script=["mlflow"]),
+        cwd=place, env={"KILL_AT": "11"},
+    )  # fmt: skip
+    assert two.returncode == 0, two.output
+    return client_of(f"sqlite:///{runs / 'mlflow.db'}"), runs, two
+
+
+def test_a_run_is_complete_at_mlflow_and_nothing_lies_in_the_working_directory(on_sqlite):
+    client, runs, done = on_sqlite
+    record = Record.read(runs / "one")
+    run = client.get_run(record.run_id)
+
+    assert run.info.status == "FINISHED" and run.info.run_name == "one"
+    assert client.get_experiment(run.info.experiment_id).name == "mlflow_fit"
+    wanted = {
+        "batch_size": "4",
+        "global_batch_size": "4",
+        "world_size": "1",
+        "learning_rate": "0.01",
+        "flavour": "mild",
+    }
+    assert run.data.params.items() >= {**wanted, "gradient_accumulation_steps": "1", "device": "cpu"}.items()
+    assert steps(client, record.run_id, "loss") == list(range(1, 17)) == steps(client, record.run_id, "time/step_s")
+    result = json.loads((runs / "one" / "result.json").read_text())
+    for name in ("loss", "accuracy", "val_loss", "val_accuracy", "learning_rate", "samples_per_second"):
+        assert run.data.metrics[name] == pytest.approx(result["final_metrics"][name]), name
+    assert run.data.metrics["best_val_loss"] == result["best_metrics"]["val_loss"]
+    assert run.data.metrics["throughput"] == result["samples_per_second"]
+    assert 0 < run.data.metrics["system/system_memory_usage_percentage"] < 100
+    assert "scaling_efficiency" not in run.data.metrics
+    there = files(client, record.run_id)
+    assert {"config.yaml", "result.json", "checkpoints/step-00000016/manifest.json"} <= set(there)
+    assert json.loads(Path(client.download_artifacts(record.run_id, "result.json")).read_text()) == result
+    assert sorted(path.name for path in runs.parent.iterdir()) == ["killed", "longest-0", "longest-1", "runs"]
+    assert sorted(path.name for path in runs.iterdir()) == ["mlartifacts", "mlflow.db", "one", "two"]
+    assert done.stderr.count("warning") == 1 and "INFO" not in done.output  # of the restart
+
+
+def test_a_restart_goes_on_in_the_same_run_and_no_step_is_there_twice(on_sqlite):
+    client, runs, _ = on_sqlite
+    record = Record.read(runs / "two")
+    experiment = client.get_run(record.run_id).info.experiment_id
+
+    assert json.loads((runs / "two" / "result.json").read_text())["status"] == "finished"
+    assert "restarted" in {
+        json.loads(line)["event"] for line in (runs / "two" / "events.jsonl").read_text().splitlines()
+    }
+    assert len(client.search_runs([experiment])) == 2
+    for name in ("loss", "learning_rate", "samples_per_second", "time/data_s", "time/slowest_rank_s"):
+        assert steps(client, record.run_id, name) == list(range(1, 17)), name
+    assert steps(client, record.run_id, "val_loss") == [8, 16]
+    assert client.get_run(record.run_id).info.status == "FINISHED"
+
+
+def test_code_of_another_rank_joins_the_run(on_sqlite):
+    client, runs, _ = on_sqlite
+    assert client.get_run(Record.read(runs / "two").run_id).data.metrics["from_rank_1"] == 7.0
+
+
+def test_scaling_is_measured_against_the_run_of_one_process(on_sqlite, place, run_cli):
+    client, runs, _ = on_sqlite
+    done = run_cli(command(runs / "alike", "--set", "mlflow_checkpoint=false", processes=2), cwd=place)
+    assert done.returncode == 0, done.output
+
+    one, alike, two = (client.get_run(Record.read(runs / name).run_id) for name in ("one", "alike", "two"))
+    ratio = alike.data.metrics["throughput"] / one.data.metrics["throughput"]
+    assert alike.data.metrics["speedup"] == pytest.approx(ratio)
+    assert alike.data.metrics["scaling_efficiency"] == pytest.approx(ratio / 2)
+    assert alike.data.tags["distributed.scaling_baseline"] == one.info.run_id
+    assert "scaling_efficiency" not in two.data.metrics  # it had two epochs
+    assert sorted(files(client, alike.info.run_id)) == ["config.yaml", "result.json"]
+
+
+def test_a_registered_model_opens_without_a_pickle(on_sqlite, monkeypatch):
+    client, runs, _ = on_sqlite
+    run_id = Record.read(runs / "two").run_id
+    (version,) = client.search_model_versions("name='net'")
+
+    assert version.run_id == run_id
+    store = f"sqlite:///{runs / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    directory = Path(mlflow.artifacts.download_artifacts(f"models:/net/{version.version}"))
+    assert sorted(path.name for path in directory.iterdir()) == ["MLmodel", "model.json", "model.safetensors"]
+    description = json.loads((directory / "model.json").read_text())
+    assert description["model_class"] == "__main__.Net" and description["step"] == 16
+    weights = safetensors.torch.load_file(directory / "model.safetensors")
+    assert {name: list(each.shape) for name, each in weights.items()} == {
+        name: each["shape"] for name, each in description["tensors"].items()
+    }
+    (shard,) = (runs / "two" / "checkpoints" / "step-00000016" / "model").glob("*.safetensors")
+    for name, each in safetensors.torch.load_file(shard).items():
+        assert torch.equal(weights[name], each)
+
+
+def test_a_resume_goes_on_in_the_same_run_with_what_changed_beside_it(on_sqlite, place, run_cli):
+    client, runs, _ = on_sqlite
+    before = Record.read(runs / "one").run_id
+    done = run_cli(command(runs / "one", "--epochs", "2", "--resume"), cwd=place)
+    assert done.returncode == 0, done.output
+
+    run = client.get_run(before)
+    assert Record.read(runs / "one").run_id == before and run.info.status == "FINISHED"
+    assert steps(client, before, "loss") == list(range(1, 33))
+    assert steps(client, before, "system/cpu_utilization_percentage")[:2] == [0, 1]
+    changed = {name: value for name, value in run.data.params.items() if ".from_" in name}
+    assert run.data.params["epochs"] == "1" and changed == {"epochs.from_step_16": "2"}
+
+
+SAMPLE = """
+import sys
+import mlflow
+from torch.utils.data import TensorDataset
+import torch
+from distributed import PyTorchDDPTrainer
+
+mlflow.set_tracking_uri(sys.argv[1])
+mlflow.set_experiment("mine")
+data = TensorDataset(torch.randn(32, 4), torch.randint(0, 2, (32,)))
+with mlflow.start_run(run_name="distributed-training") as run:
+    trainer = PyTorchDDPTrainer(torch.nn.Linear(4, 2), mlflow_tracking=True, nproc_per_node=2, log_every_n_steps=1, batch_size=4)
+    history = trainer.fit(data, data)
+    assert mlflow.MlflowClient().get_run(run.info.run_id).info.status == "RUNNING"
+    mlflow.log_param("num_gpus", 8)
+    mlflow.log_metric("throughput", 5.0)
+    PyTorchDDPTrainer(torch.nn.Linear(4, 2), mlflow_tracking=True, nproc_per_node=1, batch_size=8).fit(data)
+"""
+
+
+def test_a_run_that_the_user_has_open_is_joined_and_left_to_him(entrance, run_python, tmp_path):
+    (tmp_path / "sample.py").write_text(SAMPLE)
+    done = run_python(["sample.py", entrance.uri], cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.output
+
+    client = client_of(entrance.uri)
+    experiment = client.get_experiment_by_name("mine")
+    second, run = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
+    assert run.info.run_name == "distributed-training" and run.info.status == "FINISHED"
+    assert run.data.params.items() >= {"num_gpus": "8", "world_size": "2", "nproc_per_node": "2"}.items()
+    assert steps(client, run.info.run_id, "loss") == [1, 2, 3, 4]
+    assert run.data.metrics["val_loss"] > 0
+    # A second trainer has a run of its own below it: the steps of both would be mixed.
+    assert second.data.tags["mlflow.parentRunId"] == run.info.run_id and second.info.status == "FINISHED"
+    assert second.data.params["world_size"] == "1"
+
+
+def test_what_a_server_missed_at_the_start_is_there_after_a_resume(entrance, run_cli, tmp_path):
+    entrance.mode = "shut"
+    run = tmp_path / "run"
+    done = run_cli(command(run), cwd=tmp_path, env=env(entrance.uri))
+    assert done.returncode == 0 and done.output.count("warning:") == 1, done.output
+    assert done.output.count(WARNING) == 1 and "mlflow-sync" in done.stdout
+    assert Record.read(run).run_id is None
+
+    entrance.mode = "open"
+    done = run_cli(command(run, "--epochs", "2", "--resume"), cwd=tmp_path, env=env(entrance.uri))
+    assert done.returncode == 0 and "warning" not in done.output, done.output
+    run_id = Record.read(run).run_id
+    client = client_of(entrance.uri)
+    assert steps(client, run_id, "loss") == list(range(1, 33)) == num_steps(run)
+    assert steps(client, run_id, "val_loss") == [16, 32]
+    assert "checkpoints/step-00000032/manifest.json" in files(client, run_id)
+
+
+def test_a_slow_server_holds_no_step_up_and_gets_the_rest_later(entrance, start, run_cli, tmp_path):
+    entrance.mode = "slow"  # each request waits for 30 seconds
+    run = tmp_path / "run"
+    patience = ["mlflow._ANSWER_S=0.5", "_mlflow.sender._PATIENCE_S=0.5"]  # that the start and the end wait for it
+    done = run_cli(command(run, script=patience), cwd=tmp_path, env=env(entrance.uri))
+    assert done.returncode == 0 and done.output.count("warning:") == 1 and WARNING in done.stderr, done.output
+    assert entrance.num_asked >= 1 and done.seconds < 25
+    assert float((tmp_path / "longest-0").read_text()) < 5
+
+    still = run_cli(["mlflow-sync", run], cwd=tmp_path, env=env("http://127.0.0.1:9/"))
+    assert still.returncode == 3 and still.stderr.count("\n") == 1 and "try again later" in still.stderr, still.output
+    entrance.let_go()
+    for _ in range(2):
+        sent = run_cli(["mlflow-sync", run], cwd=tmp_path)
+        assert sent.returncode == 0 and f"all is at {entrance.uri}" in sent.stdout, sent.output
+    run_id = Record.read(run).run_id
+    client = client_of(entrance.uri)
+    assert steps(client, run_id, "loss") == list(range(1, 17))
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert (
+        len(client.search_runs([client.get_run(run_id).info.experiment_id], f"attributes.run_name = '{run.name}'")) >= 1
+    )
+    assert Record.read(run).sent == Spool(run).size
+
+
+@pytest.fixture
+def sending(tmp_path, monkeypatch):
+    """A function that makes a sender to a URI, quick to try again, of one run directory, and what it warned of."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    for name in ("_EVERY_S", "_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
+        monkeypatch.setattr(sender_module, name, 0.05)
+    spool = Spool(tmp_path)
+    spool.open()
+    warnings = []
+
+    def make(uri):
+        record = Record.read(tmp_path) or Record(experiment="middle", name="run")
+        sender = sender_module.Sender(tmp_path, record, spool, uri, warnings.append)
+        sender.start()
+        return sender
+
+    yield make, spool, warnings
+    spool.close()
+
+
+def metrics(step, **values):
+    return {"kind": "metrics", "time": 1000 + step, "step": step, "values": values}
+
+
+def test_what_a_server_missed_in_the_middle_is_sent_when_it_is_back_and_never_twice(entrance, sending, tmp_path):
+    make, spool, warnings = sending
+    spool.append(metrics(1, loss=3.0))
+    sender = make(entrance.uri)
+    poll(lambda: sender.left == 0, 20, lambda: str(warnings))
+    entrance.mode = "shut"
+    spool.append(metrics(2, loss=2.0))
+    poll(lambda: warnings, 20, lambda: "no warning came")
+    spool.append(metrics(3, loss=float("nan"), **{"val loss": 1.0}))
+    entrance.mode = "open"
+    poll(lambda: sender.left == 0, 20, lambda: str(warnings))
+    assert sender.finish() and len(warnings) == 1 and WARNING in warnings[0]
+    client = client_of(entrance.uri)
+    assert steps(client, sender.run_id, "loss") == [1, 2, 3] and steps(client, sender.run_id, "val loss") == [3]
+
+    record = Record.read(tmp_path)
+    record.sent = 0  # as after a crash between the answer and the note of it
+    record.write(tmp_path)
+    assert make(entrance.uri).finish()
+    assert Record.read(tmp_path).run_id == sender.run_id and Record.read(tmp_path).sent == spool.size
+    assert steps(client, sender.run_id, "loss") == [1, 2, 3] and len(warnings) == 1
+
+
+def test_a_run_deleted_at_mlflow_is_told_anew_by_the_next_attempt(entrance, sending, tmp_path):
+    make, spool, warnings = sending
+    spool.append(metrics(1, loss=3.0))
+    first = make(entrance.uri)
+    assert first.finish()
+    client = client_of(entrance.uri)
+    client.delete_run(first.run_id)
+    second = make(entrance.uri)
+    spool.append(metrics(2, loss=2.0))
+    assert second.finish() and second.run_id != first.run_id and not warnings
+    assert steps(client, second.run_id, "loss") == [1, 2]
+
+
+def test_what_mlflow_refuses_is_named_and_the_rest_is_sent(entrance, sending):
+    make, spool, warnings = sending
+    spool.append({"kind": "params", "values": {"epochs": "1"}})
+    spool.append({"kind": "params", "values": {"epochs": "2", "seed": "7"}})
+    spool.append(metrics(1, **{"loss": 3.0, "a?b": 1.0}))
+    spool.append(metrics(2, loss=2.0))
+    sender = make(entrance.uri)
+    assert sender.finish()
+    run = client_of(entrance.uri).get_run(sender.run_id)
+    assert run.data.params == {"epochs": "1", "seed": "7"} and run.data.metrics == {"loss": 2.0}
+    assert ["epochs=1" in warnings[0], "a?b" in warnings[1], len(warnings)] == [True, True, 2]
+
+
+def test_a_run_that_fails_or_is_stopped_says_so(entrance, start, run_cli, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(
+        JOB.read_text().replace(
+            "now = time.perf_counter()", "now = time.perf_counter(); assert state.step < 3, 'three'"
+        )
+    )
+    done = run_cli(
+        ["train", "--script", script, "--nproc-per-node", 2, "--mlflow-experiment", "ends", "--run-dir", tmp_path / "run"],
+        cwd=tmp_path, env=env(entrance.uri),
+    )  # fmt: skip
+    assert done.returncode == 1 and "three" in done.stderr, done.output
+    client = client_of(entrance.uri)
+    assert client.get_run(Record.read(tmp_path / "run").run_id).info.status == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("htp://tracking:5000", "the scheme 'htp', which MLflow does not know (did you mean 'http'?)"),
+        ("sqlite:////nowhere/at/all/mlflow.db", "lies in a directory that does not exist"),
+    ],
+)
+def test_a_uri_of_no_use_is_refused_before_anything_starts(uri, said, run_cli, tmp_path):
+    done = run_cli(command(tmp_path / "run"), cwd=tmp_path, env=env(uri))
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.output
+    assert not (tmp_path / "run").exists()

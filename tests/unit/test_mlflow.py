@@ -1,0 +1,163 @@
+"""What the MLflow logger decides and keeps without asking MLflow."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError, ResourceError
+from distributed.loggers import check, environ_of_workers, is_on_mlflow
+from distributed.loggers._mlflow import place
+from distributed.loggers._mlflow.run import grouped, metric_name
+from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
+from distributed.loggers.mlflow import JoinedRun
+from distributed.settings import Typed, merge
+
+
+@pytest.fixture(autouse=True)
+def _no_mlflow_variables(monkeypatch):
+    for name in (place.URI, place.RUN_ID, "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def merged(**settings):
+    return merge(Typed(), settings)
+
+
+def test_an_experiment_or_a_name_for_the_model_asks_for_tracking_unless_it_is_switched_off():
+    assert not is_on_mlflow(merged())
+    assert is_on_mlflow(merged(mlflow_tracking=True))
+    assert is_on_mlflow(merged(mlflow_experiment="x"))
+    assert is_on_mlflow(merged(mlflow_register_model="x"))
+    assert not is_on_mlflow(merged(mlflow_experiment="x", mlflow_tracking=False))
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "http://localhost:5000", "https://user:secret@tracking.example.org/mlflow", "sqlite:///mlflow.db",
+        "postgresql+psycopg2://u:p@host/db", "databricks", "databricks://profile",
+    ],
+)  # fmt: skip
+def test_uris_of_mlflow_are_taken(uri):
+    place.check_uri(uri)
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("localhost:5000", "write http://localhost:5000"),
+        ("sqlit:///mlflow.db", "did you mean 'sqlite'?"),
+        ("http://", "names no server"),
+        ("http://host:port", "names no server"),
+        ("http://u:secret@:5000", "names no server"),
+        ("sqlite://", "names no file"),
+        ("sqlite:///no/such/place/mlflow.db", "a directory that does not exist"),
+        ("mlruns", "MLFLOW_ALLOW_FILE_STORE=true"),
+        ("file:///tmp/mlruns", "use a database"),
+    ],
+)
+def test_a_uri_of_no_use_is_refused_with_the_fix(uri, said):
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI=") as error:
+        place.check_uri(uri)
+    assert said in str(error.value) and "secret" not in str(error.value)
+
+
+def test_a_name_that_mlflow_does_not_take_is_refused():
+    with pytest.raises(ConfigError, match="mlflow_register_model='a/b' is no name"):
+        check(merged(mlflow_register_model="a/b"))
+
+
+def test_a_missing_library_is_named_with_its_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ResourceError, match=r"needs mlflow, .*pip install 'distributed-trainer\[mlflow\]'"):
+        check(merged(mlflow_tracking=True))
+
+
+def test_a_file_in_the_place_of_the_library_is_named(monkeypatch, tmp_path):
+    (tmp_path / "mlflow.py").write_text("")
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ResourceError, match=r"mlflow\.py hides the library mlflow: rename"):
+        place.check(DistributedConfig(mlflow_tracking=True))
+
+
+def test_the_store_lies_beside_the_runs_also_for_a_later_trainer(tmp_path):
+    first = tmp_path / "runs" / "a"
+    first.mkdir(parents=True)
+    (first / "events.jsonl").touch()
+    assert place.default_uri(first) == place.default_uri(first / "fit-2") == f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert place.default_uri(tmp_path / "fit-2") == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def test_a_password_is_never_shown():
+    assert place.shown("https://me:secret@host:1/a?b") == "https://host:1/a?b"
+    assert place.shown("sqlite:///a@b.db") == "sqlite:///a@b.db"
+
+
+def test_a_run_of_the_environment_is_joined_unless_it_is_our_own(monkeypatch):
+    tracked = merged(mlflow_tracking=True)
+    monkeypatch.setenv(place.RUN_ID, "abc")
+    monkeypatch.setenv(place.URI, "http://host:5000")
+    assert place.said_run() == ("abc", "http://host:5000")
+    assert environ_of_workers(tracked) == {place.RUN_ID: "abc", place.URI: "http://host:5000"}
+    assert environ_of_workers(merged()) == {}
+    monkeypatch.setattr(place, "given_out", {"abc"})
+    assert place.said_run() is None and environ_of_workers(tracked) == {}
+
+
+def test_a_process_that_is_no_worker_gets_its_environment_back(monkeypatch):
+    monkeypatch.setattr(place, "given_out", set())
+    monkeypatch.setenv(place.URI, "http://before:1")
+    joined = JoinedRun({place.RUN_ID: "abc", place.URI: "http://now:1"})
+    import os
+
+    assert os.environ[place.RUN_ID] == "abc" and place.said_run() is None
+    joined.close()
+    assert place.RUN_ID not in os.environ and os.environ[place.URI] == "http://before:1"
+
+
+def test_the_spool_forgets_half_a_line_and_nothing_else(tmp_path):
+    spool = Spool(tmp_path)
+    spool.open()
+    spool.append({"kind": "params", "values": {"epochs": "1"}})
+    spool.append({"kind": "metrics", "time": 1, "step": 5, "values": {"loss": 0.5, "val_loss": 1.0}})
+    spool.close()
+    with spool.path.open("ab") as file:
+        file.write(b'{"kind": "metr')
+
+    again = Spool(tmp_path)
+    assert [entry["kind"] for entry in again.open()] == ["params", "metrics"]
+    again.append({"kind": "metrics", "time": 2, "step": 6, "values": {"loss": 0.25}})
+    again.append({"kind": "params", "values": {"epochs.from_step_6": "2"}})
+    lines = list(again.read(0))
+    assert [json.loads(line) for line in again.path.read_text().splitlines()] == [entry for entry, _ in lines]
+    assert lines[-1][1] == again.size
+    assert [entry for entry, _ in again.read(lines[1][1])] == [lines[2][0], lines[3][0]]
+    entries = [entry for entry, _ in lines]
+    assert last_steps(entries) == {"loss": 6, "val_loss": 5}
+    assert told_params(entries) == {"epochs": "2"}
+
+
+def test_a_record_that_cannot_be_read_is_none(tmp_path):
+    assert Record.read(tmp_path) is None
+    Record(key="k", sent=7).write(tmp_path)
+    assert Record.read(tmp_path) == Record(key="k", sent=7)
+    (tmp_path / "mlflow.json").write_text("[1]")
+    assert Record.read(tmp_path) is None
+
+
+def test_a_request_holds_a_thousand_metrics_at_most_and_one_of_anything_else():
+    metric = {"kind": "metrics", "values": dict.fromkeys(range(400), 1.0)}
+    other = {"kind": "status"}
+    entries = [(entry, end) for end, entry in enumerate([metric, metric, metric, other, other, metric], 1)]
+    assert [(len(group), end) for group, end in grouped(entries)] == [(2, 2), (1, 3), (1, 4), (1, 5), (1, 6)]
+
+
+def test_names_have_letters_that_mlflow_takes():
+    assert metric_name("top-5 acc/val.x") == "top-5 acc/val.x"
+    assert metric_name("f1@k=5(%)") == "f1_k_5___"
