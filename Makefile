@@ -11,7 +11,7 @@ HOROVOD_WITH ?=
 # Two test processes, each of which runs whole files: most tests start workers and wait for them.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 25
 
-.PHONY: demo test check format bench docker-check clean horovod
+.PHONY: demo test check format bench screenshots docker-check clean horovod
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -43,6 +43,10 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/startup.py
+
+# The pictures in docs/images, from real runs. Needs chromium (apt.txt).
+screenshots: $(STAMP)
+	$(BIN)/python scripts/screenshots.py
 
 # What the Dockerfiles install, in clean directories without a container engine. The CUDA sets, gigabytes, are only resolved.
 docker-check:

@@ -140,7 +140,7 @@
       const y2 = own.map((v, i) => v + y1[i]);
       below = y2;
       const its = source({ ...data, y1, y2, own, name: own.map(() => line.name) }, "x");
-      fig.varea({ field: "x" }, { field: "y1" }, { field: "y2" }, { source: its, fill_color: colour(line.color), fill_alpha: 0.85 });
+      fig.varea({ field: "x" }, { field: "y1" }, { field: "y2" }, { source: its, fill_color: colour(line.color), fill_alpha: 1 });
       const edge = fig.line({ field: "x" }, { field: "y2" }, { source: its, color: colour(line.color), line_width: 1 });
       hover(fig, [edge], [["", "@name"], ["step", "@step{0,0}"], ["ms", "@own{%.4g}"]], { formatters: { "@own": "printf" } });
     }
@@ -220,7 +220,7 @@
       width: order.map((trial) => (trial.place ? 1.6 : 3.5)),
     } });
     const drawn = fig.multi_line({ field: "xs" }, { field: "ys" }, {
-      source: data, line_color: { field: "shade" }, line_width: { field: "width" }, line_alpha: 0.85, hover_line_width: 4,
+      source: data, line_color: { field: "shade" }, line_width: { field: "width" }, hover_line_width: 4,
     });
     const ticks = axes.flatMap((axis, i) => axis.ticks.map(([y, text]) => ({ x: i, y, text: short(text, 12) })));
     fig.segment({ x0: axes.map((_, i) => i), y0: axes.map(() => 0), x1: axes.map((_, i) => i), y1: axes.map(() => 1), line_color: css("--faint"), line_width: 1.2 });
@@ -257,6 +257,7 @@
 
   async function draw() {
     if (drawing !== null) drawing.clear();
+    Bokeh.documents.splice(0); // it keeps every document that was shown
     drawing = new Bokeh.Document();
     const shared = new Bokeh.DataRange1d({ range_padding: 0.06 });
     const targets = [];

@@ -30,7 +30,7 @@ def write_run(
     per_epoch = max(steps // 5, 1)
     for step in range(every, steps + 1, every):
         position = {"step": step, "epoch": (step - 1) // per_epoch, "time": BEGAN + 1 + step * 0.02}
-        loss = spikes.get(step, 2.3 * math.exp(-3 * step / steps) + 0.05 + 0.02 * noise.random())
+        loss = spikes.get(step, (2.3 + 0.2 * seed) * math.exp(-3 * step / steps) + 0.05 + 0.02 * noise.random())
         more = {
             "accuracy": 1 - step / steps / 4,
             "learning_rate": 1e-3 * (1 - step / steps),

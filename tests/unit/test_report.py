@@ -87,7 +87,7 @@ def test_curves_are_those_of_the_files(tmp_path):
         assert drawn["time"] == pytest.approx([row["time"] - BEGAN for row in own])
     titles = [each.title for each in panels]
     assert titles == [
-        "Loss", "accuracy", "Events", "Throughput", "Time of an update", "Time of each rank", "Learning rate", "Gradient norm",
+        "Loss", "Accuracy", "Events", "Throughput", "Time of an update", "Time of each rank", "Learning rate", "Gradient norm",
     ]  # fmt: skip
 
 

@@ -113,14 +113,14 @@ def test_a_click_in_the_legend_hides_its_line_and_the_axis_and_scale_can_be_chos
     after = pixels(page.screenshot(tmp_path / "b.png", loss), BLUE)
     assert before > 100 and after == 0
 
-    labels = "Object.values(Bokeh.index).map((view) => view.model.xaxis[0].axis_label)"
+    labels = "Bokeh.documents[0].roots().map((figure) => [...figure.xaxis][0].axis_label)"
     assert "step" in page.evaluate(labels)
     page.evaluate("document.querySelector('[data-value=time]').click()")
     page.wait("document.body.dataset.drawn === '3'")
     assert "time (s)" in page.evaluate(labels) and "step" not in page.evaluate(labels)
     page.evaluate("document.querySelector('[data-value=log]').click()")
     page.wait("document.body.dataset.drawn === '4'")
-    assert page.evaluate("Object.values(Bokeh.index).some((view) => view.model.yaxis[0].type === 'LogAxis')")
+    assert page.evaluate("Bokeh.documents[0].roots().some((figure) => [...figure.yaxis][0].type === 'LogAxis')")
     assert page.problems == []
 
 
