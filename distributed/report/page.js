@@ -104,7 +104,10 @@
     const isLog = chosen.scale === "log" && canLog && panel.group !== "Scaling";
     const fig = newFigure(panel, 260, {
       y_axis_label: panel.y, y_axis_type: isLog ? "log" : "linear", ...(panel.x === "run" ? { x_range: shared } : {}),
-      ...(panel.more.from === undefined ? {} : { y_range: new Bokeh.DataRange1d({ start: panel.more.from }) }),
+      y_range: new Bokeh.DataRange1d({
+        ...(panel.more.from === undefined ? {} : { start: panel.more.from }),
+        default_span: Math.max(...values.map(Math.abs), 0) || 1, // around a line that does not change
+      }),
     });
     numberAxes(fig, panel);
     addMarks(fig, panel);
