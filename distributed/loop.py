@@ -36,6 +36,7 @@ class Run:
     is_save_due: bool = False  # by the count of steps, once what ends here has been measured
     window: list[StepResult] = dataclasses.field(default_factory=list)  # steps not summed up yet
     window_start: float = 0.0
+    saved_s: float = 0.0  # of checkpoints since then, which `spent.total` has already
     spent: TimeSplit = dataclasses.field(default_factory=TimeSplit)
 
 
@@ -70,7 +71,7 @@ def _train_epoch(run: Run) -> bool:
     log_every = run.config.log_every_n_steps
     save_every = run.config.checkpoint_every_n_steps or math.inf
     limit = run.config.max_steps or math.inf
-    run.window_start = time.perf_counter()
+    run.window_start, run.saved_s = time.perf_counter(), 0.0
     for group in run.spent.timed(run.train.epoch(state.epoch, state.samples_in_epoch)):
         if state.step >= limit:
             state.stop_reason = "max_steps"
@@ -113,7 +114,8 @@ def _collect(run: Run) -> None:
     seconds, run.window_start = now - run.window_start, now
     sums["samples_per_second"] = (float(sum(result.num_samples for result in run.window)), seconds)
     state.train_time_s += seconds
-    run.spent.total += seconds
+    run.spent.total += seconds - run.saved_s
+    run.saved_s = 0.0
     run.spent.updates += len(run.window)
     run.window.clear()
     for name, (total, count) in sums.items():
@@ -212,7 +214,10 @@ def save(run: Run) -> None:
     _collect(run)
     began = time.perf_counter()
     is_saved = run.write_checkpoint()
-    run.spent.checkpoint += time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    run.spent.checkpoint += seconds
+    run.spent.total += seconds  # here, as a checkpoint between two epochs is in no window
+    run.saved_s += seconds
     if is_saved:
         run.last_saved = (run.state.step, run.state.epoch)
 

@@ -258,7 +258,15 @@ def test_metrics_of_a_killed_attempt_are_written_once(tmp_path):
     ]
 
 
-def test_times_say_what_waiting_for_data_and_saving_took(monkeypatch):
+@pytest.mark.parametrize(
+    "saves",
+    [
+        {"epochs": 1, "samples": 16, "checkpoint_every_n_steps": 2},
+        {"epochs": 2, "samples": 8, "checkpoint_frequency": 1},
+    ],
+    ids=["within an epoch", "between two"],
+)
+def test_times_say_what_waiting_for_data_and_saving_took(monkeypatch, saves):
     """By a clock that only they move: data 1 s, a step 3 s, a save 8 s."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -278,7 +286,7 @@ def test_times_say_what_waiting_for_data_and_saving_took(monkeypatch):
             self.rows.append((state.step, seconds))
 
     watch = Times()
-    run = make(epochs=1, samples=16, callbacks=[watch], log_every_n_steps=2, checkpoint_every_n_steps=2)
+    run = make(callbacks=[watch], log_every_n_steps=2, **saves)
     run.backend.train_step = passing(3.0, run.backend.train_step)
     run.write_checkpoint = passing(8.0, lambda: True)
     groups = run.train.epoch
