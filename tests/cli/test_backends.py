@@ -60,7 +60,7 @@ def test_json_says_of_every_setting_whether_it_works(capsys):
     assert set(found) == set(REGISTRY)
     for each in found.values():
         assert set(DistributedConfig.__dataclass_fields__) - set(GROUPS) <= set(each["settings"])
-        assert each["settings"]["batch_size"] is True and each["settings"]["mlflow_tracking"] is False
+        assert each["settings"]["batch_size"] is True and each["settings"]["address"] is (each["backend"] == "ray")
 
 
 def test_a_value_that_is_refused_leaves_the_others():
