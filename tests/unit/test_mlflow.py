@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
 
+from distributed.cli.__main__ import run
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 from distributed.loggers import check, environ_of_workers, is_on_mlflow
@@ -14,6 +16,7 @@ from distributed.loggers._mlflow import place
 from distributed.loggers._mlflow.run import grouped, metric_name
 from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
 from distributed.loggers.mlflow import JoinedRun
+from distributed.run_dir import RunDirectory
 from distributed.settings import Typed, merge
 
 
@@ -114,8 +117,6 @@ def test_a_process_that_is_no_worker_gets_its_environment_back(monkeypatch):
     monkeypatch.setattr(place, "given_out", set())
     monkeypatch.setenv(place.URI, "http://before:1")
     joined = JoinedRun({place.RUN_ID: "abc", place.URI: "http://now:1"})
-    import os
-
     assert os.environ[place.RUN_ID] == "abc" and place.said_run() is None
     joined.close()
     assert place.RUN_ID not in os.environ and os.environ[place.URI] == "http://before:1"
@@ -156,6 +157,18 @@ def test_a_request_holds_a_thousand_metrics_at_most_and_one_of_anything_else():
     other = {"kind": "status"}
     entries = [(entry, end) for end, entry in enumerate([metric, metric, metric, other, other, metric], 1)]
     assert [(len(group), end) for group, end in grouped(entries)] == [(2, 2), (1, 3), (1, 4), (1, 5), (1, 6)]
+
+
+def test_a_directory_that_was_not_logged_to_mlflow_has_nothing_to_send(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no mlflow\.json"):
+        run(["mlflow-sync", str(tmp_path)])
+
+
+def test_the_rest_of_a_live_run_is_left_to_it(tmp_path):
+    live = RunDirectory(tmp_path)
+    live.lock()
+    with pytest.raises(ConfigError, match="is in use by"):
+        run(["mlflow-sync", str(tmp_path)])
 
 
 def test_names_have_letters_that_mlflow_takes():
