@@ -108,6 +108,12 @@ class RunDirectory:
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock_fd = fd
 
+    def unlock(self) -> None:
+        """Hold it no longer."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
     def event(self, name: str, **detail: Any) -> None:
         """Append one line to events.jsonl; one write, so that lines of several processes never mix."""
         line = json.dumps({"time": time.time(), "event": name, **detail}) + "\n"
