@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         TensorFlowDistributedTrainer,
         Trainer,
     )
+    from distributed.tuner import DistributedTuner
 
 __version__ = "0.1.0"
 __distributed_trainer__ = True  # how the console script knows this package from Dask's of the same name
@@ -57,6 +58,7 @@ _HOMES = {
     "DistributedError": "errors",
     "DistributedLauncher": "script_launcher",
     "DistributedSampler": "backends._torch.parallel",
+    "DistributedTuner": "tuner",
     "EarlyStopping": "callbacks",
     "DeepSpeedTrainer": "trainer",
     "FSDPTrainer": "trainer",
@@ -97,6 +99,7 @@ __all__ = [
     "DistributedError",
     "DistributedLauncher",
     "DistributedSampler",
+    "DistributedTuner",
     "EarlyStopping",
     "FSDPTrainer",
     "History",

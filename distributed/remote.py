@@ -29,7 +29,7 @@ from distributed.run_dir import RunDirectory, choose_run_dir
 from distributed.settings import MergedConfig
 from distributed.state import History
 from distributed.summary import read_result
-from distributed.trainer_files import own_checkpoint_dir, script_name, take_run_dir
+from distributed.trainer_files import is_trial_again, own_checkpoint_dir, script_name, take_run_dir
 
 if TYPE_CHECKING:
     from distributed.trainer import Trainer
@@ -88,7 +88,7 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
         else take_run_dir(lambda: choose_run_dir(script_name()).absolute()).absolute()
     )
     run = RunDirectory(os.path.relpath(directory))
-    resume = before is not None or merged.config.resume_from_checkpoint is not False
+    resume = before is not None or merged.config.resume_from_checkpoint is not False or is_trial_again()
     run.check(resume=resume)
     fit = RemoteFit(
         type(trainer), _arguments(trainer), _settings(trainer, merged, directory), _portable(train_data), _portable(val_data),
@@ -100,7 +100,7 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
         payload.write_bytes(_pickled(fit))
         _warn_of_profiler(merged.config.verbose)
         try:
-            code = start_launcher(_request(trainer, merged, run, payload, resume), trainer.backend.on_epoch)
+            code = start_launcher(_request(trainer, merged, run, payload, resume), trainer.on_epoch)
         except KeyboardInterrupt:
             code = _INTERRUPTED
     if code not in (0, _INTERRUPTED, _PREEMPTED):

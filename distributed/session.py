@@ -118,7 +118,7 @@ class Session:
             self.context.rank, self.context.world_size, self.backend.key_value_store(), f"fit-{next(_fit_numbers)}",
             timeout_s=config.timeout_s,
         )  # fmt: skip
-        caller = Caller(self.backend.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
+        caller = Caller(self.trainer.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
         self._reporter.on_event = Epochs(caller)
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
         run = loop.Run(

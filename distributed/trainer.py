@@ -25,6 +25,7 @@ from distributed.launcher import WorkerEnvironment, handover, running_script, wo
 from distributed.plan import ProcessPlan, choose_backend, plan_processes
 from distributed.settings import MergedConfig, Typed, for_evaluation, joined, merge, read_config_file, split_sweep
 from distributed.state import History
+from distributed.tuning.context import current
 
 
 class Trainer:
@@ -119,6 +120,8 @@ class Trainer:
         }
         merged = self._merge({name: value for name, value in given.items() if value is not None})
         loggers.check(merged)
+        if (trial := current()) is not None:
+            trial.on_fit(self)
         if train_data is None:
             raise ConfigError("fit() got no training data: pass a DataLoader or a dataset")
         loggers.check_directories(merged)
@@ -180,6 +183,12 @@ class Trainer:
     def is_main_process(self) -> bool:
         """Whether this is rank 0, or the process that called `fit`."""
         return self._worker is None or self._worker.rank == 0
+
+    @property
+    def on_epoch(self) -> Callable[[Mapping[str, Any]], None] | None:
+        """What gets the row of each finished epoch in the process that called `fit`: the trial of a search, or the backend's."""
+        trial = current()
+        return trial.report if trial is not None else self.backend.on_epoch
 
     @property
     def best_accuracy(self) -> float:

@@ -22,6 +22,7 @@ from distributed.state import WorkerContext
 from distributed.storage.agreement import Agreement
 from distributed.storage.durable import replace_text
 from distributed.storage.manifest import list_checkpoints
+from distributed.tuning.context import Trial, current
 
 if TYPE_CHECKING:
     from distributed.trainer import Trainer
@@ -32,15 +33,25 @@ class _Taken:
 
     first: Path | None = None
     count = 0
+    trial: Trial | None = None  # in which that is so: the next one begins anew
 
 
 def take_run_dir(choose: Callable[[], Path]) -> Path:
     """The directory of one more trainer: what `choose` says for the first of this process, `fit-2`, `fit-3` below it next."""
+    trial = current()
+    if trial is not _Taken.trial:
+        _Taken.first, _Taken.count, _Taken.trial = None, 0, trial
     _Taken.count += 1
     if _Taken.first is None:
-        _Taken.first = choose()
+        _Taken.first = trial.directory if trial is not None else choose()
         return _Taken.first
     return _Taken.first / f"fit-{_Taken.count}"
+
+
+def is_trial_again() -> bool:
+    """Whether this is a trial of a search that goes on from what it saved before."""
+    trial = current()
+    return trial is not None and trial.is_again
 
 
 def own_checkpoint_dir(config: DistributedConfig, run_dir: Path) -> Path | None:
@@ -80,6 +91,7 @@ class TrainerFiles:
             (self._given is not None and self._given.resume)
             or merged.config.resume_from_checkpoint is not False
             or self._context.restart_count > 0
+            or is_trial_again()
         )
 
     def notices(self) -> list[str]:
@@ -140,6 +152,8 @@ class TrainerFiles:
         if link() is None:
             run.check(resume=self.wants_resume(merged))
             run.lock()
+            if (trial := current()) is not None:  # another process may take it up, or this one again
+                trial.at_end.append(run.unlock)
         run.path.mkdir(parents=True, exist_ok=True)
         if self._is_foreign():
             merged = _as_launched(merged, self._plan)
@@ -151,6 +165,8 @@ class TrainerFiles:
         shared = RunDirectory(directory, "checkpoint_dir", "--checkpoint-dir")
         shared.check(resume=True)
         shared.lock()
+        if (trial := current()) is not None:
+            trial.at_end.append(shared.unlock)
         if not self.wants_resume(merged) and list_checkpoints(directory):
             raise ConfigError(
                 f"checkpoint_dir={str(directory)!r} holds checkpoints of an earlier run: set resume_from_checkpoint=true"

@@ -12,6 +12,7 @@ from distributed.errors import ConfigError, DistributedError, nearest
 # verb -> (module, its typer app or command function, what `--help` says)
 VERBS = {
     "train": ("distributed.cli.train", "train", "run a script on one or many processes"),
+    "tune": ("distributed.cli.tune", "tune", "run a script many times with other values, and keep the best"),
     "backends": ("distributed.cli.backends", "backends", "show the backends, and which setting works on which"),
     "parity": (
         "distributed.cli.parity",
@@ -52,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{verb!r} is {what}{nearest(verb, VERBS)}: choose one of {', '.join(VERBS)}")
     module, name, _ = VERBS[verb]
     command = getattr(importlib.import_module(module), name)
-    if verb == "train":
+    if verb in ("train", "tune"):  # which read their own flags
         return int(command(arguments[1:]))
     return _run_typer(command, verb, arguments[1:])
 

@@ -69,23 +69,30 @@ class _Parser(argparse.ArgumentParser):
 
 def train(arguments: Sequence[str]) -> int:
     """Run the command; what follows `--` is the script's own. Returns the exit code; raises DistributedError."""
-    end = list(arguments).index("--") if "--" in arguments else len(arguments)
-    given, unknown = make_parser().parse_known_args([_dashed(argument) for argument in arguments[:end]])
-    if unknown:
-        raise _unknown(unknown[0])
-    command = vars(given)
+    command, script_args = read_flags(make_parser(), arguments)
     own = {name: command.pop(name) for name in ("script", "config", "set", "run_dir", "resume", "dry_run")}
     flags = {name: value for name, value in command.items() if value is not None}
-    typed = read_typed(own["config"], flags, own["set"], own["script"], tuple(arguments[end + 1 :]))
+    typed = read_typed(own["config"], flags, own["set"], own["script"], script_args)
     from distributed.cli.start import start
 
     return start(typed, run_dir=own["run_dir"], resume=own["resume"], dry_run=own["dry_run"])
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of `train`. Values stay text, so that one place says what is wrong with them; untyped is None."""
+def read_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(the flags by name, the script's own arguments, which follow after `--`). Raises ConfigError for an unknown flag."""
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    given, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments[:end]])
+    if unknown:
+        raise _unknown(unknown[0], parser)
+    return vars(given), tuple(arguments[end + 1 :])
+
+
+def make_parser(
+    prog: str = "distributed train", usage: str = "--script FILE", about: str = _ABOUT
+) -> argparse.ArgumentParser:
+    """The parser of `train`, and of what takes its flags. Values stay text, so that one place says what is wrong with them; untyped is None."""
     parser = _Parser(
-        prog="distributed train", usage="%(prog)s --script FILE [flags] [-- SCRIPT ARGUMENTS]", description=_ABOUT,
+        prog=prog, usage=f"%(prog)s {usage} [flags] [-- SCRIPT ARGUMENTS]", description=about,
         formatter_class=_Help, allow_abbrev=False, add_help=False,
     )  # fmt: skip
     run = parser.add_argument_group("Run")
@@ -181,17 +188,15 @@ def _dashed(argument: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
-def _unknown(argument: str) -> ConfigError:
+def _unknown(argument: str, parser: argparse.ArgumentParser) -> ConfigError:
     if not argument.startswith("-"):
         return ConfigError(f"{argument!r} is no flag: name the script with --script, its own arguments follow after --")
-    name = argument.partition("=")[0]
+    name, verb = argument.partition("=")[0], parser.prog.rpartition(" ")[2]
     if (setting := name[2:].replace("-", "_")) in _RULES:
-        return ConfigError(f"{name} is not a flag of train: write --set {setting}=VALUE")
-    flags = [
-        _flag(word) for word in (*SETTINGS, *ALIASES, *ALIAS_SWITCHES, "script", "config", "set", "run_dir", "resume")
-    ]
+        return ConfigError(f"{name} is not a flag of {verb}: write --set {setting}=VALUE")
+    flags = [flag for action in parser._actions for flag in action.option_strings]
     return ConfigError(
-        f"{name} is not a flag of train{nearest(name, flags)}: see 'distributed train --help';"
+        f"{name} is not a flag of {verb}{nearest(name, flags)}: see '{parser.prog} --help';"
         " a script's own flags follow after --"
     )
 

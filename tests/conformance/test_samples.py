@@ -1,6 +1,6 @@
 """The sample code of the documents (000 to 004) that this package was asked from, on real data and corrected where it was wrong.
 
-Not here: pipelines, tensor parallelism and their mixtures, MLflow, `DistributedTuner`, and jobs for SLURM and
+Not here: pipelines, tensor parallelism and their mixtures, MLflow (test_mlflow.py has it), and jobs for SLURM and
 Kubernetes, which are not in this version; Accelerate's `prepare`, a library of its own that nothing of ours touches.
 """
 
@@ -63,6 +63,10 @@ SAMPLES = (
     ("002: PyTorchDDPTrainer", "", TRAINERS + "_trains_and_says_what_came_of_it"),
     ("002: HorovodTrainer, metric_average, Compression", "", HOROVOD + "a_sample_trains_the_same_however_it_is_started"),
     ("002: RayTrainer in tune.run", "", RAY + "a_trial_of_ray_tune_trains_in_its_own_placement_group"),
+    (
+        "002: DistributedTuner", "num_gpus is what is there",
+        "conformance/test_tuner.py::test_asha_stops_the_bad_ones_early_and_the_best_trainer_comes_back",
+    ),
     (
         "002: MirroredStrategy and model.fit", "",
         TENSORFLOW + "tensorflows_own_way_works_in_one_process_and_finds_its_cluster_in_several",

@@ -17,7 +17,8 @@ PYTHON = "python -m distributed"
 
 
 def blocks(page):
-    """(language, what stands beside it, text) of each sample. `python NAME.py` is a file that a command of the page runs."""
+    """(language, what stands beside it, text) of each sample. `python NAME.py` is a file that a command of the page needs, and so
+    is `yaml NAME.yaml`."""
     return re.findall(r"^```(\w+) ?([\w.-]*)\n(.*?)^```$", page.read_text(), re.M | re.S)
 
 
@@ -28,6 +29,8 @@ def name_of(page):
 def needed(page):
     if page.parent.name == "backends":
         needs_backend(page.stem)
+    if page.stem == "tuning":
+        needs_backend("ray")
 
 
 SCRIPTS = [
@@ -60,7 +63,7 @@ def test_command_line_sample_works(page, command, run_python, tmp_path):
     needed(page)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for language, beside, code in blocks(page):
-        if language == "python" and beside:
+        if language in ("python", "yaml") and beside:
             (tmp_path / beside).write_text(code)
     arguments = shlex.split(command)[1:]
     if arguments[1:3] == ["distributed.cli", "train"]:

@@ -21,7 +21,7 @@ from distributed.launcher import LaunchRequest
 _REACH_S = 5.0  # for the port of an existing cluster to answer
 _ANSWER_S = 20.0  # for its server to say a first word, on a busy machine too
 _JOIN_S = 180.0  # for joining it: all tries
-_OBJECT_STORE_BYTES = 10**8
+LOCAL_OBJECT_STORE_BYTES = 10**8
 _LONGEST_DIRECTORY = 28
 _ADDRESS = re.compile(r"(?:ray://)?(\[[^\[\]]+\]|[^\[\]/:\s]+):(\d+)")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")  # which every node takes for itself
@@ -40,7 +40,7 @@ class Cluster:
         self._ray: Any = None
         self.scratch: Path | None = None  # the files of a cluster of its own; whoever ends it removes them
         if self._address is None:
-            self.scratch = _short_directory() / f"ray-{secrets.token_hex(4)}"
+            self.scratch = short_directory() / f"ray-{secrets.token_hex(4)}"
 
     @property
     def patience_s(self) -> float:
@@ -84,7 +84,7 @@ class Cluster:
         self.scratch.mkdir(mode=0o700)
         self._ray.init(
             "local", num_cpus=_local_cpus(), include_dashboard=False, _temp_dir=str(self.scratch),
-            object_store_memory=_OBJECT_STORE_BYTES + 2 * payload_bytes,
+            object_store_memory=LOCAL_OBJECT_STORE_BYTES + 2 * payload_bytes,
             # Workers of Ray Train have an environment of their own: those started in advance would serve nobody.
             _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False}, **quiet,
         )  # fmt: skip
@@ -197,7 +197,7 @@ class Cluster:
         return places[:processes]
 
 
-def _short_directory() -> Path:
+def short_directory() -> Path:
     """Where temporary files go: Ray's sockets lie below it, and their names may have 107 bytes."""
     usual = tempfile.gettempdir()
     return Path(usual if len(usual) <= _LONGEST_DIRECTORY else "/tmp")

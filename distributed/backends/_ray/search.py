@@ -1,0 +1,418 @@
+"""A search on Ray Tune: it starts and stops trials as the plan says, and says what happens to each."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import random
+import secrets
+import shutil
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.backends import import_library
+from distributed.backends._ray.cluster import LOCAL_OBJECT_STORE_BYTES, check_place, short_directory
+from distributed.backends._ray.joining import join
+from distributed.backends._ray.trial import Order, run
+from distributed.errors import ConfigError, DistributedError, TrainingError
+from distributed.tuning.plan import SearchPlan, check_fits, here, total
+from distributed.tuning.proposals import Proposals, make_proposals
+from distributed.tuning.sweep import OPEN, score_of
+
+Listen = Callable[[Mapping[str, Any]], None]  # gets lines of the journal: {"trial": 3, "event": "row", "row": {...}}
+_HOPELESS = 3  # trials that fail before any trial has reported anything
+_STOPPING_S = "60"  # for trials to save and leave once the search is stopped; then their actors are killed
+_QUIET = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+
+
+def search(plan: SearchPlan, listen: Listen) -> None:
+    """Run the trials of `plan` to their ends. Raises DistributedError where the search as a whole cannot be, or every trial
+    fails; a stop by the stop file is no error."""
+    check_here(plan)
+    with _environment(_address(plan) is None and not _is_connected()), _joined(plan) as ray:
+        there = _resources(ray, plan)
+        try:
+            _Search(plan, listen, plan.concurrency(there)).run()
+        finally:
+            shutil.rmtree(plan.directory / ".tune", ignore_errors=True)
+
+
+def check_here(plan: SearchPlan) -> None:
+    """What can be known without Ray. Raises DistributedError."""
+    address = _address(plan)
+    if address is not None and address.startswith("ray://"):
+        raise ConfigError(
+            f"address={address!r} is of Ray's client, which cannot run a search: name the head as HOST:PORT"
+        )
+    if address is not None:
+        check_place(address, 0, 0)
+    elif not _is_connected():
+        check_fits(total(plan.bundles), here(), "this machine")
+
+
+def new_scratch() -> Path:
+    """A name for the files of a cluster of its own. A short one: sockets lie below it."""
+    return short_directory() / f"ray-{secrets.token_hex(4)}"
+
+
+def _address(plan: SearchPlan) -> str | None:
+    given = plan.address or os.environ.get("RAY_ADDRESS") or None
+    return None if given == "local" else given
+
+
+def _is_connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+# ------------------------------------------------------------------ the cluster
+
+
+@contextlib.contextmanager
+def _environment(is_own: bool) -> Iterator[None]:
+    """What Ray reads at import, in this process and in those of a cluster of its own. Put back afterwards."""
+    before = dict(os.environ)
+    os.environ.update({
+        "RAY_AIR_NEW_OUTPUT": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+        "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1", "TUNE_DISABLE_SIGINT_HANDLER": "1",
+        "TUNE_FORCE_TRIAL_CLEANUP_S": _STOPPING_S, "TUNE_GLOBAL_CHECKPOINT_S": "3600",
+    })  # fmt: skip
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if is_own:  # nobody else's: no word with other clusters, and no token in the user's home
+        os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _joined(plan: SearchPlan) -> Iterator[Any]:
+    """Ray, connected: to what this process is connected to already, to a cluster by its address, or to one of its own."""
+    ray = import_library("ray", "ray")
+    if ray.is_initialized():
+        yield ray
+        return
+    scratch: Path | None = None
+    try:
+        if (address := _address(plan)) is not None:
+            join(ray, address, **_QUIET)
+        else:
+            scratch = plan.scratch or new_scratch()
+            scratch.mkdir(mode=0o700)
+            ray.init(
+                "local", num_cpus=int(here()["CPU"]), include_dashboard=False, _temp_dir=str(scratch),
+                object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+                _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False}, **_QUIET,
+            )  # fmt: skip
+        yield ray
+    finally:
+        ray.shutdown()
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _resources(ray: Any, plan: SearchPlan) -> dict[str, float]:
+    """What the cluster has. Raises ResourceError where a bundle fits on no node of it."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for bundle in plan.bundles:
+        largest = max(nodes, key=lambda node: min(node.get(name, 0.0) - amount for name, amount in bundle.items()))
+        check_fits(bundle, largest, "the largest node of the cluster")
+    return {name: float(amount) for name, amount in ray.cluster_resources().items()}
+
+
+# ------------------------------------------------------------------ the search
+
+
+class _Search:
+    """One run of Ray Tune."""
+
+    def __init__(self, plan: SearchPlan, listen: Listen, concurrency: int) -> None:
+        self._plan, self._listen, self._concurrency = plan, listen, concurrency
+        self._started: set[int] = set()
+        self._ended: set[int] = set()  # trials whose job came to its end
+        self._failures: list[str] = []
+        self._num_rows = sum(len(record.rows) for record in plan.earlier)
+        self._error: DistributedError | None = None  # why the search as a whole ends
+
+    def run(self) -> None:
+        from ray import tune
+
+        plan = self._plan
+        left = plan.num_samples - sum(record.status not in OPEN for record in plan.earlier)
+        if left <= 0:
+            return
+        order = Order(plan, str(Path.cwd()), is_shared=plan.scheduler in ("pbt", "hyperband"))
+        with _own_generators(plan.seed), _without_warnings():
+            tune.Tuner(
+                tune.with_resources(_trainable(order), tune.PlacementGroupFactory([dict(each) for each in plan.bundles])),
+                tune_config=tune.TuneConfig(
+                    num_samples=left, search_alg=_searcher(plan, self._concurrency), scheduler=_scheduler(plan),
+                    reuse_actors=True,
+                ),
+                run_config=tune.RunConfig(
+                    name="search", storage_path=str(plan.directory / ".tune"), verbose=0, callbacks=[_listener(self)],
+                    stop=_stopper(self), failure_config=tune.FailureConfig(max_failures=plan.max_failures),
+                ),
+            ).fit()  # fmt: skip
+        if self._error is not None:
+            raise self._error
+        if self._failures and not self._ended and not self._num_rows and not plan.stop_file.exists():
+            raise self._all_failed()
+
+    # what Tune tells
+
+    def started(self, trial: Any) -> None:
+        self._started.add(trial.config["trial"])
+        self._note(trial, "started", config=trial.config["values"])
+
+    def result(self, trial: Any, result: Mapping[str, Any]) -> None:
+        if result.get("row"):
+            self._num_rows += 1
+            cloned = {} if result["cloned"] is None else {"cloned": result["cloned"]}
+            self._note(trial, "row", row=dict(result["row"]), **cloned)
+        if result.get("end"):
+            self._ended.add(trial.config["trial"])
+
+    def complete(self, trial: Any) -> None:
+        self._note(trial, "ended", status="finished" if trial.config["trial"] in self._ended else "stopped")
+
+    def recovers(self, trial: Any) -> None:
+        self._note(trial, "retried", error=self._cause(trial)["error"])
+
+    def failed(self, trial: Any) -> None:
+        if self._plan.stop_file.exists():  # it left before Tune told it to
+            return
+        cause = self._cause(trial)
+        self._failures.append(cause["error"])
+        self._note(trial, "ended", status="failed", error=cause["error"])
+        if cause["is_fatal"]:
+            self._error = self._error or ConfigError(cause["error"])
+        elif len(self._failures) >= _HOPELESS and not self._num_rows and not self._ended:
+            self._error = self._error or self._all_failed()
+
+    def is_over(self) -> bool:
+        """Whether all trials are to stop now."""
+        return self._error is not None or self._plan.stop_file.exists()
+
+    def _note(self, trial: Any, event: str, **detail: Any) -> None:
+        if trial.config["trial"] not in self._started:  # its actor did not come up
+            self.started(trial)
+        self._listen({"trial": trial.config["trial"], "event": event, **detail})
+
+    def _cause(self, trial: Any) -> dict[str, Any]:
+        """What the trial wrote down, or what Ray says of a process that could not."""
+        file = self._plan.directory / "trials" / f"{trial.config['trial']:05d}.error.json"
+        with contextlib.suppress(OSError, ValueError):
+            content: dict[str, Any] = json.loads(file.read_text())
+            return content
+        died = "the process of the trial died: it was killed, ran out of memory, or crashed outside of Python"
+        return {"error": died, "is_fatal": False}
+
+    def _all_failed(self) -> TrainingError:
+        several = len(self._failures) > 1
+        which = f"all {len(self._failures)} trials" if several else "the trial"
+        return TrainingError(
+            f"{which} failed before any metric: {self._failures[0]} ({self._plan.directory / 'trials'} has the logs)"
+        )
+
+
+@contextlib.contextmanager
+def _own_generators(seed: int) -> Iterator[None]:
+    """Schedulers draw from the process' generators: seeded here, and put back."""
+    import numpy
+
+    python, arrays = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ray Tune misses the files of its own loggers, and shows each failure through its own frames; ours are in the logs."""
+    logger = logging.getLogger("ray.tune")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _trainable(order: Order) -> Callable[[dict[str, Any]], None]:
+    def trial(config: dict[str, Any]) -> None:
+        run(order, config)
+
+    return trial
+
+
+def _searcher(plan: SearchPlan, concurrency: int) -> Any:
+    """Our proposals as Ray Tune asks for them."""
+    from ray.tune.search import Searcher
+
+    class Ours(Searcher):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self._waiting = [record for record in plan.earlier if record.status in OPEN]
+            self._numbers = iter(range(len(plan.earlier), plan.num_samples))
+            self._proposals = _primed(plan)
+            self._live: dict[str, tuple[Mapping[str, Any], list[float]]] = {}
+            # What is proposed later is proposed better. Where that is not so one more waits, and takes the next free process.
+            self._limit = concurrency + (plan.search in ("random", "grid"))
+
+        def suggest(self, trial_id: str) -> Any:
+            if len(self._live) >= self._limit and plan.scheduler not in ("pbt", "hyperband"):
+                return None
+            if self._waiting:
+                record = self._waiting.pop(0)
+                number, values = record.number, record.config
+            else:
+                number, values = next(self._numbers), self._proposals.ask()
+            self._live[trial_id] = (values, [])
+            return {"trial": number, "values": dict(values)}
+
+        def on_trial_result(self, trial_id: str, result: Mapping[str, Any]) -> None:
+            if "score" in result:
+                self._live[trial_id][1].append(result["score"])
+
+        def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+            values, scores = self._live.pop(trial_id)
+            scores += [result["score"]] if result and "score" in result else []
+            self._proposals.tell(values, min(scores, default=float("inf")))
+
+        def save(self, checkpoint_path: str) -> None:
+            """The journal has all."""
+
+        def restore(self, checkpoint_path: str) -> None:
+            """The journal has all."""
+
+        def save_to_dir(self, *args: Any, **kwargs: Any) -> None:
+            """The journal has all."""
+
+    return Ours()
+
+
+def _primed(plan: SearchPlan) -> Proposals:
+    """The proposals, after what an earlier process asked and heard."""
+    proposals = make_proposals(plan.search, plan.space, plan.seed)
+    for record in plan.earlier:
+        best = min((score_of(row, plan.metric, plan.mode) for row in record.rows), default=float("inf"))
+        proposals.repeat(record.config, None if record.status in OPEN else best)
+    return proposals
+
+
+def _scheduler(plan: SearchPlan) -> Any:
+    """Ray Tune's scheduler of that name."""
+    from ray.tune import schedulers
+
+    options = {
+        name: int(value) if float(value).is_integer() else value for name, value in plan.scheduler_options.items()
+    }
+    if plan.scheduler is None:
+        return schedulers.FIFOScheduler()
+    kinds = {"asha": schedulers.ASHAScheduler, "hyperband": schedulers.HyperBandScheduler}
+    made = (kinds.get(plan.scheduler) or _population(plan))(time_attr="progress", metric="score", mode="min", **options)
+    if plan.scheduler == "asha":
+        _replay(made, plan)
+    return made
+
+
+def _population(plan: SearchPlan) -> Callable[..., Any]:
+    """Ray Tune's population based training, in our space and with our numbers of trials."""
+    from ray.tune.schedulers import PopulationBasedTraining
+
+    class Ours(PopulationBasedTraining):  # type: ignore[misc]
+        def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+            # It takes no searcher, as one might learn from values that it changes. Ours then is no such one (check_pairing).
+            super().on_trial_add(types.SimpleNamespace(search_alg=None), trial)
+
+        def _get_new_config(self, trial: Any, trial_to_clone: Any) -> Any:
+            config, operations = super()._get_new_config(trial, trial_to_clone)
+            values = {name: plan.space[name].inside(value) for name, value in config["values"].items()}
+            return {**config, "values": values, "trial": trial.config["trial"]}, operations
+
+    return functools.partial(Ours, hyperparam_mutations={"values": _mutations(plan)})
+
+
+def _mutations(plan: SearchPlan) -> dict[str, Any]:
+    """What population based training may change: every dimension, by Ray Tune's names."""
+    from ray import tune
+
+    made: dict[str, Any] = {}
+    for name, each in plan.space.items():
+        if each.kind == "choice":
+            made[name] = list(each.values)
+        elif each.kind == "randint":
+            made[name] = tune.randint(int(each.low), int(each.high))
+        elif each.is_searched and each.sampler is None:
+            made[name] = getattr(tune, each.kind)(each.low, each.high)
+    if not made:
+        raise ConfigError(
+            "scheduler='pbt' can change nothing in this space: write uniform, loguniform, randint or choice"
+        )
+    return made
+
+
+def _replay(scheduler: Any, plan: SearchPlan) -> None:
+    """Tell a scheduler what trials of an earlier process reached, so that later ones are held against them."""
+
+    class Earlier:
+        def __init__(self, number: int) -> None:
+            self.trial_id = f"earlier-{number}"
+
+    for record in plan.earlier:
+        if record.status in OPEN:
+            continue
+        trial = Earlier(record.number)
+        scheduler.on_trial_add(None, trial)
+        for row in record.rows:
+            score = score_of(row, plan.metric, plan.mode)
+            scheduler.on_trial_result(None, trial, {"progress": int(row.get("epoch", 1)), "score": score})
+
+
+def _listener(made: _Search) -> Any:
+    from ray import tune
+
+    class Listener(tune.Callback):  # type: ignore[misc]
+        def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            made.started(trial)
+
+        def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
+            made.result(trial, result)
+
+        def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            made.complete(trial)
+
+        def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            made.recovers(trial)
+
+        def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+            made.failed(trial)
+
+    return Listener()
+
+
+def _stopper(made: _Search) -> Any:
+    from ray import tune
+
+    class Stopper(tune.Stopper):  # type: ignore[misc]
+        def __call__(self, trial_id: str, result: Any) -> bool:
+            return False
+
+        def stop_all(self) -> bool:
+            return made.is_over()
+
+    return Stopper()

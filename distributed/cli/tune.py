@@ -1,0 +1,87 @@
+"""`distributed tune`: search for the settings and arguments with which a script does best."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distributed.cli.train import make_parser, read_flags, read_typed
+from distributed.errors import ConfigError
+from distributed.tuning.plan import SCHEDULERS
+from distributed.tuning.proposals import SEARCHES
+from distributed.tuning.scripts import Asked, Sweeping
+
+_ABOUT = """\
+Run a script many times, each time with other values, and keep the best.
+
+Values reach the script as settings where they have the name of one, else as
+its arguments: --NAME VALUE. The other flags are those of train, for every trial."""
+_OWN = (
+    "search_space", "num_samples", "metric", "mode", "scheduler", "scheduler_option", "search", "max_concurrent",
+    "max_failures", "cpus_per_trial", "trials_per_gpu",
+)  # fmt: skip
+
+
+def tune(arguments: Sequence[str]) -> int:
+    """Run the command; what follows `--` is the script's own. Returns the exit code; raises DistributedError."""
+    command, script_args = read_flags(_parser(), arguments)
+    own = {name: command.pop(name) for name in ("script", "config", "set", "run_dir", "resume", "dry_run", *_OWN)}
+    flags = {name: value for name, value in command.items() if value is not None}
+    typed = read_typed(own["config"], flags, own["set"], own["script"], script_args)
+    given: dict[str, Any] = {
+        name: own[name] for name in ("search_space", "metric", "mode", "scheduler", "search", "run_dir", "resume")
+    }
+    sweeping = Sweeping(typed, Asked(**given | _numbers(own), scheduler_options=_options(own["scheduler_option"])))
+    if own["dry_run"]:
+        sys.stdout.write("\n".join(sweeping.dry_run_lines()) + "\n")
+        return 0
+    return sweeping.run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("distributed tune", "--script FILE --search-space FILE --num-samples N", _ABOUT)
+    group = parser.add_argument_group("Search")
+    group.add_argument("--search-space", metavar="FILE", help="YAML: what each name may be")
+    group.add_argument("--num-samples", metavar="N", help="trials (default of --search grid: all combinations)")
+    group.add_argument("--metric", metavar="NAME", default="val_loss", help="what is optimised (default: val_loss)")
+    group.add_argument("--mode", metavar="min|max", help="what is best of it (default: what its name says)")
+    group.add_argument("--scheduler", metavar="NAME", help=f"{', '.join(SCHEDULERS)} or none (default: none)")
+    group.add_argument(
+        "--scheduler-option", metavar="KEY=VALUE", action="append", default=[],
+        help="an option of the scheduler, such as grace_period=2; may be repeated",
+    )  # fmt: skip
+    group.add_argument("--search", metavar="NAME", default="random", help=f"{', '.join(SEARCHES)} (default: random)")
+    group.add_argument("--max-concurrent", metavar="N", help="trials at once (default: as many as there is place for)")
+    group.add_argument("--max-failures", metavar="N", help="restarts of a trial that crashed (default: 0)")
+    group.add_argument("--cpus-per-trial", metavar="N", help="CPUs of a trial (default: one for each process)")
+    group.add_argument("--trials-per-gpu", metavar="N", help="trials that share one GPU (default: 1)")
+    return parser
+
+
+def _numbers(own: Mapping[str, Any]) -> dict[str, int]:
+    """The flags that are whole numbers, as far as they were typed."""
+    found: dict[str, int] = {}
+    least = {"num_samples": 1, "max_concurrent": 1, "max_failures": 0, "cpus_per_trial": 1, "trials_per_gpu": 1}
+    for name, minimum in least.items():
+        text = own[name]
+        if text is None:
+            continue
+        if not text.isdecimal() or int(text) < minimum:
+            raise ConfigError(
+                f"{name}={text!r} is no whole number from {minimum} on: set {name}={max(minimum, 1)} or more"
+            )
+        found[name] = int(text)
+    return found
+
+
+def _options(assignments: Sequence[str]) -> dict[str, float]:
+    options: dict[str, float] = {}
+    for text in assignments:
+        name, _, value = text.partition("=")
+        try:
+            options[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"--scheduler-option {text!r} is not NAME=NUMBER: write grace_period=2") from None
+    return options

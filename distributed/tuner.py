@@ -1,0 +1,270 @@
+"""DistributedTuner: many trainings of one function, each with other values, and the best of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from distributed.errors import ConfigError, ResourceError
+from distributed.gpus import visible_gpus
+from distributed.launcher import check_script
+from distributed.monitor import is_larger_better
+from distributed.run_dir import choose_run_dir
+from distributed.settings import Typed
+from distributed.trainer_files import script_name
+from distributed.tuning.context import Trial, inside
+from distributed.tuning.jobs import FunctionJob, script_job, seed_generators
+from distributed.tuning.plan import Job, SearchPlan, bundles_of, check_metric, check_pairing, check_scheduler
+from distributed.tuning.proposals import check_search
+from distributed.tuning.results import checkpoint_of, taken_up
+from distributed.tuning.search import run_search
+from distributed.tuning.space import Space, make_space
+from distributed.tuning.sweep import Record, Sweep, open_sweep, scores
+
+
+class DistributedTuner:
+    """Searches for the values with which `train_fn` does best.
+
+    Args:
+        train_fn: `train_fn(config)`: it returns metrics (a dict, or the metric itself), or trains with a `Trainer`, which
+            reports each epoch by itself. Runs in processes of Ray. Or the path of a script, which runs as under `train`:
+            values are its settings where they have such a name, else its arguments.
+        search_space: name -> a list to choose from, `{"loguniform": [1e-4, 1e-1]}`, `{"uniform": [...]}`, `{"randint": [...]}`,
+            a domain of Ray Tune, or a constant.
+        num_gpus: GPUs that all trials together use (default: those that are visible).
+        trials_per_gpu: trials that share one GPU.
+        metric, mode: what is optimised, and whether "min" or "max" is best (default: what the name says). A trial counts with
+            the best value that it reached.
+        seed: of the proposals, and of each trial's generators.
+        resources_per_trial: `{"cpu": 2}`, or a list of such, one for the trial and one for each of its processes.
+        scheduler: "asha", "hyperband", "pbt", or None: every trial runs to its end. `scheduler_options` are that one's.
+        search: "random", "grid", "optuna" or "bayesopt".
+        max_concurrent: trials at once (default: as many as there is place for).
+        max_failures: how often a trial that crashed goes on from its newest checkpoint.
+        run_dir: where the trials go (default: `runs/<script>-<time>-<id>`); with `resume` a sweep that was cut off goes on.
+        address: a Ray cluster to join, HOST:PORT (default: the one that this process is connected to, else one of its own).
+
+    Raises ConfigError or ResourceError for what cannot be, before any trial starts.
+    """
+
+    def __init__(
+        self,
+        train_fn: Callable[[dict[str, Any]], Any] | str | os.PathLike[str],
+        search_space: Mapping[str, Any],
+        *,
+        metric: str = "val_loss",
+        mode: str | None = None,
+        num_gpus: int | None = None,
+        trials_per_gpu: int = 1,
+        seed: int = 0,
+        resources_per_trial: Any = None,
+        scheduler: str | None = None,
+        scheduler_options: Mapping[str, float] | None = None,
+        search: str = "random",
+        max_concurrent: int | None = None,
+        max_failures: int = 0,
+        run_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        address: str | None = None,
+    ) -> None:
+        if isinstance(train_fn, (str, os.PathLike)):
+            check_script(os.fspath(train_fn))
+        elif not callable(train_fn):
+            raise ConfigError(
+                f"train_fn is a {type(train_fn).__name__}: pass a function of one argument, the trial's values, or a script"
+            )
+        mode = mode or ("max" if is_larger_better(str(metric)) else "min")
+        check_metric(metric, mode)
+        if resume and run_dir is None:
+            raise ConfigError("resume=True needs the sweep to go on with: add run_dir")
+        self.train_fn, self.metric, self.mode = train_fn, metric, mode
+        self.space: Space = make_space(search_space)
+        self.scheduler, self.scheduler_options = check_scheduler(scheduler, scheduler_options or {})
+        check_pairing(self.scheduler, search)
+        for name, value, least in (("max_concurrent", max_concurrent, 1), ("max_failures", max_failures, 0)):
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value} is less than {least}: set it to {least} or more")
+        gpus, at_once = _gpus(num_gpus, trials_per_gpu, is_here=address is None)
+        is_asked = resources_per_trial is None or num_gpus is not None or trials_per_gpu > 1
+        self._bundles = bundles_of(resources_per_trial, gpus if is_asked else 0.0)
+        self._max_concurrent = min(filter(None, (max_concurrent, at_once)), default=None)
+        self._seed, self._search, self._max_failures = seed, search, max_failures
+        self._run_dir, self._resume, self._address = run_dir, resume, address
+        self._sweep: Sweep | None = None
+
+    def tune(self, num_samples: int | None = None) -> dict[str, Any]:
+        """Run that many trials (None: all combinations of search="grid"); returns the best one's values.
+
+        Raises TrainingError where every trial fails, with the first one's cause, ConfigError where nobody reports the metric,
+        and KeyboardInterrupt after Ctrl-C, when the trials have saved and `sweep.json` is written.
+        """
+        number = check_search(self._search, self.space, num_samples)
+        directory = Path(self._run_dir if self._run_dir is not None else choose_run_dir(script_name())).absolute()
+        sweep = open_sweep(directory, self.metric, self.mode, self._asked(number), self._resume)
+        self._sweep = sweep
+        plan = SearchPlan(
+            directory, self._job(directory), self.space, self.metric, self.mode, number, self._bundles,
+            search=self._search, scheduler=self.scheduler, scheduler_options=self.scheduler_options, seed=self._seed,
+            max_concurrent=self._max_concurrent, max_failures=self._max_failures, address=self._address,
+            earlier=tuple(record for record, _ in scores(sweep)),
+        )  # fmt: skip
+        try:
+            with _stopping(plan.stop_file) as seen:
+                run_search(plan, sweep)
+        finally:
+            sweep.interrupt()
+            sweep.write()
+            sweep.write_best(Typed())
+            sweep.run.unlock()
+        if seen:
+            raise KeyboardInterrupt
+        return dict(self._best().config)
+
+    def _job(self, directory: Path) -> Job:
+        if callable(self.train_fn):
+            return FunctionJob(self.train_fn, self._seed)
+        return script_job(
+            Typed(flag={"seed": self._seed}, script=os.fspath(self.train_fn)), self.metric, self.mode, directory
+        )
+
+    def _asked(self, number: int) -> dict[str, Any]:
+        space = {name: _written(each) for name, each in self.space.items()}
+        return {
+            "search": self._search, "scheduler": self.scheduler, "seed": self._seed, "num_samples": number,
+            "search_space": space,
+        }  # fmt: skip
+
+    # ------------------------------------------------------------------ what came of it
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the trials lie."""
+        return self._done().directory
+
+    @property
+    def results(self) -> Any:
+        """One row per trial, the best first: a pandas DataFrame, or a list of dicts where pandas is not installed."""
+        sweep = self._done()
+        rows = [_row(sweep, record) for record in sorted(sweep.records.values(), key=sweep.score)]
+        try:
+            import pandas
+        except ImportError:
+            return rows
+        return pandas.DataFrame(rows)
+
+    @property
+    def best_params(self) -> dict[str, Any]:
+        """The values of the best trial."""
+        return dict(self._best().config)
+
+    @property
+    def best_checkpoint(self) -> Path:
+        """The checkpoint of the best trial's best epoch, or its newest one where that was not kept."""
+        sweep, best = self._done(), self._best()
+        row = best.best_row(self.metric, self.mode) or {}
+        found = checkpoint_of(sweep.trial_dir(best.number), row.get("epoch"))
+        if found is None:
+            raise ConfigError(f"trial {best.name} saved no checkpoint: train with a Trainer in train_fn")
+        return found
+
+    def best_trainer(self) -> Any:
+        """The Trainer that `train_fn` makes with the best values, its model with the weights of `best_checkpoint`.
+
+        `train_fn` is called in this process, up to its `fit`, which does not train.
+        """
+        if not callable(self.train_fn):
+            raise ConfigError("best_trainer() is of a function: a script's best run lies at best_checkpoint")
+        checkpoint, best = self.best_checkpoint, self._best()
+        trial = Trial(self._done().trial_dir(best.number), True, lambda row: None, _made)
+        seed_generators(self._seed)
+        try:
+            with inside(trial):
+                self.train_fn(dict(best.config))
+        except _Made as made:
+            return taken_up(made.trainer, checkpoint)
+        raise ConfigError("train_fn called no fit of a Trainer: there is no trainer to give back")
+
+    def _done(self) -> Sweep:
+        if self._sweep is None:
+            raise ConfigError("there are results after tune(): call it first")
+        return self._sweep
+
+    def _best(self) -> Record:
+        best = self._done().best()
+        if best is None:
+            raise ConfigError(f"no trial reported a finite {self.metric}: see {self._done().directory / 'sweep.json'}")
+        return best
+
+
+class _Made(BaseException):
+    """Carries a Trainer out of the function that was to train it."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__("a trainer was made")
+        self.trainer = trainer
+
+
+def _made(trainer: Any) -> None:
+    raise _Made(trainer)
+
+
+def _gpus(num_gpus: int | None, trials_per_gpu: int, is_here: bool) -> tuple[float, int | None]:
+    """(the part of a GPU that each trial has, the trials at once that follow from it). Of a cluster nothing is known yet."""
+    if isinstance(trials_per_gpu, bool) or not isinstance(trials_per_gpu, int) or trials_per_gpu < 1:
+        raise ConfigError(
+            f"trials_per_gpu={trials_per_gpu!r} is less than 1: set 1, or more for trials that share a GPU"
+        )
+    visible = visible_gpus() if num_gpus != 0 and is_here else 0
+    wanted = visible if num_gpus is None else num_gpus
+    if is_here and wanted > visible:
+        fix = f"set num_gpus={visible}" if visible else "drop it, and trials run on CPUs"
+        raise ResourceError(f"num_gpus={wanted} is more than the {visible} that this machine shows: {fix}")
+    return (1.0 / trials_per_gpu, wanted * trials_per_gpu) if wanted else (0.0, None)
+
+
+def _row(sweep: Sweep, record: Record) -> dict[str, Any]:
+    metrics = record.best_row(sweep.metric, sweep.mode) or {}
+    return {
+        "trial": record.name, "status": record.status, **record.config, sweep.metric: metrics.get(sweep.metric),
+        **{name: value for name, value in metrics.items() if name not in record.config}, "epochs": record.epochs,
+        "seconds": record.seconds, "error": record.error, "run_dir": str(sweep.trial_dir(record.number)),
+    }  # fmt: skip
+
+
+def _written(each: Any) -> Any:
+    """A dimension as YAML has it."""
+    if each.kind == "constant":
+        return each.values[0]
+    if each.kind == "choice":
+        return list(each.values)
+    return {each.kind: [] if each.sampler else [each.low, each.high]}
+
+
+@contextlib.contextmanager
+def _stopping(stop_file: Path) -> Iterator[list[int]]:
+    """Ctrl-C has the trials save and leave; a second one ends this process as usual. Gives a list that then is not empty."""
+    seen: list[int] = []
+    stop_file.unlink(missing_ok=True)
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+        stop_file.write_text(json.dumps({"signal": number}))
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+        stop_file.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Many trials of one training: what is searched, who proposes values, and what is kept of it."""

@@ -1,0 +1,178 @@
+"""What a trial runs: a function of the user's, or a script."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.errors import ConfigError, DistributedError, TrainingError
+from distributed.launcher import THREAD_VARIABLES
+from distributed.launching.nursery import Nursery
+from distributed.run_dir import RunDirectory
+from distributed.settings import Typed, joined, split_sweep
+from distributed.tuning.context import Trial, inside
+from distributed.tuning.sweep import as_arguments
+
+_POLL_S = 0.2  # between two looks whether all trials are to stop
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionJob:
+    """`train_fn(config)`: it returns metrics, or a Trainer in it reports each epoch."""
+
+    train_fn: Callable[[dict[str, Any]], Any]
+    seed: int
+    needs_rows = False  # what it returns may have the metric
+
+    def run(self, trial: Trial, values: Mapping[str, Any], cpus: float) -> Any:
+        """Call it, with the generators of the process seeded; what it prints goes into the trial's log."""
+        seed_generators(self.seed)
+        with (
+            open(f"{trial.directory}.log", "a", encoding="utf-8", buffering=1) as log, inside(trial),
+            contextlib.redirect_stdout(log), contextlib.redirect_stderr(log),
+        ):  # fmt: skip
+            return self.train_fn(dict(values))
+
+
+def seed_generators(seed: int) -> None:
+    """Every trial starts from the same numbers, whichever process it is in."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
+
+
+def script_job(typed: Typed, metric: str, mode: str, directory: Path) -> ScriptJob:
+    """The job of a script's trials; each keeps the checkpoint of its best epoch, unless a monitor was typed."""
+    flag = dict(typed.flag)
+    if "monitor" not in {**typed.file, **flag}:
+        flag |= {"monitor": metric, "monitor_mode": mode}
+    threads = {name: value for name in THREAD_VARIABLES if (value := os.environ.get(name))}
+    script = str(Path(str(typed.script)).absolute())
+    typed = dataclasses.replace(typed, flag=flag, script=script, notices=())
+    return ScriptJob(typed, metric, str(directory / ".stop"), threads)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptJob:
+    """A script under `train`: values are its settings where they have such a name, else its arguments."""
+
+    typed: Typed
+    metric: str
+    stop_file: str
+    threads: Mapping[str, str]  # what the user's environment says of threads
+    needs_rows = True
+
+    def typed_with(self, values: Mapping[str, Any]) -> Typed:
+        """What is typed for a trial."""
+        settings, others, _ = split_sweep(values)
+        return dataclasses.replace(
+            self.typed, flag=joined(self.typed.flag, settings),
+            script_args=(*self.typed.script_args, *as_arguments(others)),
+        )  # fmt: skip
+
+    def run(self, trial: Trial, values: Mapping[str, Any], cpus: float) -> Any:
+        """Launch its workers and report their epochs until they end. Raises DistributedError with the cause."""
+        from distributed.cli.start import launch_request
+
+        request = launch_request(self.typed_with(values), str(trial.directory))
+        request = dataclasses.replace(request, resume=trial.is_again, live=False)
+        self._share(cpus / request.nproc_per_node)
+        run = RunDirectory(trial.directory)
+        before = run.events.stat().st_size if run.events.exists() else 0
+        nursery = _nursery(request.preload)
+        with (
+            open(f"{trial.directory}.log", "a", encoding="utf-8") as log,
+            _StopWatch(self.stop_file, nursery.stop) as watch,
+        ):
+            code = nursery.launch(request, log.fileno(), trial.report)
+        if watch.is_stopped:
+            raise SystemExit(0)
+        if code:
+            raise self._failure(cause_of(code, run, before, Path(f"{trial.directory}.log")))
+
+    def _failure(self, cause: str) -> DistributedError:
+        """The metric is the monitor of the runs too, and they see first that nobody reports it."""
+        unknown = f"monitor={self.metric!r} is not reported"
+        return UnknownMetric(f"metric{cause[7:]}") if cause.startswith(unknown) else TrainingError(cause)
+
+    def _share(self, cpus: float) -> None:
+        """The threads of each process: its share of the trial's CPUs, unless the user said."""
+        for name in THREAD_VARIABLES:
+            os.environ[name] = self.threads.get(name) or self.threads.get("OMP_NUM_THREADS") or str(max(1, int(cpus)))
+
+
+class UnknownMetric(ConfigError):
+    """No trial will ever have the metric: the search is wrong, not this trial."""
+
+
+class _StopWatch:
+    """Stops a trial once the stop file is there: between two epochs nobody else hears of it."""
+
+    def __init__(self, file: str, stop: Callable[[], None]) -> None:
+        self._file, self._stop, self._over = Path(file), stop, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.is_stopped = False
+
+    def __enter__(self) -> _StopWatch:
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(_POLL_S):
+            if self._file.exists():
+                self.is_stopped = True
+                self._stop()
+                return
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+class _Actor:
+    """What stays in the process of a trial for the next one."""
+
+    nursery: Nursery | None = None
+
+
+def _nursery(preload: tuple[str, ...]) -> Nursery:
+    """A process that has imported what `preload` names, made once."""
+    before = _Actor.nursery
+    if before is not None and before.is_alive and before.preload == preload:
+        return before
+    if before is not None:
+        before.close()
+    _Actor.nursery = Nursery(preload)
+    return _Actor.nursery
+
+
+def cause_of(code: int, run: RunDirectory, events_before: int, log: Path) -> str:
+    """Why a launcher ended with `code`, in one line: what its journal says, else the last words in its log."""
+    lines = run.events.read_bytes()[events_before:].splitlines() if run.events.exists() else []
+    for event in map(json.loads, reversed(lines)):
+        if event["event"] in ("worker_failed", "not_started"):
+            trace = [line for line in (event.get("traceback") or "").splitlines() if line.strip()]
+            return f"{event['cause']}: {trace[-1].strip()}" if trace else str(event["cause"])
+    said = list(_words(log))
+    return said[-1].removeprefix("error: ") if said else f"the launcher ended with code {code}"
+
+
+def _words(log: Path) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        yield from (line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip())
+
+
+def one_line(error: BaseException) -> str:
+    """An error as a table has it."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, DistributedError) and text else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -1,0 +1,150 @@
+"""What a search is to do, checked: trials, what each may use, and how many run at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from distributed.errors import ConfigError, ResourceError, nearest
+from distributed.gpus import visible_gpus
+from distributed.tuning.context import Trial
+from distributed.tuning.space import Space
+from distributed.tuning.sweep import Record
+
+MODES = ("min", "max")
+# scheduler -> its options and their defaults. One unit of each is a report: an epoch.
+SCHEDULERS: Mapping[str, Mapping[str, float]] = {
+    "asha": {"grace_period": 1, "reduction_factor": 3, "max_t": 100_000},
+    "hyperband": {"max_t": 81, "reduction_factor": 3},
+    "pbt": {"perturbation_interval": 2, "quantile_fraction": 0.25, "resample_probability": 0.25},
+}
+Bundle = Mapping[str, float]
+
+
+class Job(Protocol):
+    """What every trial runs. It travels to the trial's process by value."""
+
+    needs_rows: bool  # whether each reported row must have the metric
+
+    def run(self, trial: Trial, values: Mapping[str, Any], cpus: float) -> Any:
+        """Train with `values`; returns metrics, or None where all were reported. What it raises is the trial's cause."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchPlan:
+    """One search."""
+
+    directory: Path  # absolute
+    job: Job
+    space: Space
+    metric: str
+    mode: str
+    num_samples: int
+    bundles: tuple[Bundle, ...]  # of each trial, taken all at once; the first holds the trial itself
+    search: str = "random"
+    scheduler: str | None = None
+    scheduler_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    max_concurrent: int | None = None
+    max_failures: int = 0
+    address: str | None = None
+    earlier: Sequence[Record] = ()
+    scratch: Path | None = None  # for the files of a cluster of its own; whoever names it removes it
+
+    @property
+    def stop_file(self) -> Path:
+        """Where this exists all trials save and leave."""
+        return self.directory / ".stop"
+
+    def concurrency(self, there: Bundle) -> int:
+        """How many trials a cluster with the resources `there` runs at once. Raises ResourceError where it is none."""
+        needs = total(self.bundles)
+        check_fits(needs, there, "the cluster" if self.address else "this machine")
+        fit = min((int(there[name] / amount + 1e-9) for name, amount in needs.items() if amount), default=1)
+        return max(1, min(fit, self.num_samples, self.max_concurrent or fit))
+
+
+def check_scheduler(name: str | None, options: Mapping[str, Any]) -> tuple[str | None, dict[str, float]]:
+    """The scheduler and its options, with its defaults. Raises ConfigError."""
+    if name in (None, "none", "fifo"):
+        if options:
+            raise ConfigError(f"scheduler option {next(iter(options))!r} has no effect without a scheduler: drop it")
+        return None, {}
+    if name not in SCHEDULERS:
+        raise ConfigError(
+            f"scheduler={name!r} is not known{nearest(name, SCHEDULERS)}: choose one of {', '.join(SCHEDULERS)}, none"
+        )
+    defaults = SCHEDULERS[name]
+    for option, value in options.items():
+        if option not in defaults:
+            raise ConfigError(
+                f"{option} is no option of scheduler {name}{nearest(option, defaults)}: it has {', '.join(defaults)}"
+            )
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise ConfigError(f"{option}={value!r} of scheduler {name} is not above 0: set it to {defaults[option]:g}")
+    if options.get("reduction_factor", 2) <= 1:
+        raise ConfigError(f"reduction_factor={options['reduction_factor']:g} keeps every trial: set more than 1")
+    return name, {**defaults, **options}
+
+
+def check_pairing(scheduler: str | None, search: str) -> None:
+    """Raises ConfigError for a search that would learn from values which the scheduler changes."""
+    if scheduler == "pbt" and search not in ("random", "grid"):
+        raise ConfigError(
+            f"scheduler='pbt' changes the values that search={search!r} learns from: choose search='random'"
+        )
+
+
+def check_metric(metric: Any, mode: Any) -> None:
+    """Raises ConfigError where they cannot be what is optimised."""
+    if not isinstance(metric, str) or not metric:
+        raise ConfigError(f"metric={metric!r} is no name: say what is optimised, such as metric='val_loss'")
+    if mode not in MODES:
+        raise ConfigError(f"mode={mode!r} is not known: choose min or max, what is best of {metric}")
+
+
+def bundles_of(resources: Any, gpus: float = 0.0) -> tuple[Bundle, ...]:
+    """What a trial takes, as bundles: a dict is one, a list of dicts are several, a placement group factory has its own."""
+    given = getattr(resources, "bundles", resources)
+    listed = [{"CPU": 1.0}] if given is None else [given] if isinstance(given, Mapping) else list(given)
+    bundles = tuple(_bundle(each) for each in listed)
+    if not bundles or not any(total(bundles).values()):
+        raise ConfigError(f"resources_per_trial={resources!r} is nothing: write {{'cpu': 1}}")
+    if gpus and total(bundles).get("GPU"):
+        raise ConfigError("resources_per_trial and trials_per_gpu both say which part of a GPU a trial has: drop one")
+    return ({**bundles[0], "GPU": gpus}, *bundles[1:]) if gpus else bundles
+
+
+def _bundle(each: Any) -> Bundle:
+    if not isinstance(each, Mapping):
+        raise ConfigError(f"resources_per_trial has a {type(each).__name__}: write {{'cpu': 1}}, or a list of such")
+    names = {"cpu": "CPU", "gpu": "GPU"}
+    for name, amount in each.items():
+        if isinstance(amount, bool) or not isinstance(amount, (int, float)) or amount < 0 or not math.isfinite(amount):
+            raise ConfigError(f"resources_per_trial: {name}={amount!r} is no amount: write {{'{name}': 1}}")
+    return {names.get(str(name).lower(), str(name)): float(amount) for name, amount in each.items()}
+
+
+def total(bundles: Sequence[Bundle]) -> dict[str, float]:
+    """All of them together."""
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
+
+
+def here() -> dict[str, float]:
+    """What this machine has."""
+    return {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(visible_gpus())}
+
+
+def check_fits(needs: Bundle, there: Bundle, where: str) -> None:
+    """Raises ResourceError where a trial needs more than there is: it would wait for ever."""
+    for name, amount in needs.items():
+        if amount > there.get(name, 0.0):
+            raise ResourceError(
+                f"a trial needs {amount:g} {name}, and {where} has {there.get(name, 0.0):g}: ask for less, by"
+                " resources_per_trial or, for a script, by its processes (--nproc-per-node)"
+            )

@@ -1,0 +1,198 @@
+"""Who says what the next trial tries: `ask` gives values, `tell` hears what came of them (a score, the smaller the better)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from distributed.errors import ConfigError, ResourceError, nearest
+from distributed.tuning.space import Dimension, Space, constants, draw, searched, size_of_grid
+
+SEARCHES = ("random", "grid", "optuna", "bayesopt")
+_NEEDED = {"optuna": "optuna", "bayesopt": "bayes_opt"}
+_FIRST_AT_RANDOM = 5  # before there is anything to model
+
+
+class Proposals(Protocol):
+    """What every search can do."""
+
+    def ask(self) -> dict[str, Any]:
+        """The next trial's values."""
+
+    def tell(self, values: Mapping[str, Any], score: float) -> None:
+        """What came of values that were asked for."""
+
+    def repeat(self, values: Mapping[str, Any], score: float | None) -> None:
+        """An earlier process asked, for what now are `values`, and was told `score`, if the trial had come to an end."""
+
+
+def check_search(search: str, space: Space, num_samples: int | None) -> int:
+    """The number of trials. Raises ConfigError or ResourceError for what cannot be."""
+    if search not in SEARCHES:
+        raise ConfigError(
+            f"search={search!r} is not known{nearest(search, SEARCHES)}: choose one of {', '.join(SEARCHES)}"
+        )
+    if num_samples is not None and (
+        isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1
+    ):
+        raise ConfigError(f"num_samples={num_samples!r} is no number of trials: set 1 or more")
+    if search == "grid":
+        return _check_grid(space, num_samples)
+    if num_samples is None:
+        raise ConfigError(f"search={search!r} has no end of its own: set num_samples, the number of trials")
+    if (module := _NEEDED.get(search)) and importlib.util.find_spec(module) is None:
+        raise ResourceError(
+            f"search={search!r} needs {module}, which is not installed: run pip install 'distributed-trainer[tune]'"
+        )
+    unknown = [name for name, each in space.items() if each.kind == "sampler"]
+    if module and unknown:
+        raise ConfigError(
+            f"search={search!r} does not know the domain of {unknown[0]}: write it as uniform, loguniform, randint or choice"
+        )
+    return num_samples
+
+
+def _check_grid(space: Space, num_samples: int | None) -> int:
+    size = size_of_grid(space)
+    if size is None:
+        endless = next(name for name, each in space.items() if each.grid() is None)
+        raise ConfigError(
+            f"search='grid' cannot count the values of {endless}: write a list, or choose search='random'"
+        )
+    if num_samples not in (None, size):
+        raise ConfigError(
+            f"num_samples={num_samples} is not the {size} combinations of search='grid': drop it, or choose search='random'"
+        )
+    return size
+
+
+def make_proposals(search: str, space: Space, seed: int) -> Proposals:
+    """The search of that name. The same seed, asked and told the same, proposes the same."""
+    if search == "grid":
+        return _Grid(space)
+    if search == "optuna":
+        return _Optuna(space, seed)
+    return _BayesOpt(space, seed) if search == "bayesopt" else _Random(space, seed)
+
+
+class _Random:
+    def __init__(self, space: Space, seed: int) -> None:
+        self._space, self._state = space, _random_state(seed)
+
+    def ask(self) -> dict[str, Any]:
+        return draw(self._space, self._state)
+
+    def tell(self, values: Mapping[str, Any], score: float) -> None:
+        """Chance does not learn."""
+
+    def repeat(self, values: Mapping[str, Any], score: float | None) -> None:
+        self.ask()
+
+
+class _Grid:
+    """Every combination once, the last name changing fastest."""
+
+    def __init__(self, space: Space) -> None:
+        self._names = list(space)
+        self._rest = itertools.product(*(each.grid() or () for each in space.values()))
+
+    def ask(self) -> dict[str, Any]:
+        return dict(zip(self._names, next(self._rest), strict=True))
+
+    def tell(self, values: Mapping[str, Any], score: float) -> None:
+        """All combinations run."""
+
+    def repeat(self, values: Mapping[str, Any], score: float | None) -> None:
+        self.ask()
+
+
+class _Optuna:
+    """Optuna's tree-structured Parzen estimator (Bergstra et al., 2011)."""
+
+    def __init__(self, space: Space, seed: int) -> None:
+        import optuna
+
+        self._optuna, self._constants = optuna, constants(space)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._distributions = {name: _distribution(optuna, each) for name, each in searched(space).items()}
+        # Trials that run count as bad ones (constant_liar): else several at once try the same.
+        sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+        self._study = optuna.create_study(direction="minimize", sampler=sampler)
+        self._running: list[tuple[dict[str, Any], Any]] = []
+
+    def ask(self) -> dict[str, Any]:
+        trial = self._study.ask(self._distributions)
+        self._running.append((dict(trial.params), trial))
+        return {**self._constants, **trial.params}
+
+    def tell(self, values: Mapping[str, Any], score: float) -> None:
+        params = {name: values[name] for name in self._distributions}
+        own = next((pair for pair in self._running if pair[0] == params), None)
+        states = self._optuna.trial.TrialState
+        is_number = math.isfinite(score)
+        if own is not None:
+            self._running.remove(own)
+            self._study.tell(own[1], score if is_number else None, state=None if is_number else states.FAIL)
+
+    def repeat(self, values: Mapping[str, Any], score: float | None) -> None:
+        # Asked and forgotten: else the same seed would begin with the same proposals again.
+        self._study.tell(self._study.ask(self._distributions), state=self._optuna.trial.TrialState.FAIL)
+        if score is not None and math.isfinite(score):
+            params = {name: values[name] for name in self._distributions}
+            done = self._optuna.trial.create_trial(params=params, distributions=self._distributions, value=score)
+            self._study.add_trial(done)
+
+
+def _distribution(optuna: Any, each: Dimension) -> Any:
+    if each.kind == "choice":
+        return optuna.distributions.CategoricalDistribution(each.values)
+    if each.kind == "randint":
+        return optuna.distributions.IntDistribution(int(each.low), int(each.high) - 1)
+    return optuna.distributions.FloatDistribution(each.low, each.high, log=each.kind == "loguniform")
+
+
+class _BayesOpt:
+    """A Gaussian process over the unit cube (bayesian-optimization), after a few trials at random."""
+
+    def __init__(self, space: Space, seed: int) -> None:
+        from bayes_opt import BayesianOptimization
+
+        self._constants, self._searched = constants(space), searched(space)
+        bounds = dict.fromkeys(self._searched, (0.0, 1.0))
+        self._state = _random_state(seed)
+        self._optimizer = BayesianOptimization(None, bounds, random_state=seed % 2**32, verbose=0)
+        self._asked = self._told = 0
+
+    def ask(self) -> dict[str, Any]:
+        self._asked += 1
+        if self._asked <= _FIRST_AT_RANDOM or self._told == 0:
+            return self._constants | draw(self._searched, self._state)
+        point = self._optimizer.suggest()
+        return self._constants | {name: each.at(float(point[name])) for name, each in self._searched.items()}
+
+    def tell(self, values: Mapping[str, Any], score: float) -> None:
+        if not math.isfinite(score):
+            return
+        from bayes_opt.exception import NotUniqueError
+
+        self._told += 1
+        point = {name: min(1.0, max(0.0, each.unit(values[name]))) for name, each in self._searched.items()}
+        with contextlib.suppress(NotUniqueError):  # it has settled there
+            self._optimizer.register(point, -score)
+
+    def repeat(self, values: Mapping[str, Any], score: float | None) -> None:
+        self._asked += 1
+        if self._asked <= _FIRST_AT_RANDOM:
+            draw(self._searched, self._state)
+        if score is not None:
+            self.tell(values, score)
+
+
+def _random_state(seed: int) -> Any:
+    import numpy
+
+    return numpy.random.RandomState(seed % 2**32)

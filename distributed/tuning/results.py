@@ -1,0 +1,38 @@
+"""What a trial left: its checkpoints, and a trainer with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from distributed.callbacks import load_states
+from distributed.checkpoint import read_state
+from distributed.state import History
+from distributed.storage.manifest import list_checkpoints
+
+
+def checkpoint_of(run_dir: Path, epoch: Any = None) -> Path | None:
+    """The checkpoint of that epoch's end in a run directory, else the newest one; None where it has none."""
+    sound = [
+        info for info in list_checkpoints(run_dir / "checkpoints") if info.manifest is not None and not info.problem
+    ]
+    of_epoch = [info for info in sound if info.manifest is not None and info.manifest.epoch == epoch]
+    return (of_epoch or sound)[-1].path if sound else None
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of all epochs that the newest checkpoint of a run knows of."""
+    newest = checkpoint_of(run_dir)
+    return [] if newest is None else [dict(row) for row in read_state(newest)[0].rows]
+
+
+def taken_up(trainer: Any, checkpoint: Path) -> Any:
+    """`trainer` with the weights and the history of `checkpoint`, as after the fit that wrote it."""
+    state, _ = read_state(checkpoint)
+    trainer.job.model = trainer.backend.take_weights(trainer.job.model, checkpoint)
+    load_states(trainer.callbacks, state.callbacks)
+    run_dir = str(checkpoint.parent.parent)
+    trainer.history = History(
+        list(state.rows), dict(state.best), state.total_time, state.step, run_dir, state.stop_reason
+    )
+    return trainer

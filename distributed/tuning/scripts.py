@@ -1,0 +1,280 @@
+"""A sweep of a script from the command line: checked, run below a keeper that leaves nobody behind, shown and written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError, DistributedError
+from distributed.fields import rules
+from distributed.launcher import check_script
+from distributed.launching.guarded import Guarded, Report
+from distributed.launching.processes import STOP_SIGNALS
+from distributed.launching.stopping import Signals
+from distributed.monitor import is_larger_better
+from distributed.plan import plan_processes
+from distributed.run_dir import choose_run_dir
+from distributed.settings import Typed, merge, split_sweep
+from distributed.tuning.jobs import script_job
+from distributed.tuning.plan import (
+    SearchPlan,
+    bundles_of,
+    check_fits,
+    check_metric,
+    check_pairing,
+    check_scheduler,
+    here,
+    total,
+)
+from distributed.tuning.proposals import check_search, make_proposals
+from distributed.tuning.search import engine, note_line
+from distributed.tuning.space import read_space
+from distributed.tuning.sweep import Sweep, as_arguments, open_sweep, scores
+from distributed.tuning.table import Table
+
+_LEAVING_S = 90.0  # for trials to save and leave after a stop; then all is killed
+_SHOWN = 5  # proposals of a dry run
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the command line says of the search."""
+
+    search_space: str | None
+    metric: str = "val_loss"
+    mode: str | None = None
+    scheduler: str | None = None
+    search: str = "random"
+    run_dir: str | None = None
+    resume: bool = False
+    num_samples: int | None = None
+    max_concurrent: int | None = None
+    max_failures: int = 0
+    cpus_per_trial: int | None = None
+    trials_per_gpu: int = 1
+    scheduler_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Sweeping:
+    """One sweep. The constructor refuses what cannot be; nothing is started or written before `run`."""
+
+    def __init__(self, typed: Typed, asked: Asked) -> None:
+        if typed.script is None:
+            raise ConfigError("no script to run: add --script train.py")
+        if asked.search_space is None:
+            raise ConfigError("no search space: add --search-space space.yaml")
+        if asked.resume and asked.run_dir is None:
+            raise ConfigError("--resume needs the sweep to go on with: add --run-dir DIR")
+        self._asked = asked
+        self.mode = asked.mode or ("max" if is_larger_better(asked.metric) else "min")
+        check_metric(asked.metric, self.mode)
+        check_script(typed.script)
+        self.space = read_space(asked.search_space)
+        self.num_samples = check_search(asked.search, self.space, asked.num_samples)
+        self.scheduler, self.scheduler_options = check_scheduler(asked.scheduler, asked.scheduler_options)
+        check_pairing(self.scheduler, asked.search)
+        self._notices = self._check_names(typed)
+        self.typed, self._address = self._of_trials(typed)
+        self.directory = Path(asked.run_dir or choose_run_dir(f"tune-{Path(typed.script).stem}")).absolute()
+        self._job = script_job(self.typed, asked.metric, self.mode, self.directory)
+        self.typed = self._job.typed
+        self.bundles = self._bundles()
+        self.at_once = self._concurrency()
+        engine().check_here(self._plan())
+
+    def _check_names(self, typed: Typed) -> list[str]:
+        """Names that are swept: settings that may be, and not typed as well."""
+        first = {name: (each.grid() or (each.at(0.5),))[0] for name, each in self.space.items()}
+        settings, others, notices = split_sweep(first)
+        known = rules(DistributedConfig)
+        for name in settings:
+            if known[name].group == "Resources" or name in ("checkpoint_dir", "resume_from_checkpoint"):
+                raise ConfigError(
+                    f"{name} cannot be searched, as trials differ in what they learn with: give it as a flag"
+                )
+            if name in typed.flag and not isinstance(settings[name], Mapping):
+                raise ConfigError(
+                    f"{name} is in the search space and typed as {typed.flag[name]!r} too: drop one of them"
+                )
+        for name, each in self.space.items():
+            for value in each.values or (each.low, each.high):
+                DistributedConfig(**split_sweep({name: value})[0])  # refuses a wrong value
+        if "checkpoint_dir" in {**typed.file, **typed.flag}:
+            raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
+        arguments = [f"{name} is no setting: the script gets it as --{name}" for name in others]
+        return [*typed.notices, *notices, *arguments]
+
+    def _of_trials(self, typed: Typed) -> tuple[Typed, str | None]:
+        """What every trial is given, and the cluster that they run on."""
+        address = {**typed.file, **typed.flag}.get("address")
+        file, flag = ({n: v for n, v in layer.items() if n != "address"} for layer in (typed.file, typed.flag))
+        return dataclasses.replace(typed, file=file, flag=flag), address
+
+    def _bundles(self) -> tuple[Mapping[str, float], ...]:
+        """All that a trial takes lies on one node: its processes are children of the trial."""
+        plan = plan_processes(merge(self.typed, {}).config)
+        if plan.num_nodes > 1:
+            raise ConfigError(f"num_nodes={plan.num_nodes} is not for trials, which run on one node each: drop it")
+        cpus = float(self._asked.cpus_per_trial or plan.nproc_per_node)
+        per_gpu = self._asked.trials_per_gpu
+        if plan.device != "cuda":
+            if per_gpu > 1:
+                raise ConfigError(f"trials_per_gpu={per_gpu} has no effect on {plan.device}: drop it")
+            return bundles_of({"cpu": cpus})
+        if per_gpu > 1 and plan.nproc_per_node > 1:
+            raise ConfigError(f"trials_per_gpu={per_gpu} needs trials of one process: drop it, or set nproc_per_node=1")
+        return bundles_of({"cpu": cpus, "gpu": plan.nproc_per_node / per_gpu})
+
+    def _concurrency(self) -> int | None:
+        if self._address is not None:
+            return None  # known when it is joined
+        there, needs = here(), total(self.bundles)
+        check_fits(needs, there, "this machine")
+        fit = min(int(there[name] / amount + 1e-9) for name, amount in needs.items() if amount)
+        return min(fit, self.num_samples, self._asked.max_concurrent or fit)
+
+    def _plan(self, sweep: Sweep | None = None) -> SearchPlan:
+        return SearchPlan(
+            self.directory, self._job, self.space, self._asked.metric, self.mode, self.num_samples, self.bundles,
+            search=self._asked.search, scheduler=self.scheduler, scheduler_options=self.scheduler_options,
+            seed=merge(self.typed, {}).config.seed, max_concurrent=self._asked.max_concurrent,
+            max_failures=self._asked.max_failures, address=self._address,
+            earlier=tuple(record for record, _ in scores(sweep)) if sweep is not None else (),
+            scratch=engine().new_scratch() if sweep is not None else None,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ what is shown
+
+    def start_lines(self) -> list[str]:
+        """What will run."""
+        each = " and ".join(f"{amount:g} {name}" for name, amount in total(self.bundles).items() if amount)
+        once = "" if self.at_once is None else f", {self.at_once} at once"
+        scheduler = f", scheduler {self.scheduler}" if self.scheduler else ""
+        return [
+            *self._notices, f"{self.num_samples} trials{once}, {each} each; search {self._asked.search}{scheduler};"
+            f" best is the {'smallest' if self.mode == 'min' else 'largest'} {self._asked.metric}",
+            f"run directory: {os.path.relpath(self.directory)}",
+        ]  # fmt: skip
+
+    def dry_run_lines(self) -> list[str]:
+        """The plan and its first proposals."""
+        proposals = make_proposals(self._asked.search, self.space, merge(self.typed, {}).config.seed)
+        lines = []
+        for number in range(min(_SHOWN, self.num_samples)):
+            settings, others, _ = split_sweep(proposals.ask())
+            words = [f"{name}={value}" for name, value in settings.items()] + list(as_arguments(others))
+            lines.append(f"  {number:05d}  {' '.join(words)}")
+        return [*self.start_lines(), "first proposals:", *lines, "nothing was started (--dry-run)"]
+
+    # ------------------------------------------------------------------ the run
+
+    def run(self) -> int:
+        """To the end; returns the exit code."""
+        asked = {
+            "script": Path(str(self.typed.script)).name, "script_args": list(self.typed.script_args),
+            "settings": {**self.typed.file, **self.typed.flag}, "search_space": _space_text(str(self._asked.search_space)),
+            "search": self._asked.search, "scheduler": self.scheduler, "num_samples": self.num_samples,
+        }  # fmt: skip
+        sweep = open_sweep(self.directory, self._asked.metric, self.mode, asked, self._asked.resume)
+        plan = self._plan(sweep)
+        plan.stop_file.unlink(missing_ok=True)
+        with Signals() as signals:
+            guarded = Guarded(lambda report: _work(plan, report), self.directory / "search.log", plan.scratch)
+            table = Table(sweep, self.num_samples, self.start_lines())
+            try:
+                end = _Watch(plan, sweep, guarded, signals, table).run()
+            finally:
+                guarded.end()
+                plan.stop_file.unlink(missing_ok=True)
+                sweep.interrupt()
+                sweep.write()
+                best = sweep.write_best(self.typed)
+                table.close(best)
+        if end.signum:
+            return 128 + end.signum
+        if end.error is not None:
+            sys.stderr.write(f"error: {end.error}\n")
+        return end.exit_code
+
+
+def _space_text(path: str) -> Any:
+    import yaml
+
+    return yaml.safe_load(Path(path).read_bytes())
+
+
+def _work(plan: SearchPlan, report: Report) -> None:
+    """The search, in the keeper's child."""
+    try:
+        engine().search(plan, lambda line: report({"line": json.loads(json.dumps(line, default=str))}))
+        report({"end": 0})
+    except DistributedError as error:
+        report({"end": error.exit_code, "error": str(error)})
+    except BaseException as error:  # the top frame of a process: who waits must hear of it, whatever it is
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        said = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
+        report({"end": 3, "error": f"the search failed ({said}): see {plan.directory / 'search.log'}"})
+        raise
+
+
+@dataclasses.dataclass
+class _End:
+    """How a search ended."""
+
+    exit_code: int = 1
+    error: str | None = None
+    signum: int = 0
+
+
+class _Watch:
+    """Reads what the search says, and passes a stop on to it."""
+
+    def __init__(self, plan: SearchPlan, sweep: Sweep, guarded: Guarded, signals: Signals, table: Table) -> None:
+        self._plan, self._sweep, self._guarded, self._signals, self._table = plan, sweep, guarded, signals, table
+        self._end = _End(error=f"the search was killed: see {plan.directory / 'search.log'}")
+        self._deadline: float | None = None
+
+    def run(self) -> _End:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._guarded.reports, selectors.EVENT_READ)
+            selector.register(self._signals, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select(self._patience())]
+                if self._stops(self._signals.read()):
+                    return self._end
+                if self._guarded.reports in ready and not self._hear():
+                    return self._end
+
+    def _patience(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def _stops(self, numbers: list[int]) -> bool:
+        """Take in signals; True where nobody is waited for any longer."""
+        for number in (each for each in numbers if each in STOP_SIGNALS):
+            if self._end.signum:
+                return True
+            self._end.signum = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            self._deadline = time.monotonic() + _LEAVING_S
+            self._plan.stop_file.touch()
+            self._table.say("stopping: trials save and leave; once more to end at once")
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def _hear(self) -> bool:
+        """What the search said; False once it has ended."""
+        reports = self._guarded.read()
+        for report in reports or ():
+            if "line" in report:
+                note_line(self._sweep, report["line"])
+                self._table.show(report["line"])
+            else:
+                self._end.exit_code, self._end.error = report["end"], report.get("error")
+        return reports is not None

@@ -1,0 +1,205 @@
+"""A search space: names and what each may be. In YAML `{loguniform: [1e-4, 1e-1]}`; in code also the domains of a search library."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed.errors import ConfigError, nearest
+
+_EXAMPLE = "learning_rate: {loguniform: [1e-4, 1e-1]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimension:
+    """What one name may be. `kind`: "uniform", "loguniform", "randint" (the upper end excluded), "choice", "constant", or
+    "sampler" for a domain that only its own library can draw from."""
+
+    kind: str
+    low: float = 0.0
+    high: float = 0.0
+    values: tuple[Any, ...] = ()
+    sampler: Callable[[Any], Any] | None = None  # of kind "sampler": (numpy RandomState) -> a value
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether there is anything to choose."""
+        return self.kind != "constant"
+
+    def at(self, unit: float) -> Any:
+        """The value at `unit`, from 0 to 1, of the way through the dimension."""
+        if self.kind == "uniform":
+            return self.low + unit * (self.high - self.low)
+        if self.kind == "loguniform":
+            return math.exp(math.log(self.low) + unit * (math.log(self.high) - math.log(self.low)))
+        if self.kind == "randint":
+            return min(int(self.low + unit * (self.high - self.low)), int(self.high) - 1)
+        return self.values[min(int(unit * len(self.values)), len(self.values) - 1)]
+
+    def unit(self, value: Any) -> float:
+        """About where `value` lies: what `at` turns into it again."""
+        if self.kind == "uniform":
+            return float((value - self.low) / (self.high - self.low))
+        if self.kind == "loguniform":
+            return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        if self.kind == "randint":
+            return float((value - self.low + 0.5) / (self.high - self.low))
+        return (self.values.index(value) + 0.5) / len(self.values)
+
+    def inside(self, value: Any) -> Any:
+        """`value`, or the nearest one that the dimension holds."""
+        if self.kind in ("uniform", "loguniform"):
+            return min(max(value, self.low), self.high)
+        return min(max(int(value), int(self.low)), int(self.high) - 1) if self.kind == "randint" else value
+
+    def grid(self) -> tuple[Any, ...] | None:
+        """All values, where they can be counted."""
+        if self.kind == "randint":
+            return tuple(range(int(self.low), int(self.high)))
+        return self.values or None
+
+
+Space = Mapping[str, Dimension]
+
+
+def read_space(path: str | os.PathLike[str]) -> dict[str, Dimension]:
+    """The space in a YAML file. Raises ConfigError with the file and the name."""
+    import yaml
+
+    where = f"search space {str(path)!r}"
+    try:
+        content = yaml.safe_load(Path(path).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read ({error.strerror}): name another") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}," if mark else ""
+        raise ConfigError(f"{where}{line} is not YAML: write lines such as '{_EXAMPLE}'") from None
+    return make_space(content, where)
+
+
+def make_space(content: Any, where: str = "search_space") -> dict[str, Dimension]:
+    """The space that `content` describes. Raises ConfigError where it is none, or nothing in it is to be searched."""
+    if not isinstance(content, Mapping) or not content:
+        what = "is empty" if not content else f"is a {type(content).__name__}"
+        raise ConfigError(f"{where} {what}: give each name its values, as {_EXAMPLE}")
+    for name in content:
+        if not isinstance(name, str):
+            raise ConfigError(f"{where}: the name {name!r} is a {type(name).__name__}: write it in quotes")
+    space = {name: _dimension(f"{where}: {name}", value) for name, value in content.items()}
+    if not any(each.is_searched for each in space.values()):
+        raise ConfigError(f"{where} has constants only: give a name several values, as {_EXAMPLE}")
+    return space
+
+
+def _dimension(where: str, value: Any) -> Dimension:
+    if isinstance(value, Mapping):
+        return _written(where, value)
+    if isinstance(value, (list, tuple)):
+        return _choice(where, value)
+    if callable(sample := getattr(value, "sample", None)):
+        return _of_library(where, value, sample)
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return Dimension("constant", values=(_number(value),))
+    raise ConfigError(f"{where} is a {type(value).__name__}: write a list, a constant, or {{uniform: [0, 1]}}")
+
+
+def _written(where: str, value: Mapping[str, Any]) -> Dimension:
+    """`{kind: arguments}`."""
+    if len(value) != 1:
+        raise ConfigError(f"{where} has {len(value)} kinds: write one of {', '.join(_KINDS)}, as {{uniform: [0, 1]}}")
+    ((kind, arguments),) = value.items()
+    if kind not in _KINDS:
+        raise ConfigError(f"{where}: {kind!r} is no kind{nearest(kind, _KINDS)}: write one of {', '.join(_KINDS)}")
+    return _KINDS[kind](where, arguments)
+
+
+def _choice(where: str, values: Any) -> Dimension:
+    if not isinstance(values, (list, tuple)) or not values:
+        raise ConfigError(f"{where}={values!r} has no values: write a list of at least one, as [32, 64]")
+    return Dimension("choice", values=tuple(_number(value) for value in values))
+
+
+def _range(kind: str) -> Callable[[str, Any], Dimension]:
+    def make(where: str, arguments: Any) -> Dimension:
+        ends = _ends(where, kind, arguments)
+        if kind == "loguniform" and ends[0] <= 0:
+            raise ConfigError(f"{where}: {kind} from {ends[0]:g} has no logarithm: begin above 0, or write uniform")
+        if kind == "randint" and any(end != int(end) for end in ends):
+            raise ConfigError(f"{where}: {kind} from {ends[0]:g} to {ends[1]:g} needs whole numbers: write uniform")
+        return Dimension(kind, *ends)
+
+    return make
+
+
+def _ends(where: str, kind: str, arguments: Any) -> tuple[float, float]:
+    ends = [_number(each) for each in arguments] if isinstance(arguments, (list, tuple)) else []
+    is_pair = len(ends) == 2 and all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in ends)
+    if not is_pair or not all(map(math.isfinite, ends)):
+        raise ConfigError(f"{where}: {kind} takes two numbers, not {arguments!r}: write {kind}: [1, 10]")
+    if ends[0] >= ends[1]:
+        raise ConfigError(f"{where}: {kind} from {ends[0]:g} to {ends[1]:g} holds nothing: write the smaller one first")
+    return ends[0], ends[1]
+
+
+_KINDS: Mapping[str, Callable[[str, Any], Dimension]] = {
+    **{kind: _range(kind) for kind in ("uniform", "loguniform", "randint")},
+    "choice": _choice,
+    "grid_search": _choice,
+}
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads `1e-4` as text: it is a number here."""
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if is_number else value
+
+
+def _of_library(where: str, domain: Any, sample: Callable[..., Any]) -> Dimension:
+    """A domain of the search library, by what it says of itself; any other is asked for each value."""
+    categories = getattr(domain, "categories", None)
+    if categories is not None:
+        return _choice(where, list(categories))
+    sampler = domain.get_sampler() if hasattr(domain, "get_sampler") else None
+    kinds = {
+        ("Float", "_Uniform"): "uniform",
+        ("Float", "_LogUniform"): "loguniform",
+        ("Integer", "_Uniform"): "randint",
+    }
+    kind = kinds.get((type(domain).__name__, type(sampler).__name__))
+    if kind is not None:
+        return _range(kind)(where, (domain.lower, domain.upper))
+    return Dimension("sampler", sampler=lambda state: sample(random_state=state))
+
+
+def draw(space: Space, state: Any) -> dict[str, Any]:
+    """One value for each name, from a numpy RandomState."""
+    return {
+        name: each.values[0]
+        if not each.is_searched
+        else each.sampler(state)
+        if each.sampler
+        else each.at(state.random())
+        for name, each in space.items()
+    }
+
+
+def constants(space: Space) -> dict[str, Any]:
+    """What every trial has."""
+    return {name: each.values[0] for name, each in space.items() if not each.is_searched}
+
+
+def searched(space: Space) -> dict[str, Dimension]:
+    """What is to be chosen."""
+    return {name: each for name, each in space.items() if each.is_searched}
+
+
+def size_of_grid(space: Space) -> int | None:
+    """How many combinations there are; None where they cannot be counted."""
+    grids: Sequence[tuple[Any, ...] | None] = [each.grid() for each in space.values()]
+    return None if None in grids else math.prod(len(grid or ()) for grid in grids)

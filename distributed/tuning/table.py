@@ -1,0 +1,111 @@
+"""The trials of a sweep on the screen: a live table on a terminal, else a line for each trial that ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.loggers.console import duration, number
+from distributed.tuning.sweep import Record, Sweep
+
+_GAP = "  "
+_ROOM = 8  # lines of a terminal that are not for trials
+
+
+class Table:
+    """Shows a sweep while it runs. Standard output."""
+
+    def __init__(self, sweep: Sweep, num_samples: int, lines: list[str]) -> None:
+        self._sweep, self._num_samples = sweep, num_samples
+        self._began = time.monotonic()
+        self._live: Any = None
+        for line in lines:
+            self.say(line)
+        if sys.stdout.isatty():
+            self._open()
+
+    def _open(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._live = Live(
+            get_renderable=self._table, console=Console(highlight=False), refresh_per_second=4, transient=True,
+            redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self._live.start()
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if self._live is not None:
+            self._live.console.print(line, markup=False, highlight=False, emoji=False)
+        else:
+            print(line, flush=True)  # noqa: T201 - the display of a command
+
+    def show(self, line: Mapping[str, Any]) -> None:
+        """Something happened, and is in the sweep already."""
+        record = self._sweep.records[line["trial"]]
+        if line["event"] == "retried":
+            self.say(f"trial {record.name}  failed and goes on: {line['error']}")
+        elif line["event"] == "ended" and (self._live is None or record.status == "failed"):
+            self.say(self.line_of(record))
+
+    def line_of(self, record: Record) -> str:
+        """`trial 00003  finished  12 epochs  val_loss 0.041  learning_rate=0.003`."""
+        epochs = f"{record.epochs} epoch{'s' * (record.epochs != 1)}"
+        parts = [f"trial {record.name}", record.status, epochs, *self._metric(record), in_words(record.config)]
+        return _GAP.join([*parts, *([record.error] if record.error else [])])
+
+    def _metric(self, record: Record) -> list[str]:
+        row = record.best_row(self._sweep.metric, self._sweep.mode)
+        return [] if row is None else [f"{self._sweep.metric} {number(row[self._sweep.metric])}"]
+
+    def _table(self) -> Any:
+        """All trials, the best first."""
+        from rich.table import Table as Rich
+
+        sweep, console = self._sweep, self._live.console
+        names = list(dict.fromkeys(name for record in sweep.records.values() for name in record.config))
+        table = Rich(caption=self._counts(), caption_justify="left", box=None, pad_edge=False)
+        for head in ("trial", "status", "epochs", sweep.metric, *names):
+            table.add_column(head, no_wrap=True, justify="left" if head in ("trial", "status") else "right")
+        ordered = sorted(sweep.records.values(), key=lambda record: (sweep.score(record), record.number))
+        for record in ordered[: max(3, console.height - _ROOM)]:
+            row = record.best_row(sweep.metric, sweep.mode) or {}
+            values = [number(record.config.get(name, "")) for name in names]
+            metric = number(row[sweep.metric]) if row else ""
+            table.add_row(record.name, record.status, str(record.epochs), metric, *values)
+        return table
+
+    def _counts(self) -> str:
+        counts: dict[str, int] = {}
+        for record in self._sweep.records.values():
+            counts[record.status] = counts.get(record.status, 0) + 1
+        words = ", ".join(f"{count} {status}" for status, count in counts.items())
+        hours = f"{self._sweep.trial_hours:.2g} trial-hours in {duration(time.monotonic() - self._began)}"
+        return f"{len(self._sweep.records)} of {self._num_samples} trials: {words or 'none yet'}; {hours}"
+
+    def close(self, best: Path | None) -> None:
+        """What came of it."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.console.print(self._final(live))
+            live.stop()
+        self.say(self._counts())
+        if best is not None and (record := self._sweep.best()) is not None:
+            self.say(f"best: {self.line_of(record)}")
+            self.say(f"its settings, for train --config: {best}")
+
+    def _final(self, live: Any) -> Any:
+        self._live = live
+        table = self._table()
+        table.caption = None
+        self._live = None
+        return table
+
+
+def in_words(config: Mapping[str, Any]) -> str:
+    """`learning_rate=0.003 batch_size=32`."""
+    return " ".join(f"{name}={number(value)}" for name, value in config.items())

@@ -1,0 +1,216 @@
+"""`distributed tune`: what it refuses at once, and sweeps of a script that end, are cut off and go on."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import Started, clean_environment, needs_backend
+
+OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # both sides of a cluster must say the same
+CLI = [sys.executable, "-m", "distributed.cli"]
+pytestmark = pytest.mark.timeout(180)
+SCRIPT = """
+import argparse, os, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from distributed import Callback, Trainer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--hidden", type=int, default=4)
+parser.add_argument("--crash", default="no")
+parser.add_argument("--slow", type=float, default=0)
+given = parser.parse_args()
+if given.crash == "yes":
+    raise ValueError(f"no way with {given.hidden}")
+
+class Slow(Callback):
+    def on_step_end(self, state, result):
+        time.sleep(given.slow)
+
+x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+data = TensorDataset(x, (x.sum(1) > 0).long())
+model = torch.nn.Sequential(torch.nn.Linear(6, given.hidden), torch.nn.ReLU(), torch.nn.Linear(given.hidden, 2))
+trainer = Trainer(model, epochs=6, learning_rate=1e-9, callbacks=[Slow()])
+trainer.fit(DataLoader(data, batch_size=8, shuffle=True), data)
+print("hidden", given.hidden)
+"""
+SPACE = "learning_rate: [0.1, 1e-6, 2e-6, 5e-6]\nhidden: [16]\n"
+
+
+@pytest.fixture
+def place(tmp_path):
+    needs_backend("ray")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "space.yaml").write_text(SPACE)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """The address of an existing cluster of two CPUs."""
+    needs_backend("ray")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="head-") as temporary:  # short: sockets lie in it
+        head = Started([
+            str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false",
+            "--node-ip-address=127.0.0.1", f"--port={port}", "--object-store-memory=100000000", f"--temp-dir={temporary}",
+        ], tmp_path_factory.mktemp("cluster"), None, clean_environment(**OPEN))  # fmt: skip
+        try:
+            head.wait_for("Ray runtime started", 60)
+            yield f"127.0.0.1:{port}"
+        finally:
+            head.kill()
+
+
+def command(place, *flags, space="space.yaml"):
+    return [
+        "tune", "--script", str(place / "train.py"), "--search-space", str(place / space), "--search", "grid",
+        "--run-dir", str(place / "sweep"), *flags,
+    ]  # fmt: skip
+
+
+def sweep_of(place):
+    return json.loads((place / "sweep" / "sweep.json").read_text())
+
+
+def journal(place):
+    return [json.loads(line) for line in (place / "sweep" / "trials.jsonl").read_text().splitlines()]
+
+
+def test_a_sweep_finds_the_best_and_train_repeats_it(run_cli, place):
+    """Three of four are stopped early; the best one's settings give the same run again."""
+    flags = ["--scheduler", "asha", "--seed", "5", "--max-concurrent", "1"]
+    done = run_cli(command(place, *flags), timeout=150, cwd=place)
+    assert done.returncode == 0 and done.stderr == "", done.output
+    sweep = sweep_of(place)
+    assert sweep["metric"] == "val_loss" and sweep["mode"] == "min" and 0 < sweep["trial_hours"] < 0.1
+    assert [trial["status"] for trial in sweep["trials"]] == ["finished", "stopped", "stopped", "stopped"]
+    assert sweep["trials"][0]["epochs"] == 6 > sweep["trials"][1]["epochs"]
+    assert sweep["best"]["config"] == {"learning_rate": 0.1, "hidden": 16}
+    lines = done.stdout.splitlines()
+    assert lines[0] == "hidden is no setting: the script gets it as --hidden"
+    assert lines[1].startswith(
+        "4 trials, 1 at once, 1 CPU each; search grid, scheduler asha; best is the smallest val_loss"
+    )
+    assert sum(line.startswith("trial 0000") for line in lines) == 4
+    assert any(line.startswith("best: trial 00000  finished  6 epochs  val_loss ") for line in lines)
+    for trial in sweep["trials"]:
+        run = place / "sweep" / trial["run_dir"]
+        assert (run / "metrics.jsonl").exists() and (run / "config.yaml").exists() and (run / "checkpoints").is_dir()
+    assert "hidden 16" in (place / "sweep" / "trials" / "00000" / "logs" / "rank-0.log").read_text()
+    best = yaml.safe_load((place / "sweep" / "best.yaml").read_text())
+    assert best["learning_rate"] == 0.1 and best["script_args"] == ["--hidden", "16"]
+
+    again = run_cli(
+        ["train", "--config", str(place / "sweep" / "best.yaml"), "--run-dir", str(place / "again")], cwd=place
+    )
+    assert again.returncode == 0, again.output
+    runs = (place / "again", place / "sweep" / "trials" / "00000")
+    one, other = (json.loads((run / "result.json").read_text())["final_metrics"]["val_loss"] for run in runs)
+    assert one == other
+
+
+def test_killed_it_leaves_nobody_and_goes_on_where_each_trial_was(start, run_cli, place):
+    command_ = command(place, "--", "--slow", "0.03")
+    first = start([*CLI, *command_], cwd=place)
+    first.wait_for(lambda: (place / "sweep" / "trials.jsonl").exists() and sum(
+        line.get("event") == "row" and line["row"]["epoch"] >= 2 for line in journal_so_far(place)) >= 2, 90)  # fmt: skip
+    first.signal(signal.SIGKILL)
+    done = first.finish(30, grace=20)  # fails where a process is left
+    assert done.returncode == -signal.SIGKILL
+    rows = len([line for line in journal_so_far(place) if line["event"] == "row"])
+    refused = run_cli(command_, cwd=place)
+    assert refused.returncode == 2 and "add --resume to go on" in refused.stderr, refused.output
+
+    resumed = run_cli([*command(place, "--resume"), "--", "--slow", "0.03"], timeout=120, cwd=place)
+    assert resumed.returncode == 0, resumed.output
+    sweep = sweep_of(place)
+    assert [trial["status"] for trial in sweep["trials"]] == ["finished"] * 4
+    assert [trial["epochs"] for trial in sweep["trials"]] == [6] * 4
+    assert len([line for line in journal(place) if line["event"] == "row"]) < rows + 24  # not all over again
+    log = (place / "sweep" / "trials" / "00000" / "events.jsonl").read_text()
+    assert '"resumed"' in log
+
+
+def journal_so_far(place):
+    """Without half a line that is being written."""
+    found = []
+    for line in (place / "sweep" / "trials.jsonl").read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def test_interrupted_it_writes_what_there_is(start, place, cluster):
+    running = start([*CLI, *command(place, "--address", cluster), "--", "--slow", "0.05"], cwd=place, env=OPEN)
+    journal_file = place / "sweep" / "trials.jsonl"
+    running.wait_for(lambda: journal_file.exists() and '"row"' in journal_file.read_text(), 90)
+    running.signal(signal.SIGINT)
+    done = running.finish(60, grace=20)
+    assert done.returncode == 130 and "Traceback" not in done.output, done.output
+    sweep = sweep_of(place)
+    assert {trial["status"] for trial in sweep["trials"]} == {"interrupted"} and sweep["best"] is not None
+    results = [json.loads(path.read_text()) for path in (place / "sweep" / "trials").glob("*/result.json")]
+    assert results and {result["status"] for result in results} == {"interrupted"}  # the second may not have begun
+    assert (place / "sweep" / "best.yaml").exists() and not (place / "sweep" / ".stop").exists()
+
+
+def test_a_metric_that_nobody_reports_ends_all_at_once(run_cli, place, cluster):
+    done = run_cli(command(place, "--metric", "val_los", "--address", cluster), timeout=90, cwd=place, env=OPEN)
+    assert done.returncode == 2, done.output
+    (error,) = done.stderr.splitlines()
+    assert error.startswith(
+        "error: metric='val_los' is not reported (did you mean 'val_loss'?): choose one of accuracy, loss"
+    )
+
+
+def test_a_script_that_always_crashes_is_told_by_its_cause(run_cli, place, cluster):
+    (place / "space.yaml").write_text("hidden: [1, 2, 3, 4, 5, 6, 7, 8]\n")
+    done = run_cli([*command(place, "--address", cluster), "--", "--crash", "yes"], timeout=90, cwd=place, env=OPEN)
+    assert done.returncode == 1, done.output
+    (error,) = done.stderr.splitlines()
+    assert "trials failed before any metric: rank 0 failed with ValueError" in error and "no way with" in error
+    assert len(sweep_of(place)["trials"]) < 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "space", "code", "said"),
+    [
+        (["--scheduler", "ashe"], SPACE, 2, "did you mean 'asha'?"),
+        (["--search", "random", "--num-samples", "0"], SPACE, 2, "num_samples='0' is no whole number from 1 on"),
+        (["--search", "random"], SPACE, 2, "set num_samples"),
+        (["--search", "random", "--num-sample", "3"], SPACE, 2, "is not a flag of tune (did you mean '--num-samples'?)"),
+        (["--nproc-per-node", "64"], SPACE, 3, "a trial needs 64 CPU"),
+        (["--learning-rate", "1"], SPACE, 2, "learning_rate is in the search space and typed as 1.0 too"),
+        (["--checkpoint-dir", "x"], SPACE, 2, "would be shared by all trials"),
+        (["--mode", "low"], SPACE, 2, "choose min or max"),
+        (["--scheduler", "asha", "--scheduler-option", "grace_perio=1"], SPACE, 2, "did you mean 'grace_period'?"),
+        ([], "", 2, "is empty: give each name its values"),
+        ([], "learning_rate: {logunifrm: [1, 2]}", 2, "did you mean 'loguniform'?"),
+        ([], "nproc_per_node: [1, 2]", 2, "nproc_per_node cannot be searched"),
+        ([], "batch_size: [8, 0]", 2, "batch_size=0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_starts(run_cli, place, flags, space, code, said):
+    (place / "space.yaml").write_text(space)
+    done = run_cli(command(place, *flags), cwd=place)
+    assert done.returncode == code and said in done.stderr and done.stderr.count("\n") == 1, done.output
+    assert done.seconds < 10 and not (place / "sweep").exists()
+
+
+def test_a_dry_run_shows_proposals_and_starts_nothing(run_cli, place):
+    done = run_cli(command(place, "--dry-run"), cwd=place)
+    assert done.returncode == 0 and "  00001  learning_rate=1e-06 --hidden 16" in done.stdout, done.output
+    assert not (place / "sweep").exists() and math.isfinite(done.seconds)

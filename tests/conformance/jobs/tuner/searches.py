@@ -1,0 +1,226 @@
+"""Searches of functions on one local cluster of two CPUs. Prints one JSON line: the facts of each, by its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import ray
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from distributed import Callback, DistributedError, DistributedTuner, Trainer
+
+OUT = Path(sys.argv[1])
+x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(x, (x.sum(1) > 0).long())
+loader = DataLoader(data, batch_size=8, shuffle=True)
+EPOCHS = 9
+
+
+def model():
+    return torch.nn.Linear(8, 2)
+
+
+def bowl(config):
+    return {
+        "score": (config["a"] - 3) ** 2 + config.get("b", 0),
+        "note": str(config["a"]),
+        "as_object": Fraction(2),
+    }
+
+
+def trained(config):
+    """A Trainer reports by itself; what is printed goes into the trial's log."""
+    print("rate", config["lr"])
+    Trainer(model(), config, epochs=EPOCHS).fit(loader, data)
+
+
+def on_two_processes(config):
+    Trainer(model(), config, epochs=3, nproc_per_node=2).fit(loader, data)
+    return {"threads": torch.get_num_threads()}
+
+
+def dies_once(config):
+    """Its process is gone after four epochs, for the first time."""
+    flag = OUT / "died"
+
+    class Death(Callback):
+        def on_epoch_end(self, state, metrics):
+            if state.epoch == 4 and not flag.exists():
+                flag.touch()
+                os._exit(7)
+
+    Trainer(model(), {"lr": config["lr"]}, epochs=6, callbacks=[Death()]).fit(loader, data)
+
+
+def crashes(config):
+    raise ValueError(f"no way with {config['a']}")
+
+
+def crashes_at_two(config):
+    if config["a"] == 2:
+        raise ValueError("two is too much")
+    return float(config["a"])
+
+
+def slow(config):
+    time.sleep(0.2)
+    return {"score": config["a"], "pid": float(os.getpid())}
+
+
+def tuner(name, train_fn, space, **settings):
+    more = {"metric": "score", "mode": "min", "num_gpus": 0, "trials_per_gpu": 1, **settings}
+    return DistributedTuner(train_fn=train_fn, search_space=space, run_dir=OUT / name, **more)
+
+
+def sweep_of(name):
+    return json.loads((OUT / name / "sweep.json").read_text())
+
+
+def told(function):
+    """What an error says, and after how many seconds."""
+    began = time.monotonic()
+    try:
+        function()
+    except DistributedError as error:
+        return {"type": type(error).__name__, "said": str(error), "seconds": time.monotonic() - began}
+    return None
+
+
+def grid():
+    made = tuner("grid", bowl, {"a": [1, 2, 3, 4], "b": [0, 10]}, search="grid")
+    best = made.tune()
+    table = made.results
+    return {"best": best, "columns": list(table.columns), "rows": len(table), "first": table.iloc[0].to_dict()}
+
+
+def models():
+    space = {"a": {"uniform": [0, 10]}}
+    found = {search: tuner(search, bowl, space, search=search, seed=1).tune(8) for search in ("optuna", "bayesopt")}
+    return {search: abs(best["a"] - 3) for search, best in found.items()}
+
+
+def asha():
+    space = {"lr": [0.3, 1e-6, 1e-5, 2e-6, 0.2, 3e-6, 1e-7, 5e-6]}
+    made = tuner("asha", trained, space, metric="val_loss", scheduler="asha", search="grid")
+    best = made.tune()
+    trainer = made.best_trainer()
+    statuses = {trial["config"]["lr"]: (trial["status"], trial["epochs"]) for trial in sweep_of("asha")["trials"]}
+    stopped = next(trial for trial in sweep_of("asha")["trials"] if trial["status"] == "stopped")
+    row = sweep_of("asha")["best"]["metrics"]
+    return {
+        "best": best, "statuses": statuses, "row": row, "again": trainer.evaluate(data)["loss"],
+        "history": [entry["epoch"] for entry in trainer.history.rows], "checkpoint": str(made.best_checkpoint),
+        "stopped": json.loads((OUT / "asha" / stopped["run_dir"] / "result.json").read_text())["status"],
+        "log": (OUT / "asha" / "trials" / "00000.log").read_text(),
+    }  # fmt: skip
+
+
+def pbt():
+    """Four trials on two places: they take turns, and the worse ones go on from the better ones' checkpoints."""
+    space = {"lr": {"loguniform": [1e-6, 0.3]}}
+    options = {"perturbation_interval": 2, "quantile_fraction": 0.5}
+    made = tuner("pbt", trained, space, metric="val_loss", scheduler="pbt", scheduler_options=options, seed=3)
+    made.tune(4)
+    lines = [json.loads(line) for line in (OUT / "pbt" / "trials.jsonl").read_text().splitlines()]
+    trials = sweep_of("pbt")["trials"]
+    clones = [line["trial"] for line in lines if line.get("cloned") is not None]
+    logs = "".join((OUT / "pbt" / "trials" / f"{number:05d}.log").read_text() for number in set(clones))
+    return {
+        "epochs": [trial["epochs"] for trial in trials], "statuses": [trial["status"] for trial in trials],
+        "num_cloned": len(clones), "turns": sum(line["event"] == "started" for line in lines),
+        "rate_replaced": "replaces the checkpoint's" in logs, "losses": [trial["metrics"]["val_loss"] for trial in trials],
+    }  # fmt: skip
+
+
+def hyperband():
+    space = {"lr": [0.3, 1e-6, 1e-5, 0.2, 2e-6, 3e-6]}  # three that run to the end, and a bracket of three
+    made = tuner(
+        "hyperband", trained, space, metric="val_loss", scheduler="hyperband", search="grid",
+        scheduler_options={"max_t": EPOCHS},
+    )  # fmt: skip
+    return {"best": made.tune(), "epochs": [trial["epochs"] for trial in sweep_of("hyperband")["trials"]]}
+
+
+def distributed_trials():
+    space = {"lr": [0.3, 1e-6]}
+    made = tuner("two", on_two_processes, space, metric="val_loss", search="grid", resources_per_trial={"cpu": 2})
+    made.tune()
+    results = [json.loads((OUT / "two" / "trials" / name / "result.json").read_text()) for name in ("00000", "00001")]
+    lines = [json.loads(line) for line in (OUT / "two" / "trials.jsonl").read_text().splitlines()]
+    return {
+        "worlds": [result["world_size"] for result in results], "order": [line["event"] for line in lines],
+        "epochs": [trial["epochs"] for trial in sweep_of("two")["trials"]],
+    }  # fmt: skip
+
+
+def failures():
+    once = tuner("once", dies_once, {"lr": [0.1]}, metric="val_loss", search="grid", max_failures=1)
+    once.tune()
+    lines = [json.loads(line) for line in (OUT / "once" / "trials.jsonl").read_text().splitlines()]
+    some = tuner("some", crashes_at_two, {"a": [1, 2, 3]}, mode="max", search="grid")
+    return {
+        "retried": [line["event"] for line in lines], "epochs": [line["row"]["epoch"] for line in lines if line["event"] == "row"],
+        "some": some.tune(), "errors": [trial.get("error") for trial in sweep_of("some")["trials"]],
+        "all": told(lambda: tuner("all", crashes, {"a": [1, 2, 3, 4, 5, 6, 7, 8]}, search="grid").tune()),
+        "crashed": len(sweep_of("all")["trials"]), "log": (OUT / "all" / "trials" / "00000.log").read_text(),
+    }  # fmt: skip
+
+
+def refusals():
+    return {
+        "unknown": told(lambda: tuner("unknown", trained, {"lr": [0.1, 0.2]}, metric="val_los", search="grid").tune()),
+        "too much": told(lambda: tuner("much", bowl, {"a": [1]}, resources_per_trial={"cpu": 64}, search="grid").tune()),
+        "no gpus": told(lambda: tuner("gpus", bowl, {"a": [1]}, num_gpus=32)),
+        "early": told(lambda: tuner("early", bowl, {"a": [1]}).best_params),
+    }  # fmt: skip
+
+
+def resume():
+    first = tuner("resume", slow, {"a": {"uniform": [0, 1]}}, seed=7)
+    first.tune(3)
+    again = tuner("resume", slow, {"a": {"uniform": [0, 1]}}, seed=7, resume=True)
+    again.tune(5)
+    whole = tuner("whole", slow, {"a": {"uniform": [0, 1]}}, seed=7)
+    whole.tune(5)
+    lines = [json.loads(line) for line in (OUT / "resume" / "trials.jsonl").read_text().splitlines()]
+    return {
+        "started": [line["trial"] for line in lines if line["event"] == "started"],
+        "same": [trial["config"] for trial in sweep_of("resume")["trials"]] == [t["config"] for t in sweep_of("whole")["trials"]],
+        "no trainer": told(whole.best_trainer),
+        "processes": len({trial["metrics"]["pid"] for trial in sweep_of("whole")["trials"]}),
+    }  # fmt: skip
+
+
+SEARCHES = (grid, models, asha, pbt, hyperband, distributed_trials, failures, refusals, resume)
+
+
+def main():
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+        object_store_memory=10**8, _temp_dir=str(OUT / "ray"),
+    )  # fmt: skip
+    found, seconds = {}, {}
+    for search in SEARCHES:
+        if len(sys.argv) > 2 and search.__name__ not in sys.argv[2:]:
+            continue
+        began = time.monotonic()
+        found[search.__name__] = search()
+        seconds[search.__name__] = round(time.monotonic() - began, 1)
+    free = time.monotonic() + 20
+    while ray.available_resources().get("CPU") != 2 and time.monotonic() < free:
+        time.sleep(0.1)
+    found["free"], found["seconds"] = ray.available_resources().get("CPU"), seconds
+    groups = ray.util.placement_group_table().values()
+    found["groups left"] = [group["state"] for group in groups if group["state"] != "REMOVED"]
+    print(json.dumps(found, default=str))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""DistributedTuner on real trials: one local cluster of two CPUs, many searches."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Started, clean_environment, needs_backend
+
+JOB = Path(__file__).parent / "jobs" / "tuner" / "searches.py"
+pytestmark = pytest.mark.timeout(420)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    needs_backend("ray")
+    cwd = tmp_path_factory.mktemp("cwd")
+    with tempfile.TemporaryDirectory(prefix="tuner-") as out:  # short: sockets lie in it
+        command = Started([sys.executable, str(JOB), out], cwd, cwd, clean_environment())
+        try:
+            done = command.finish(400)
+        finally:
+            command.kill()
+    assert done.returncode == 0, done.output[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_grid_of_a_function_that_returns_metrics(found):
+    facts = found["grid"]
+    assert facts["best"] == {"a": 3, "b": 0} and facts["rows"] == 8
+    assert {"trial", "status", "a", "b", "score", "note", "epochs", "error", "run_dir"} <= set(facts["columns"])
+    assert facts["first"]["score"] == 0 and facts["first"]["note"] == "3" and facts["first"]["as_object"] == 2.0
+
+
+def test_searches_that_learn_find_the_bottom(found):
+    assert all(distance < 1.5 for distance in found["models"].values()), found["models"]
+
+
+def test_asha_stops_the_bad_ones_early_and_the_best_trainer_comes_back(found):
+    facts = found["asha"]
+    assert facts["best"]["lr"] in (0.3, 0.2)
+    status = {float(rate): tuple(each) for rate, each in facts["statuses"].items()}
+    assert status[facts["best"]["lr"]] == ("finished", 9)
+    early = [epochs for kind, epochs in status.values() if kind == "stopped"]
+    assert len(early) >= 4 and max(early) < 9
+    assert facts["stopped"] == "interrupted"  # its processes saved and left
+    assert facts["again"] == pytest.approx(facts["row"]["val_loss"], rel=1e-6)
+    assert facts["history"] == list(range(1, facts["row"]["epoch"] + 1))
+    assert "/checkpoints/step-" in facts["checkpoint"]
+    assert "rate 0.3" in facts["log"] and "epoch 9/9" in facts["log"]
+
+
+def test_a_population_goes_on_from_its_best_members(found):
+    facts = found["pbt"]
+    assert facts["epochs"] == [9, 9, 9, 9] and set(facts["statuses"]) == {"finished"}
+    assert facts["num_cloned"] > 0 and facts["turns"] > 4
+    assert facts["rate_replaced"]
+    assert max(facts["losses"]) < 0.6, facts["losses"]  # a rate of 1e-6 alone would still be where it began
+
+
+def test_hyperband_ends_with_its_best(found):
+    facts = found["hyperband"]
+    assert facts["best"]["lr"] in (0.3, 0.2) and max(facts["epochs"]) == 9 and min(facts["epochs"]) < 9
+
+
+def test_a_trial_of_two_processes_has_both_cpus_for_itself(found):
+    facts = found["distributed_trials"]
+    assert facts["worlds"] == [2, 2] and facts["epochs"] == [3, 3]
+    one = ["started", "row", "row", "row", "row", "ended"]
+    assert facts["order"] == one * 2  # never both at once; the fourth row is what the function returned
+
+
+def test_a_trial_whose_process_dies_goes_on_from_its_checkpoint(found):
+    facts = found["failures"]
+    assert facts["retried"].count("retried") == 1 and facts["retried"].count("started") == 2
+    assert facts["epochs"][-1] == 6 and facts["epochs"].count(1) == 1  # not from the start
+
+
+def test_crashes_are_told_by_their_own_cause(found):
+    facts = found["failures"]
+    assert facts["some"] == {"a": 3} and facts["errors"] == [None, "ValueError: two is too much", None]
+    assert facts["all"]["type"] == "TrainingError" and "ValueError: no way with 1" in facts["all"]["said"]
+    assert "ray" not in facts["all"]["said"].partition("(/")[0].lower() and facts["crashed"] < 8
+    assert "in crashes" in facts["log"] and "no way with 1" in facts["log"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("unknown", "ConfigError", "metric='val_los' is not reported (did you mean 'val_loss'?): choose one of"),
+        ("too much", "ResourceError", "a trial needs 64 CPU"),
+        ("no gpus", "ResourceError", "num_gpus=32 is more than the"),
+        ("early", "ConfigError", "there are results after tune()"),
+    ],
+)
+def test_what_cannot_be_is_one_line_in_seconds(found, name, kind, said):
+    told = found["refusals"][name]
+    assert told["type"] == kind and said in told["said"] and "\n" not in told["said"], told
+    assert told["seconds"] < 120
+
+
+def test_a_sweep_goes_on_as_if_it_had_never_ended(found):
+    facts = found["resume"]
+    assert facts["started"] == [0, 1, 2, 3, 4] and facts["same"]
+    assert "saved no checkpoint: train with a Trainer" in facts["no trainer"]["said"]
+
+
+def test_processes_are_used_again_and_nothing_is_left(found):
+    assert found["resume"]["processes"] <= 3  # of five trials
+    assert found["free"] == 2 and found["groups left"] == []
+    assert math.isfinite(sum(found["seconds"].values()))

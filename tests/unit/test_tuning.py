@@ -1,0 +1,368 @@
+"""What a search is made of, without a trial: spaces, proposals, plans, and the files of a sweep."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import statistics
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from distributed.backends._ray.trial import Order, Reports
+from distributed.errors import ConfigError, ResourceError
+from distributed.settings import Typed, read_config_file
+from distributed.tuning import proposals as proposing
+from distributed.tuning.jobs import FunctionJob
+from distributed.tuning.plan import (
+    SearchPlan,
+    bundles_of,
+    check_fits,
+    check_metric,
+    check_pairing,
+    check_scheduler,
+    total,
+)
+from distributed.tuning.proposals import check_search, make_proposals
+from distributed.tuning.space import make_space, read_space
+from distributed.tuning.sweep import open_sweep, scores
+
+SPACE = {
+    "learning_rate": {"loguniform": ["1e-4", "1e-1"]}, "batch_size": [32, 64], "layers": {"randint": [1, 4]},
+    "dropout": {"uniform": [0, 0.5]}, "epochs": 7,
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------ the space
+
+
+def test_a_space_is_read_from_yaml(tmp_path):
+    (tmp_path / "space.yaml").write_text("learning_rate: {loguniform: [1e-4, 1e-1]}\nbatch_size: [32, 64]\nname: x\n")
+    space = read_space(tmp_path / "space.yaml")
+    rate = space["learning_rate"]
+    assert (
+        rate.at(0) == pytest.approx(1e-4) and rate.at(1) == pytest.approx(0.1) and rate.at(2 / 3) == pytest.approx(0.01)
+    )
+    assert [space["batch_size"].at(unit) for unit in (0, 0.4, 0.6, 1)] == [32, 32, 64, 64]
+    assert not space["name"].is_searched and space["name"].values == ("x",)
+
+
+def test_whole_numbers_stop_below_the_upper_end_and_all_values_come_back():
+    space = make_space(SPACE)
+    layers = space["layers"]
+    assert {layers.at(step / 100) for step in range(101)} == {1, 2, 3} == set(layers.grid())
+    for each in (space[name] for name in SPACE if name != "epochs"):
+        for unit in (0.1, 0.5, 0.9):
+            assert each.at(each.unit(each.at(unit))) == pytest.approx(each.at(unit))
+
+
+def test_what_lies_outside_is_brought_back():
+    space = make_space(SPACE)
+    assert space["layers"].inside(0) == 1 and space["layers"].inside(9) == 3 and space["batch_size"].inside(32) == 32
+    assert space["learning_rate"].inside(1.0) == 0.1 and space["dropout"].inside(0.2) == 0.2
+
+
+def test_domains_of_ray_tune_are_spaces_too():
+    tune = pytest.importorskip("ray.tune", reason="needs Ray")
+    space = make_space({
+        "lr": tune.loguniform(1e-3, 1e-1), "n": tune.randint(2, 5), "k": tune.choice(["a", "b"]), "q": tune.quniform(0, 1, 0.25),
+        "g": tune.grid_search([1, 2]),
+    })  # fmt: skip
+    assert [each.kind for each in space.values()] == ["loguniform", "randint", "choice", "sampler", "choice"]
+    drawn = [make_proposals("random", space, seed).ask() for seed in range(20)]
+    assert {row["q"] for row in drawn} <= {0, 0.25, 0.5, 0.75, 1} and len({row["q"] for row in drawn}) > 2
+    assert all(1e-3 <= row["lr"] <= 0.1 and row["n"] in (2, 3, 4) for row in drawn)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({}, "is empty"),
+        (None, "is empty"),
+        ([1], "is a list"),
+        ({"a": 1, "b": "x"}, "has constants only"),
+        ({"a": {"unform": [0, 1]}}, "did you mean 'uniform'?"),
+        ({"a": {"uniform": [1, 0]}}, "holds nothing: write the smaller one first"),
+        ({"a": {"uniform": 3}}, "takes two numbers, not 3"),
+        ({"a": {"uniform": [0, math.inf]}}, "takes two numbers"),
+        ({"a": {"loguniform": [0, 1]}}, "begin above 0"),
+        ({"a": {"randint": [0, 1.5]}}, "needs whole numbers"),
+        ({"a": []}, "has no values"),
+        ({"a": {"uniform": [0, 1], "choice": [1]}}, "has 2 kinds"),
+        ({1: [2, 3]}, "write it in quotes"),
+        ({"a": object()}, "is a object"),
+    ],
+)
+def test_a_malformed_space_is_one_line(content, said):
+    with pytest.raises(ConfigError) as caught:
+        make_space(content)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "said"), [("a: [1", "line"), ("", "is empty"), (None, "cannot be read")])
+def test_a_file_that_is_no_space_is_named(tmp_path, text, said):
+    file = tmp_path / "space.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"space\.yaml") as caught:
+        read_space(file)
+    assert said in str(caught.value)
+
+
+# ------------------------------------------------------------------ proposals
+
+
+def asked(search, num, seed=0, tell=lambda values: None):
+    made = make_proposals(search, make_space(SPACE), seed)
+    rows = []
+    for _ in range(num):
+        rows.append(made.ask())
+        if (score := tell(rows[-1])) is not None:
+            made.tell(rows[-1], score)
+    return rows
+
+
+def bowl(values):
+    """Smallest at a rate of 0.01 and a dropout of 0.2."""
+    return (math.log10(values["learning_rate"]) + 2) ** 2 + 10 * (values["dropout"] - 0.2) ** 2
+
+
+def test_the_same_seed_proposes_the_same_and_another_does_not():
+    for search in ("random", "optuna"):
+        assert asked(search, 6, 3, bowl) == asked(search, 6, 3, bowl) != asked(search, 6, 4, bowl)
+
+
+def test_all_proposals_lie_in_the_space():
+    for search in ("random", "optuna", "bayesopt"):
+        for row in asked(search, 12, 1, bowl):
+            assert sorted(row) == sorted(SPACE) and row["epochs"] == 7
+            assert 1e-4 <= row["learning_rate"] <= 0.1 and 0 <= row["dropout"] <= 0.5
+            assert row["batch_size"] in (32, 64) and row["layers"] in (1, 2, 3) and type(row["layers"]) is int
+
+
+def test_a_search_that_learns_ends_nearer_than_chance():
+    """The median of the last of 30, over five seeds."""
+
+    def reached(search):
+        return statistics.median(statistics.median(map(bowl, asked(search, 30, seed, bowl)[20:])) for seed in range(5))
+
+    chance = reached("random")
+    assert reached("optuna") < 0.7 * chance
+
+
+def test_a_gaussian_process_finds_the_bottom():
+    made = make_proposals("bayesopt", make_space({"x": {"uniform": [0, 10]}}), 2)
+    found = []
+    for _ in range(9):
+        found.append(made.ask())
+        made.tell(found[-1], (found[-1]["x"] - 7) ** 2)
+    assert min(abs(values["x"] - 7) for values in found[5:]) < 0.2, found
+
+
+def test_a_trial_without_a_value_does_not_end_a_search():
+    for search in ("random", "optuna", "bayesopt"):
+        assert len(asked(search, 7, 0, lambda values: math.inf)) == 7
+
+
+def test_a_grid_is_every_combination_once():
+    space = make_space({"a": [1, 2], "b": {"randint": [0, 3]}, "c": "x"})
+    assert check_search("grid", space, None) == 6
+    made = make_proposals("grid", space, 0)
+    rows = [made.ask() for _ in range(6)]
+    assert len({(row["a"], row["b"]) for row in rows}) == 6 and {row["c"] for row in rows} == {"x"}
+
+
+def test_what_an_earlier_process_asked_is_not_asked_again():
+    space = make_space(SPACE)
+    for search in ("random", "optuna", "bayesopt"):
+        first = make_proposals(search, space, 5)
+        rows = [first.ask() for _ in range(3)]
+        again = make_proposals(search, space, 5)
+        for row in rows[:2]:
+            again.repeat(row, bowl(row))
+        following = again.ask()
+        assert following not in rows[:2]
+        assert search == "optuna" or following == rows[2]
+
+
+@pytest.mark.parametrize(
+    ("search", "num_samples", "space", "said"),
+    [
+        ("radnom", 3, SPACE, "did you mean 'random'?"),
+        ("random", 0, SPACE, "set 1 or more"),
+        ("random", None, SPACE, "set num_samples"),
+        ("grid", None, SPACE, "cannot count the values of learning_rate"),
+        ("grid", 3, {"a": [1, 2]}, "is not the 2 combinations"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(search, num_samples, space, said):
+    with pytest.raises(ConfigError) as caught:
+        check_search(search, make_space(space), num_samples)
+    assert said in str(caught.value)
+
+
+def test_a_search_whose_library_is_missing_says_how_to_install_it(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(proposing.importlib.util, "find_spec", lambda name: None if name == "optuna" else find(name))
+    with pytest.raises(ResourceError, match=r"run pip install 'distributed-trainer\[tune\]'"):
+        check_search("optuna", make_space(SPACE), 3)
+
+
+# ------------------------------------------------------------------ plans
+
+
+def test_resources_are_bundles_in_every_form():
+    assert bundles_of(None) == ({"CPU": 1.0},)
+    assert bundles_of({"cpu": 2, "gpu": 1}) == ({"CPU": 2.0, "GPU": 1.0},)
+    several = bundles_of([{"CPU": 1}, {"CPU": 2}])
+    assert len(several) == 2 and total(several) == {"CPU": 3.0}
+    assert bundles_of(None, 0.5) == ({"CPU": 1.0, "GPU": 0.5},)
+    with pytest.raises(ResourceError, match="needs 3 CPU, and here has 2"):
+        check_fits(total(several), {"CPU": 2.0}, "here")
+
+
+@pytest.mark.parametrize("wrong", [{}, {"cpu": -1}, {"cpu": "two"}, [1], []])
+def test_resources_that_are_none_are_refused(wrong):
+    with pytest.raises(ConfigError, match="resources_per_trial"):
+        bundles_of(wrong)
+
+
+def test_a_scheduler_has_its_own_options_and_no_others():
+    assert check_scheduler("asha", {"grace_period": 2})[1]["grace_period"] == 2
+    assert check_scheduler("none", {}) == (None, {})
+    for name, options, said in (
+        ("ahsa", {}, "did you mean 'asha'?"),
+        ("asha", {"grace_perio": 2}, "did you mean 'grace_period'?"),
+        ("pbt", {"quantile_fraction": -1}, "is not above 0"),
+        ("asha", {"reduction_factor": 1}, "keeps every trial"),
+        (None, {"grace_period": 2}, "without a scheduler"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_scheduler(name, options)
+        assert said in str(caught.value)
+
+
+def test_a_population_needs_a_search_that_does_not_learn():
+    check_pairing("pbt", "random")
+    with pytest.raises(ConfigError, match="choose search='random'"):
+        check_pairing("pbt", "optuna")
+
+
+def test_what_is_optimised_must_have_a_name_and_a_direction():
+    with pytest.raises(ConfigError, match="choose min or max"):
+        check_metric("loss", "lowest")
+    with pytest.raises(ConfigError, match="say what is optimised"):
+        check_metric("", "min")
+
+
+# ------------------------------------------------------------------ the files
+
+
+def sweep_of(directory, resume=False, num_samples=4, **changed):
+    asked_for = {"search": "random", "num_samples": num_samples, "search_space": {"lr": [1, 2]}, **changed}
+    return open_sweep(directory, "val_loss", "min", asked_for, resume)
+
+
+def test_a_sweep_is_written_and_goes_on(tmp_path):
+    sweep = sweep_of(tmp_path / "s")
+    for number, losses in enumerate(([0.9, 0.4, 0.5], [0.6], [math.nan])):
+        sweep.note(number, "started", config={"lr": 0.1 * (number + 1), "hidden": 8})
+        for epoch, loss in enumerate(losses):
+            sweep.note(number, "row", row={"epoch": epoch + 1, "val_loss": loss})
+    sweep.note(0, "ended", status="finished")
+    sweep.note(2, "ended", status="failed", error="ValueError: no")
+    with sweep.journal.open("a") as file:
+        file.write('{"trial": 1, "ev')  # killed while it wrote
+    sweep.run.unlock()
+
+    again = sweep_of(tmp_path / "s", resume=True, num_samples=6)
+    assert [(r.status, r.epochs) for r, _ in scores(again)] == [("finished", 3), ("waiting", 1), ("failed", 1)]
+    assert [score for _, score in scores(again)] == [0.4, None, math.inf]
+    again.write()
+    content = json.loads((tmp_path / "s" / "sweep.json").read_text())
+    assert content["best"]["id"] == "00000" and content["best"]["metrics"] == {"epoch": 2, "val_loss": 0.4}
+    assert [trial["status"] for trial in content["trials"]] == ["finished", "waiting", "failed"]
+    assert content["trials"][2]["metrics"]["val_loss"] is None and content["trials"][2]["error"] == "ValueError: no"
+    assert content["trials"][0]["run_dir"] == "trials/00000"
+    again.run.unlock()
+
+
+def test_the_best_settings_are_as_strong_as_flags_and_the_rest_are_arguments(tmp_path):
+    sweep = sweep_of(tmp_path / "s")
+    sweep.note(0, "started", config={"lr": 0.25, "hidden": 8, "batch_size": 64})
+    sweep.note(0, "row", row={"epoch": 1, "val_loss": 0.1})
+    path = sweep.write_best(
+        Typed(file={"epochs": 3}, flag={"dtype": "float64"}, script="train.py", script_args=("-v",))
+    )
+    typed = read_config_file(path)
+    assert typed.script == "train.py" and typed.script_args == ("-v", "--hidden", "8")
+    assert typed.file == {"epochs": 3}
+    assert typed.flag == {"dtype": "float64", "learning_rate": 0.25, "batch_size": 64}
+    sweep.run.unlock()
+
+
+def test_a_sweep_that_goes_on_must_be_the_same(tmp_path):
+    sweep_of(tmp_path / "s").run.unlock()
+    for changed, said in (
+        ({"num_samples": 3}, "num_samples=3 is less than the 4"),
+        ({"search": "grid"}, 'search="grid" is not the "random"'),
+        ({"search_space": {"lr": [1, 3]}}, "search_space="),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            sweep_of(tmp_path / "s", resume=True, **changed).run.unlock()
+        assert said in str(caught.value)
+    for directory, resume, said in (
+        (tmp_path / "s", False, "is not empty"),
+        (tmp_path, True, "holds no sweep to resume"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            sweep_of(directory, resume=resume)
+
+
+def test_a_sweep_without_a_number_has_no_best(tmp_path):
+    sweep = sweep_of(tmp_path / "s")
+    sweep.note(0, "started", config={"lr": 1})
+    sweep.note(0, "row", row={"epoch": 1, "val_loss": math.nan})
+    sweep.interrupt()
+    assert sweep.best() is None and sweep.write_best(Typed()) is None
+    assert sweep.summary()["best"] is None and sweep.records[0].status == "interrupted"
+    sweep.run.unlock()
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("good", "train_fn returned a str: return a dict of metrics"),
+        (None, "metric='score' was not reported, nor anything else"),
+        ({"scores": 1}, "metric='score' is not reported (did you mean 'scores'?): choose one of scores"),
+    ],
+)
+def test_a_function_that_returns_no_metric_is_told_so(tmp_path, returned, said):
+    plan = SearchPlan(tmp_path, FunctionJob(print, 0), make_space(SPACE), "score", "min", 1, ({"CPU": 1.0},))
+    reports = Reports(Order(plan, str(tmp_path), is_shared=False), 0, None, tmp_path / "last.json")
+    with pytest.raises(ConfigError) as caught:
+        reports.finish(returned)
+    assert said in str(caught.value)
+
+
+def test_nobody_else_takes_a_sweep_that_runs(tmp_path):
+    sweep = sweep_of(tmp_path / "s")
+    with pytest.raises(ConfigError, match="in use by process"):
+        sweep_of(tmp_path / "s", resume=True)
+    sweep.run.unlock()
+    sweep_of(tmp_path / "s", resume=True).run.unlock()
+
+
+def test_the_tuner_imports_no_search_library():
+    code = "import sys, distributed; distributed.DistributedTuner; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert not {"torch", "ray", "optuna", "bayes_opt", "pandas", "numpy", "yaml"} & set(loaded.stdout.split())
+
+
+def test_yaml_of_a_space_is_plain(tmp_path):
+    sweep = sweep_of(tmp_path / "s")
+    assert yaml.safe_load((tmp_path / "s" / "sweep.yaml").read_text())["search_space"] == {"lr": [1, 2]}
+    sweep.run.unlock()
