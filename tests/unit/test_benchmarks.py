@@ -261,3 +261,24 @@ def test_backends_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, 
 
     assert backends.main() == code
     assert ("MISSED" in capsys.readouterr().out) == (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "is_good"),
+    [
+        ("tune", {}, True),
+        ("tune", {"seconds": 151.0}, False),
+        ("tune", {"losses": [0.1, 0.3]}, False),
+        ("tune, asha", {"best": 1}, False),
+        ("tune, asha", {"epochs": 121}, False),
+    ],
+)
+def test_sweep_knows_when_a_goal_is_missed(benchmark_modules, name, changed, is_good):
+    import sweep
+
+    loop = {"seconds": 100.0, "epochs": 240, "best": 0, "losses": [0.1, 0.2]}
+    asha = {"seconds": 60.0, "epochs": 120, "best": 0, "losses": [0.1, 0.4]}
+    one = {"shell loop": loop, "tune": {**loop, "seconds": 150.0}, "tune, asha": asha}
+    one[name] = {**one[name], **changed}
+    assert sweep.is_good([one]) is is_good
+    assert [row[0] for row in sweep.summary([one])] == ["", *one]
