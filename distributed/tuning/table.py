@@ -31,8 +31,9 @@ class Table:
         from rich.console import Console
         from rich.live import Live
 
+        self._console: Any = Console(highlight=False)
         self._live = Live(
-            get_renderable=self._table, console=Console(highlight=False), refresh_per_second=4, transient=True,
+            get_renderable=self._table, console=self._console, refresh_per_second=4, transient=True,
             redirect_stdout=False, redirect_stderr=False,
         )  # fmt: skip
         self._live.start()
@@ -40,7 +41,7 @@ class Table:
     def say(self, line: str) -> None:
         """A line that stays."""
         if self._live is not None:
-            self._live.console.print(line, markup=False, highlight=False, emoji=False)
+            self._console.print(line, markup=False, highlight=False, emoji=False)
         else:
             print(line, flush=True)  # noqa: T201 - the display of a command
 
@@ -62,17 +63,17 @@ class Table:
         row = record.best_row(self._sweep.metric, self._sweep.mode)
         return [] if row is None else [f"{self._sweep.metric} {number(row[self._sweep.metric])}"]
 
-    def _table(self) -> Any:
+    def _table(self, caption: bool = True) -> Any:
         """All trials, the best first."""
         from rich.table import Table as Rich
 
-        sweep, console = self._sweep, self._live.console
+        sweep = self._sweep
         names = list(dict.fromkeys(name for record in sweep.records.values() for name in record.config))
-        table = Rich(caption=self._counts(), caption_justify="left", box=None, pad_edge=False)
+        table = Rich(caption=self._counts() if caption else None, caption_justify="left", box=None, pad_edge=False)
         for head in ("trial", "status", "epochs", sweep.metric, *names):
             table.add_column(head, no_wrap=True, justify="left" if head in ("trial", "status") else "right")
         ordered = sorted(sweep.records.values(), key=lambda record: (sweep.score(record), record.number))
-        for record in ordered[: max(3, console.height - _ROOM)]:
+        for record in ordered[: max(3, self._console.height - _ROOM)]:
             row = record.best_row(sweep.metric, sweep.mode) or {}
             values = [number(record.config.get(name, "")) for name in names]
             metric = number(row[sweep.metric]) if row else ""
@@ -90,20 +91,13 @@ class Table:
     def close(self, best: Path | None) -> None:
         """What came of it."""
         if self._live is not None:
-            live, self._live = self._live, None
-            live.console.print(self._final(live))
-            live.stop()
+            self._live.stop()
+            self._live = None
+            self._console.print(self._table(caption=False))
         self.say(self._counts())
         if best is not None and (record := self._sweep.best()) is not None:
             self.say(f"best: {self.line_of(record)}")
             self.say(f"its settings, for train --config: {best}")
-
-    def _final(self, live: Any) -> Any:
-        self._live = live
-        table = self._table()
-        table.caption = None
-        self._live = None
-        return table
 
 
 def in_words(config: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import math
 import statistics
@@ -27,8 +28,10 @@ from distributed.tuning.plan import (
     total,
 )
 from distributed.tuning.proposals import check_search, make_proposals
+from distributed.tuning.search import note_line
 from distributed.tuning.space import make_space, read_space
 from distributed.tuning.sweep import open_sweep, scores
+from distributed.tuning.table import Table
 
 SPACE = {
     "learning_rate": {"loguniform": ["1e-4", "1e-1"]}, "batch_size": [32, 64], "layers": {"randint": [1, 4]},
@@ -365,4 +368,38 @@ def test_the_tuner_imports_no_search_library():
 def test_yaml_of_a_space_is_plain(tmp_path):
     sweep = sweep_of(tmp_path / "s")
     assert yaml.safe_load((tmp_path / "s" / "sweep.yaml").read_text())["search_space"] == {"lr": [1, 2]}
+    sweep.run.unlock()
+
+
+# ------------------------------------------------------------------ the screen
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal], ids=["file", "terminal"])
+def test_trials_are_shown_as_they_end_and_the_best_at_last(tmp_path, monkeypatch, stream):
+    out = stream()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    sweep = sweep_of(tmp_path / "s")
+    table = Table(sweep, 3, ["3 trials"])
+    for number, (loss, status) in enumerate(((0.5, "finished"), (0.25, "stopped"), (None, "failed"))):
+        for line in (
+            {"trial": number, "event": "started", "config": {"lr": 0.1 * (number + 1)}},
+            {"trial": number, "event": "row", "row": {"epoch": 1, "val_loss": loss}},
+            {"trial": number, "event": "ended", "status": status, "error": "ValueError: no" if loss is None else None},
+        ):
+            note_line(sweep, line)
+            table.show(line)
+    table.close(sweep.write_best(Typed()))
+    said = out.getvalue()
+    assert said.startswith("3 trials") and "trial 00002  failed  1 epoch  lr=0.3  ValueError: no" in said
+    assert "3 of 3 trials: 1 finished, 1 stopped, 1 failed; " in said
+    assert "best: trial 00001  stopped  1 epoch  val_loss 0.25  lr=0.2" in said and "best.yaml" in said
+    heads = [line for line in said.splitlines() if "status" in line and "epochs" in line and "val_loss" in line]
+    assert bool(heads) is (stream is Terminal)  # the table itself
     sweep.run.unlock()
