@@ -289,8 +289,9 @@ class Session:
         self._reporter({"kind": "finished", "lines": finished_lines(fit.run, state)})
 
     def _write_report(self, fit: _Fit) -> None:
-        """Our launcher does it where there is one: it knows how the run ended."""
-        if self.context.is_main_process and link() is None:
+        """Our launcher does it where there is one: it knows how the run ended. A logger that sends files needs one now."""
+        is_sent = any(isinstance(callback, Logger) for callback in fit.callbacks)
+        if self.context.is_main_process and (is_sent or link() is None):
             write_reports_at_end(fit.run, lambda text: self._reporter({"kind": "notice", "text": text}))
 
     # ------------------------------------------------------------------ evaluate, predict, average, save

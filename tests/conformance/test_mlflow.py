@@ -107,7 +107,7 @@ def test_a_run_is_complete_at_mlflow_and_nothing_lies_in_the_working_directory(o
     assert 0 < run.data.metrics["system/system_memory_usage_percentage"] < 100
     assert "scaling_efficiency" not in run.data.metrics
     there = files(client, record.run_id)
-    assert {"config.yaml", "result.json", "checkpoints/step-00000016/manifest.json"} <= set(there)
+    assert {"config.yaml", "result.json", "report.html", "checkpoints/step-00000016/manifest.json"} <= set(there)
     assert json.loads(Path(client.download_artifacts(record.run_id, "result.json")).read_text()) == result
     assert sorted(path.name for path in runs.parent.iterdir()) == ["killed", "longest-0", "longest-1", "runs"]
     assert sorted(path.name for path in runs.iterdir()) == ["mlartifacts", "mlflow.db", "one", "two"]
