@@ -146,7 +146,7 @@ def test_scaling_is_measured_against_the_run_of_one_process(on_sqlite, place, ru
     assert alike.data.metrics["scaling_efficiency"] == pytest.approx(ratio / 2)
     assert alike.data.tags["distributed.scaling_baseline"] == one.info.run_id
     assert "scaling_efficiency" not in two.data.metrics  # it had two epochs
-    assert sorted(files(client, alike.info.run_id)) == ["config.yaml", "result.json"]
+    assert sorted(files(client, alike.info.run_id)) == ["config.yaml", "report.html", "result.json"]
 
 
 def test_a_registered_model_opens_without_a_pickle(on_sqlite, monkeypatch):
