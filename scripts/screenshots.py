@@ -18,21 +18,22 @@ def main() -> None:
     """Every picture anew."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="screenshots-") as name:
-        runs = [train(Path(name), world) for world in (1, 2, 3)]
-        comparison = Path(name, "compare.html")
-        subprocess.run([*CLI, "report", *map(str, runs), "--compare", "--output", str(comparison)], check=True)
+        directory = Path(name)
+        (directory / "examples").symlink_to(ROOT / "examples")  # the pages show paths as they were typed
+        runs = [train(directory, world) for world in (1, 2, 3)]
+        subprocess.run([*CLI, "report", *(run.name for run in runs), "--compare"], cwd=directory, check=True)
         with Browser() as browser:
             picture(browser, runs[1] / "report.html", "report")
             picture(browser, runs[1] / "report.html", "report-phone", width=390, dark=True)
-            picture(browser, comparison, "report-compare")
+            picture(browser, directory / "compare.html", "report-compare")
 
 
 def train(directory: Path, world: int) -> Path:
     """The digits of examples/train.py on `world` processes; returns the run directory."""
     run = directory / f"digits-{world}"
     arguments = ["--script", "examples/train.py", "--nproc-per-node", str(world), "--backend", "pytorch-ddp"]
-    more = ["--global-batch-size", "96", "--gradient-clipping", "5", "--log-every-n-steps", "3", "--run-dir", str(run)]
-    subprocess.run([*CLI, "train", *arguments, *more], cwd=ROOT, check=True)
+    more = ["--global-batch-size", "96", "--gradient-clipping", "5", "--log-every-n-steps", "3", "--run-dir", run.name]
+    subprocess.run([*CLI, "train", *arguments, *more], cwd=directory, check=True)
     return run
 
 
