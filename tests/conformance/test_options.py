@@ -437,7 +437,7 @@ def test_nodes_that_do_not_come_are_waited_for_no_longer_than_start_timeout(run_
     where = ["--num-nodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     command = ["train", "--script", str(HERE / "jobs" / "failures.py"), "--run-dir", str(tmp_path / "run"), *where]
     done = run_cli([*command, "--nproc-per-node", "1", "--set", "start_timeout=1", "--", "no-data", str(tmp_path)])
-    assert done.returncode == 1 and done.seconds < 6, done.output
+    assert done.returncode == 1 and done.seconds < 30, done.output  # the default is 600 s
     assert f"the 2 nodes did not join at 127.0.0.1:{port} within 1 s" in done.stderr
 
 
