@@ -1,7 +1,7 @@
 """Fixtures for every test: commands run in a clean environment, under a time limit, and leave no process behind.
 
-run_cli(args, timeout=60, cwd=None, env=None)      `python -m distributed.cli ARGS`, waited for; returns a Finished
-run_python(args, timeout=60, cwd=None, env=None)   `python ARGS`, the same
+run_cli(args, timeout=120, cwd=None, env=None)     `python -m distributed.cli ARGS`, waited for; returns a Finished
+run_python(args, timeout=120, cwd=None, env=None)  `python ARGS`, the same
 run_cli_once(...)                                  run_cli for fixtures of a whole module
 start(argv, cwd=None, env=None)                    a Started: .wait_for(text), .signal(n), .finish(timeout), .alive()
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -50,11 +51,16 @@ class Finished:
     stdout: str
     stderr: str
     seconds: float
+    cpu_s: float  # of the command and of what it waited for
+
+    def within(self, limit_s: float) -> bool:
+        """Whether it took less than `limit_s` of CPU time, which other work hardly changes, and did not wait for long."""
+        return self.cpu_s < limit_s and self.seconds < 10 * limit_s
 
     @property
     def output(self) -> str:
         """Both streams, for a message."""
-        ending = f"exit {self.returncode} after {self.seconds:.1f} s"
+        ending = f"exit {self.returncode} after {self.seconds:.1f} s, {self.cpu_s:.1f} s of CPU time"
         return f"{ending}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
 
@@ -64,7 +70,7 @@ class Started:
     def __init__(self, argv: Sequence[str], directory: Path, cwd: Path | None, env: dict[str, str]) -> None:
         self.mark = uuid.uuid4().hex
         self._files = [directory / f"{self.mark}.{name}" for name in ("out", "err")]
-        self._began = time.monotonic()
+        self._began, self._cpu_began_s = time.monotonic(), _children_cpu_s()
         with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
             self.process = subprocess.Popen(
                 argv, cwd=cwd, env={**env, MARK: self.mark}, stdin=subprocess.DEVNULL,
@@ -84,7 +90,7 @@ class Started:
         """Process ids of the command and all its descendants that run."""
         return marked(self.mark)
 
-    def wait_for(self, what: str | Callable[[], Any], timeout: float = 30) -> Any:
+    def wait_for(self, what: str | Callable[[], Any], timeout: float = 120) -> Any:
         """Until the output holds `what` (or `what()` is true); fails the test when the command ends or time is up."""
 
         def seen() -> Any:
@@ -98,20 +104,20 @@ class Started:
         """Send `number` to the command's first process only."""
         self.process.send_signal(number)
 
-    def finish(self, timeout: float = 60, grace: float = 5) -> Finished:
+    def finish(self, timeout: float = 120, grace: float = 5) -> Finished:
         """Wait for the end, at most `timeout` seconds; then all descendants have `grace` seconds to be gone."""
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.kill()
             pytest.fail(f"not done after {timeout} s:\n{self.output}")
-        seconds = time.monotonic() - self._began
+        seconds, cpu_s = time.monotonic() - self._began, _children_cpu_s() - self._cpu_began_s
         out, err = (file.read_text(errors="replace") for file in self._files)
         try:
             poll(lambda: not self.alive(), grace, lambda: f"left processes {describe(self.alive())}\n{out}\n{err}")
         finally:
             self.kill()
-        return Finished(code, out, err, seconds)
+        return Finished(code, out, err, seconds, cpu_s)
 
     def kill(self) -> None:
         """End whatever is left."""
@@ -123,6 +129,12 @@ class Started:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def _children_cpu_s() -> float:
+    """CPU seconds of all processes that this one and its children have waited for."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
 
 
 def marked(mark: str) -> list[int]:
@@ -212,7 +224,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., St
 def run_python(start: Callable[..., Started]) -> Callable[..., Finished]:
     """Run `python ARGS` to its end (see the top of this file)."""
 
-    def run(args: Sequence[str], timeout: float = 60, **where: Any) -> Finished:
+    def run(args: Sequence[str], timeout: float = 120, **where: Any) -> Finished:
         return start([sys.executable, *args], **where).finish(timeout)
 
     return run
@@ -222,7 +234,7 @@ def run_python(start: Callable[..., Started]) -> Callable[..., Finished]:
 def run_cli(run_python: Callable[..., Finished]) -> Callable[..., Finished]:
     """Run `python -m distributed.cli ARGS` to its end (see the top of this file)."""
 
-    def run(args: Sequence[str], timeout: float = 60, **where: Any) -> Finished:
+    def run(args: Sequence[str], timeout: float = 120, **where: Any) -> Finished:
         return run_python(["-m", "distributed.cli", *args], timeout, **where)
 
     return run
@@ -234,7 +246,7 @@ def run_cli_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Fini
     directory = tmp_path_factory.mktemp("commands")
 
     def run(
-        args: Sequence[str], timeout: float = 60, cwd: Path | None = None, env: dict[str, str] | None = None
+        args: Sequence[str], timeout: float = 120, cwd: Path | None = None, env: dict[str, str] | None = None
     ) -> Finished:
         argv = [sys.executable, "-m", "distributed.cli", *map(str, args)]
         command = Started(argv, directory, cwd, clean_environment(**(env or {})))

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ class Finished:
     returncode: int
     output: str  # both streams
     seconds: float
+    cpu_s: float  # of the command and all that it waited for: a limit on it holds on a busy machine too
 
 
 # How a command is run: (arguments of `python`, seconds it may take) -> what came of it. `run_python` is one; a test suite
@@ -47,7 +49,7 @@ Runner = Callable[[Sequence[str], float], Finished]
 
 def run_python(arguments: Sequence[str], timeout: float) -> Finished:
     """`python ARGUMENTS`. AssertionError where it takes too long or leaves a process behind."""
-    mark, began = uuid.uuid4().hex, time.monotonic()
+    mark, began, cpu_began_s = uuid.uuid4().hex, time.monotonic(), _children_cpu_s()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, *arguments], env={**_ONE_THREAD, **os.environ, _MARK: mark}, stdin=subprocess.DEVNULL, stdout=output,
@@ -58,7 +60,7 @@ def run_python(arguments: Sequence[str], timeout: float) -> Finished:
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(timeout)
-            seconds = time.monotonic() - began
+            seconds, cpu_s = time.monotonic() - began, _children_cpu_s() - cpu_began_s
             left = _left(mark, _GONE_S if code is not None else 0.0)
         finally:  # also where the caller's own time limit strikes
             for pid in left or _marked(mark):
@@ -69,7 +71,12 @@ def run_python(arguments: Sequence[str], timeout: float) -> Finished:
         text = output.read().decode(errors="replace")
     assert code is not None, f"not done after {timeout:g} s: {' '.join(arguments)}\n{text[-3000:]}"
     assert not left, f"processes left by {' '.join(arguments)}: {left}\n{text[-3000:]}"
-    return Finished(code, text, seconds)
+    return Finished(code, text, seconds, cpu_s)
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _left(mark: str, patience: float) -> list[int]:

@@ -97,7 +97,7 @@ def test_a_run_directory_that_only_rank_0_looks_at_ends_all_ranks_with_one_messa
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
     ranks = [start(command, cwd=tmp_path, env={**world, "RANK": str(rank)}) for rank in (0, 1)]
-    done = [rank.finish(30) for rank in ranks]
+    done = [rank.finish(120) for rank in ranks]
 
     assert [each.returncode for each in done] == [2, 2], done[0].output + done[1].output
     (message,) = [line for each in done for line in each.stderr.splitlines() if line.startswith("error: ")]

@@ -19,7 +19,7 @@ from distributed.launcher import LaunchRequest
 from tests.conftest import clean_environment, poll
 
 LAUNCH = str(Path(distributed.__file__).with_name("_launch.py"))
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 
 JOIN = """
 import json, os, signal, sys, time
@@ -360,7 +360,7 @@ def test_a_signal_reaches_every_worker_and_nobody_is_left(start, tmp_path, numbe
 
     command.signal(number)
     command.signal(number)
-    done = command.finish(20)
+    done = command.finish(120)
 
     assert done.returncode == code, done.output
     heard = signal.SIGTERM if number == signal.SIGHUP else number
@@ -378,7 +378,7 @@ def test_under_nohup_the_end_of_the_terminal_means_nothing(start, tmp_path):
 
     command.signal(signal.SIGHUP)
     (tmp_path / "go").touch()
-    done = command.finish(20)
+    done = command.finish(120)
 
     assert done.returncode == 0, done.output
     assert "to the end" in done.stdout
@@ -390,7 +390,7 @@ def test_an_interrupt_before_any_worker_is_quiet(start, tmp_path):
     command.wait_for("run directory:")
 
     command.signal(signal.SIGINT)
-    done = command.finish(20)
+    done = command.finish(120)
 
     assert done.returncode == 130, done.output
     assert done.stderr == ""
@@ -403,7 +403,7 @@ def test_workers_that_ignore_a_signal_are_killed_when_time_is_up(start, tmp_path
 
     command.signal(signal.SIGTERM)
 
-    assert command.finish(20).returncode == 143
+    assert command.finish(120).returncode == 143
 
 
 def test_killing_the_launcher_kills_everybody_and_frees_the_directory(start, run_cli, tmp_path):
@@ -444,7 +444,7 @@ print("total", total.item(), "node", os.environ["GROUP_RANK"], "attempt", os.env
         script.with_suffix(".json").rename(file)
         nodes.append(start([sys.executable, command[0], str(file), command[2]], cwd=tmp_path))
 
-    ended = [node.finish(45) for node in nodes]
+    ended = [node.finish(120) for node in nodes]
 
     assert [each.returncode for each in ended] == [0, 0], ended[0].output + ended[1].output
     logs = [(tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text().splitlines()[-1] for rank in range(4)]
@@ -458,7 +458,7 @@ def test_the_death_of_the_agent_is_said(start, tmp_path):
     agent = next(pid for pid, group in groups.items() if group == command.pid and pid != command.pid)
 
     os.kill(agent, signal.SIGKILL)
-    done = command.finish(20)
+    done = command.finish(120)
 
     assert done.returncode == 1
     assert f"the agent of this run (process {agent}) was killed by signal 9" in done.stderr
@@ -533,7 +533,7 @@ def test_a_plain_script_that_ends_takes_its_workers_along(start, tmp_path, numbe
     command.wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
 
     command.signal(number)
-    done = command.finish(20)
+    done = command.finish(120)
 
     assert ("interrupted" in done.stdout) == (number == signal.SIGINT), done.output
 

@@ -55,7 +55,7 @@ def parity(run_cli, tmp_path):
     """Run it on the script's case `kind`."""
     (tmp_path / "script.py").write_text(SCRIPT)
 
-    def run(kind, *flags, timeout=90):
+    def run(kind, *flags, timeout=180):
         arguments = ["parity", "--script", "script.py", "--steps", "5", *flags, "--", kind]
         return run_cli(arguments, timeout=timeout, cwd=tmp_path)
 

@@ -173,7 +173,7 @@ def test_checkpoints_travel_without_losing_a_bit(run_cli_once, tmp_path):
     """From one process of `single` through every stage and back: each takes up the state, has it cut, and writes it again."""
     script = [str(JOBS / "zero_travel.py"), "--run-dir"]
     begin = ["train", "--script", script[0], "--backend", "single", "--run-dir", str(tmp_path / "first")]
-    assert run_cli_once([*begin, "--", str(tmp_path / "single"), "begin"], timeout=60).returncode == 0
+    assert run_cli_once([*begin, "--", str(tmp_path / "single"), "begin"], timeout=180).returncode == 0
     reference = tensors(tmp_path / "single")
     for world in (1, 2, 3):
         command = ["train", "--script", script[0], "--backend", "deepspeed", "--nproc-per-node", str(world)]
@@ -218,13 +218,13 @@ def travelled(tmp_path_factory, run_cli_once):
 
 def train(run_cli_once, out, backend, world, *more):
     command = ["train", "--script", str(JOBS / "zero_travel.py"), "--backend", backend, "--nproc-per-node", str(world)]
-    return run_cli_once([*command, "--run-dir", str(out / "run"), *more, "--", str(out), "train"], timeout=90)
+    return run_cli_once([*command, "--run-dir", str(out / "run"), *more, "--", str(out), "train"], timeout=180)
 
 
 def test_fp16_goes_through_the_engine_and_its_scale_moves_as_torchs(run_cli_once, tmp_path):
     """CPUs have no fp16 for DeepSpeed: the job says they have, as torch can compute it."""
     command = ["train", "--script", str(JOBS / "zero_fp16.py"), "--backend", "deepspeed", "--nproc-per-node", "2"]
-    done = run_cli_once([*command, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path)], timeout=90)
+    done = run_cli_once([*command, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path)], timeout=180)
     assert done.returncode == 0, done.output
     for stage in (1, 2, 3):
         found = json.loads((tmp_path / f"{stage}.json").read_text())

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from safetensors.numpy import load_file
 from tests.conftest import clean_environment, poll
 
 JOBS = Path(__file__).parent / "jobs"
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -199,13 +198,11 @@ def test_the_exception_has_the_class_and_message_of_the_workers(run_python, tmp_
 
 def test_a_refusal_is_raised_before_anything_starts(run_python, tmp_path):
     (tmp_path / "runs").write_text("in the way")
-    began = time.monotonic()
 
     done = run_python([write(tmp_path)], cwd=tmp_path)
 
-    assert done.returncode == 1
+    assert done.returncode == 1 and done.within(10)
     assert done.stderr.splitlines()[-1].startswith("distributed.errors.ConfigError: run directory 'runs")
-    assert time.monotonic() - began < 10
 
 
 def test_a_trainer_can_fit_again_after_its_workers_failed(run_python, tmp_path):
@@ -274,7 +271,7 @@ def test_a_signal_saves_and_what_was_trained_comes_back(start, tmp_path, number,
 
     command.signal(number)
     command.signal(number)
-    done = command.finish(20)
+    done = command.finish(120)
 
     assert done.returncode == code, done.output
     (run,) = (tmp_path / "runs").iterdir()
@@ -304,7 +301,7 @@ def test_after_an_interrupt_the_trainer_goes_on_where_it_was(start, tmp_path):
     command.wait_for(lambda: (tmp_path / "step-2").exists())
     command.signal(signal.SIGINT)
 
-    done = command.finish(40)
+    done = command.finish(120)
 
     assert done.returncode == 0, done.output
     assert "interrupted" in done.stdout
@@ -317,7 +314,7 @@ def test_an_interrupt_before_the_workers_run_is_clean(start, tmp_path):
     command.wait_for(lambda: (tmp_path / "calling").exists())
 
     command.signal(signal.SIGINT)
-    done = command.finish(20)
+    done = command.finish(120)
 
     assert done.returncode in (-2, 1), done.output
     assert done.stderr.count("Traceback") <= 1, done.output

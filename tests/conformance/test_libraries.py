@@ -73,7 +73,7 @@ def test_a_library_that_cannot_be_used_is_one_line(run_cli, tmp_path, library, f
     script.write_text(SCRIPTS.get(library, TORCH_SCRIPT))
     command = ["train", "--script", str(script), "--backend", library, "--nproc-per-node", "2"]
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = run_cli([*command, "--run-dir", str(tmp_path / "run")], env={"PYTHONPATH": path}, timeout=30)
+    done = run_cli([*command, "--run-dir", str(tmp_path / "run")], env={"PYTHONPATH": path}, timeout=180)
     assert done.returncode == 3, done.output
     assert said in done.stderr and "Traceback" not in done.output, done.output
     assert done.stderr.count("\n") == 1, done.stderr

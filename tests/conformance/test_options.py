@@ -20,7 +20,7 @@ from tests.conformance.jobs.recording import distance, read
 
 HERE = Path(__file__).parent
 UPDATES = 8  # of two epochs
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -88,13 +88,13 @@ def check_plain(done, out, world, threads):
 def test_an_existing_cluster_is_joined_by_its_address(run_cli, tmp_path, cluster):
     """By three processes, which it has place for at half a CPU each, with the threads that the user said."""
     flags = plain(tmp_path, "go", "--address", cluster[0], "--nproc-per-node", "3", "--set", "ray.cpus_per_worker=0.5")
-    check_plain(run_cli(flags, env={**OPEN, "OMP_NUM_THREADS": "3"}, timeout=90), tmp_path, 3, "3")
+    check_plain(run_cli(flags, env={**OPEN, "OMP_NUM_THREADS": "3"}, timeout=180), tmp_path, 3, "3")
 
 
 def test_a_script_that_fails_and_the_client_server(run_cli, tmp_path, cluster):
     """Whose first process for this client dies. Ray's own client then waits for minutes, and gives up."""
     cluster[2].touch()
-    done = run_cli(plain(tmp_path, "fail", "--address", cluster[1]), env=OPEN, timeout=90)
+    done = run_cli(plain(tmp_path, "fail", "--address", cluster[1]), env=OPEN, timeout=180)
     assert done.returncode == 1, done.output
     assert done.output.count("ValueError: of rank 1") == 1 and "error: rank 1 failed with ValueError" in done.stderr
     assert "ray" not in re.sub(r"\S*/\S*", "", done.stderr).lower(), done.stderr  # nobody else's words
@@ -105,7 +105,7 @@ def test_a_script_that_fails_and_the_client_server(run_cli, tmp_path, cluster):
 def test_more_processes_than_the_cluster_has_cpus_are_refused(run_cli, tmp_path, cluster):
     flags = plain(tmp_path, "go", "--address", cluster[0], "--set", "ray.cpus_per_worker=1.5")
     done = run_cli(flags, env=OPEN)
-    assert done.returncode == 3 and done.seconds < 15, done.output
+    assert done.returncode == 3 and done.within(15), done.output
     assert "needs 3 CPUs" in done.stderr and "has 2: set nproc_per_node=1, or ray.cpus_per_worker=1" in done.stderr
 
 
@@ -130,14 +130,14 @@ print(code, _failure(code, RunDirectory("run"), 0))
 
 
 def test_why_no_worker_started_is_what_fit_raises(run_python, tmp_path, cluster):
-    done = run_python(["-c", AGAIN, cluster[0]], cwd=tmp_path, env=OPEN, timeout=90)
+    done = run_python(["-c", AGAIN, cluster[0]], cwd=tmp_path, env=OPEN, timeout=180)
     assert done.stdout.startswith("3 nproc_per_node=100 with ray.cpus_per_worker=1 needs 100 CPUs"), done.output
     assert done.stderr == ""
 
 
 def test_an_address_that_does_not_answer_is_refused_at_once(run_cli, tmp_path):
     done = run_cli(plain(tmp_path, "go", "--address", f"ray://127.0.0.1:{free_port()}"))
-    assert done.returncode == 3 and done.seconds < 5, done.output
+    assert done.returncode == 3 and done.within(5), done.output
     assert "does not answer" in done.stderr and "ray start --head" in done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -146,7 +146,7 @@ def test_a_client_server_that_says_nothing_is_given_up(run_cli, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=greet, args=(server,), daemon=True).start()
         address = f"ray://127.0.0.1:{server.getsockname()[1]}"
-        done = run_cli(plain(tmp_path, "go", "--address", address, "--set", "start_timeout=6"), env=OPEN, timeout=40)
+        done = run_cli(plain(tmp_path, "go", "--address", address, "--set", "start_timeout=6"), env=OPEN, timeout=120)
     assert done.returncode == 3, done.output
     assert f"the Ray cluster at {address} was not joined (no answer within 6 s): 'ray status' there" in done.stderr
 
@@ -163,7 +163,7 @@ def greet(server):
 def test_more_processes_than_this_machine_has_cpus_are_refused_at_once(run_cli, tmp_path):
     cores = len(os.sched_getaffinity(0))
     done = run_cli([*plain(tmp_path, "go")[:-2], "--nproc-per-node", str(cores + 3)])
-    assert done.returncode == 3 and done.seconds < 5, done.output
+    assert done.returncode == 3 and done.within(5), done.output
     assert f"needs {cores + 3} CPUs, and this machine has {cores}: set nproc_per_node={cores}" in done.stderr
 
 
@@ -199,7 +199,7 @@ def test_killed_it_starts_again_ends_in_the_bits_of_ddp_and_tells_ray_of_each_ep
 
 
 def test_no_restart_is_left_for_a_worker_that_dies(run_cli, tmp_path, cluster):
-    done = run_cli(plain(tmp_path, "die", "--max-restarts", "0", "--address", cluster[0]), env=OPEN, timeout=90)
+    done = run_cli(plain(tmp_path, "die", "--max-restarts", "0", "--address", cluster[0]), env=OPEN, timeout=180)
     assert done.returncode == 1, done.output
     assert done.stderr.strip() == "error: rank 1 was killed by signal 9 (SIGKILL); max_restarts=0"
 
@@ -210,7 +210,7 @@ def test_stopped_all_ranks_save_at_one_step_and_another_backend_goes_on(start, r
     )
     command.wait_for("step 3/21", 90)
     command.signal(signal.SIGTERM)
-    done = command.finish(60)
+    done = command.finish(120)
     assert done.returncode == 143 and "Traceback" not in done.output, done.output
     assert events(tmp_path / "run")[-1] == "preempted"
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -229,7 +229,7 @@ def test_while_ray_starts_it_can_be_ended_and_leaves_nobody(start, tmp_path, num
         command.wait_for(lambda: any("raylet" in name for name in names(command.alive())), 60)
         assert len(list(Path(scratch).glob("ray-*"))) == 1
         command.signal(number)
-        done = command.finish(10, grace=15)  # fails where a process is left
+        done = command.finish(120, grace=15)  # fails where a process is left
         assert done.returncode == (130 if number == signal.SIGINT else -number), done.output
         assert not list(Path(scratch).glob("ray-*"))
 
@@ -243,7 +243,7 @@ def names(pids):
 
 
 def test_fit_of_a_plain_script_brings_the_weights_back(run_python, tmp_path):
-    done = run_python([str(JOBS / "fit.py")], cwd=tmp_path, timeout=90)
+    done = run_python([str(JOBS / "fit.py")], cwd=tmp_path, timeout=180)
     assert done.returncode == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["says"] == "ray" and found["steps"] == 12 and found["is_cut"] == 1.0

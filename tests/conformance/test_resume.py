@@ -18,7 +18,7 @@ from distributed.errors import CheckpointError
 from tests.conformance.runs import STEPS, arguments, assert_same, digests, events, newest, samples
 from tests.conftest import poll
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 EPOCH = 7  # steps
 
 
@@ -92,7 +92,7 @@ def test_a_killed_launcher_leaves_nobody_and_a_resume_changes_no_bit(start, tmp_
         assert command.process.wait(30) == -signal.SIGKILL, command.output
         poll(lambda: command.alive() == [], 4, lambda: f"still there: {command.alive()}")  # noqa: B023
 
-    done = start([sys.executable, "-m", "distributed.cli", *arguments(tmp_path, [], "--resume")]).finish(60)
+    done = start([sys.executable, "-m", "distributed.cli", *arguments(tmp_path, [], "--resume")]).finish(120)
 
     assert done.returncode == 0, done.output
     assert_same(tmp_path, clean)
@@ -215,7 +215,7 @@ def test_what_cannot_be_resumed_is_refused_before_any_worker(run_cli, tmp_path, 
     for where, flags, message in cases:
         done = run_cli(arguments(one_epoch, [], *flags, **where))
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.output
-        assert message in done.stderr and done.seconds < 3
+        assert message in done.stderr and done.within(3)
     with pytest.raises(CheckpointError, match="resume_from_checkpoint='nowhere': no checkpoint at nowhere"):
         Trainer(lambda: None, resume_from_checkpoint="nowhere")
 

@@ -418,7 +418,7 @@ def test_bad_input_is_one_line_in_a_second(run_cli, environ, flags, said):
     done = run_cli(["train", "--script", script, "--backend", "tensorflow", *flags], env=environ)
 
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.output
-    assert done.seconds < 5
+    assert done.within(5)
 
 
 def test_a_script_of_torch_is_told_so_before_tensorflow_is_imported(run_cli, tmp_path):
@@ -427,7 +427,7 @@ def test_a_script_of_torch_is_told_so_before_tensorflow_is_imported(run_cli, tmp
 
     said = "train.py makes models of torch and imports neither keras nor tensorflow"
     assert done.returncode == 2 and said in done.stderr and "choose backend='pytorch-ddp'" in done.stderr, done.output
-    assert done.seconds < 5
+    assert done.within(5)
     assert "restart" not in done.output
 
 

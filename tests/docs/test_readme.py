@@ -36,7 +36,7 @@ def test_all_three_ways_have_a_sample():
 def test_python_sample_runs(code, run_python, tmp_path):
     (tmp_path / "sample.py").write_text(code)
 
-    done = run_python(["sample.py"], timeout=90, cwd=tmp_path)
+    done = run_python(["sample.py"], timeout=180, cwd=tmp_path)
 
     assert done.returncode == 0, done.output
 
@@ -50,7 +50,7 @@ def test_notebook_sample_runs(code, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
 
-    NotebookClient(notebook, timeout=90, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    NotebookClient(notebook, timeout=180, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
 
     errors = [output for output in notebook.cells[0].outputs if output.output_type == "error"]
     assert errors == []

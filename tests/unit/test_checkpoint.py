@@ -666,10 +666,10 @@ HOSTILE = [
 def test_a_hostile_checkpoint_is_refused_quickly(tmp_path: Path, attack: Callable[[Path], None]) -> None:
     path = rig(tmp_path / "c").save(1)
     attack(path)
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(CheckpointError):
         verify(path)
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
 
 

@@ -18,11 +18,11 @@ def test_digits_reach_097_on_two_processes_within_a_minute(run_cli, tmp_path):
     script = str(EXAMPLES / "train.py")
 
     done = run_cli(
-        ["train", "--script", script, "--backend", "pytorch-ddp", "--nproc-per-node", "2"], timeout=90, cwd=tmp_path
+        ["train", "--script", script, "--backend", "pytorch-ddp", "--nproc-per-node", "2"], timeout=240, cwd=tmp_path
     )
 
     assert done.returncode == 0, done.output
-    assert done.seconds < 60
+    assert done.within(60)
     assert float(re.search(r"^held-out accuracy ([\d.]+)", done.stdout, re.M).group(1)) >= 0.97
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert f"curves runs/{run_dir.name}/curves.png" in done.stdout
@@ -86,7 +86,7 @@ def test_gpt_learns_samples_and_checkpointing_changes_nothing(run_cli, tmp_path)
     train = ["train", "--script", str(EXAMPLES / "char_gpt.py"), "--nproc-per-node", "2", "--max-steps", "30"]
     losses, texts = [], []
     for more in ([], ["--use-gradient-checkpointing"]):
-        done = run_cli([*train, "--", *TINY_GPT, "--sample-length", "40", *more], timeout=90, cwd=tmp_path)
+        done = run_cli([*train, "--", *TINY_GPT, "--sample-length", "40", *more], timeout=240, cwd=tmp_path)
         assert done.returncode == 0, done.output
         losses.append(float(re.search(r"^held-out loss ([\d.]+)", done.stdout, re.M).group(1)))
         texts.append(re.search(r"^sample +(The .*)", done.stdout, re.M | re.S).group(1))
