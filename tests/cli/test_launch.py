@@ -128,7 +128,7 @@ def facts(tmp_path_factory):
     for name, command in commands.items():
         (home / name).mkdir()
         done = subprocess.run(
-            [sys.executable, *command], cwd=home, env=base, capture_output=True, text=True, timeout=60
+            [sys.executable, *command], cwd=home, env=base, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, done.stdout + done.stderr
         found[name] = ([json.loads((home / name / f"facts-{rank}.json").read_text()) for rank in (0, 1)], done)

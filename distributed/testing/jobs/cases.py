@@ -100,20 +100,25 @@ class Fits:
     def __init__(self, parts: Any, out: Path, dtype: str) -> None:
         self.parts, self.out, self.dtype = parts, out, dtype
 
-    def __call__(self, name: str, **case: Any) -> None:
+    def __call__(self, name: str, only_weights: bool = False, **case: Any) -> None:
+        """Train the case, and unless its weights alone are compared, validate it, evaluate it and predict with it."""
         settings = {"model": self.parts.model, "dtype": self.dtype, "log_every_n_steps": 1, **BASE, **case}
         kind, sign, dtype = settings.pop("data", ""), settings.pop("val", 1), settings["dtype"]
         built = settings.pop("model")
         if settings["learning_rate"] is None:
             del settings["learning_rate"]
         training = self.parts.samples(dtype, kind)
+        validation = None if only_weights else self.parts.samples(dtype, kind, sign)
         watch = Watch(self.parts)
         before = self.parts.counts()
         trainer = Trainer(built, callbacks=[watch], **settings)
-        history = trainer.fit(self.parts.source(dtype, kind), self.parts.samples(dtype, kind, sign))
+        history = trainer.fit(self.parts.source(dtype, kind), validation)
         counts = {what: count - before[what] for what, count in self.parts.counts().items()}
-        again = trainer.evaluate(training)
-        predicted = trainer.predict(self.parts.samples(dtype))
+        after: dict[str, Any] = {}
+        if not only_weights:
+            again = trainer.evaluate(training)
+            predicted = self.parts.numbers(trainer.predict(self.parts.samples(dtype)))
+            after = {"predicted": predicted, "again": again["loss"], "accuracy": again["accuracy"]}
         trainer.save(self.out / f"{name}.safetensors")  # whole everywhere; trainer.model may hold this rank's part
         seen = {
             "logged": watch.logged,
@@ -126,8 +131,7 @@ class Fits:
         (self.out / f"{name}-{RANK}.json").write_text(json.dumps(seen))
         if trainer.is_main_process:
             numpy.savez(
-                self.out / f"{name}.npz", steps=history.steps, predicted=self.parts.numbers(predicted), again=again["loss"],
-                accuracy=again["accuracy"], val_loss=[row.get("val_loss", 0.0) for row in history.rows],
+                self.out / f"{name}.npz", steps=history.steps, **after, val_loss=[row.get("val_loss", 0.0) for row in history.rows],
                 loss=[row["loss"] for row in history.rows],
                 norms=[norm for split, _, _, norm in watch.logged if split == "train"],
             )  # fmt: skip
@@ -153,7 +157,7 @@ class Fits:
 
     def mixed(self) -> None:
         """In bfloat16: one update, and a whole training."""
-        self("bf16-update", **self._one(), dtype="float32", mixed_precision="bf16")
+        self("bf16-update", **self._one(), only_weights=True, dtype="float32", mixed_precision="bf16")
         self("bf16", dtype="float32", model=self.parts.smooth, mixed_precision="bf16")
 
     def scaled(self) -> None:
@@ -168,14 +172,14 @@ class Fits:
 
     def unmixed(self) -> None:
         """The same in float32, and the update at twice the rate, which tells the gradient."""
-        self("float32-update", **self._one(), dtype="float32")
-        self("float32-double-update", **{**self._one(), "learning_rate": 2.0}, dtype="float32")
+        self("float32-update", **self._one(), only_weights=True, dtype="float32")
+        self("float32-double-update", **{**self._one(), "learning_rate": 2.0}, only_weights=True, dtype="float32")
         self("float32", dtype="float32", model=self.parts.smooth)
 
     def in_float32(self, is_reference: bool) -> None:
         """The measure there is what one process itself moves when it cuts the same batches into slices."""
         for seed in range(4):
-            case: dict[str, Any] = {"seed": seed, "epochs": 4, "dtype": "float32"}
+            case: dict[str, Any] = {"seed": seed, "epochs": 4, "dtype": "float32", "only_weights": True}
             self(f"fp32-{seed}", **case)
             for cut in (2, 3, 4) if is_reference else ():
                 self(f"fp32-{seed}-cut-{cut}", **case, gradient_accumulation_steps=cut)
