@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from distributed.errors import ConfigError, ResourceError, nearest
+from distributed.libraries import check_not_hidden, is_installed
 
 if TYPE_CHECKING:
     from distributed.backends.base import Backend
@@ -147,16 +147,14 @@ def make_backend(merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
 
 def missing_libraries(row: BackendRow) -> tuple[str, ...]:
     """What the backend needs and this environment has not. Imports nothing."""
-    return tuple(name for name in row.requires if importlib.util.find_spec(name) is None)
+    return tuple(name for name in row.requires if not is_installed(name))
 
 
 def require_installed(row: BackendRow) -> None:
     """ResourceError with the way out where libraries of the backend are missing, or a file of the user is in the place of
     one. Imports nothing."""
     for name in row.requires:
-        found = importlib.util.find_spec(name)
-        if found is not None and found.origin is not None and found.submodule_search_locations is None:
-            raise ResourceError(f"{found.origin} hides the library {name}: rename that file")
+        check_not_hidden(name)
     missing = missing_libraries(row)
     if missing:
         are = "is" if len(missing) == 1 else "are"

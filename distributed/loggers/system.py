@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import time
 from typing import Any
 
+from distributed.libraries import is_installed
 from distributed.state import WorkerContext
 
 _BETWEEN_S = 1.0  # seconds between two readings: some drivers take milliseconds
@@ -43,7 +43,7 @@ class Gpus:
 
     def _opened(self) -> list[Any]:
         """Handles by local rank; none where the library or its package is missing."""
-        if importlib.util.find_spec("pynvml") is None:
+        if not is_installed("pynvml"):
             return []
         import pynvml
 

@@ -5,7 +5,6 @@ Needs the package `tensorboard`, which is loaded when training begins; never Ten
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from distributed.callbacks import Callback
 from distributed.config import MONITORING, DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 from distributed.fields import rules
+from distributed.libraries import check_not_hidden, is_installed
 from distributed.loggers import LoggedFit
 from distributed.loggers.event_file import EventFile, cut, files_in
 from distributed.loggers.system import Gpus
@@ -44,8 +44,11 @@ def check(merged: MergedConfig) -> None:
 
 def check_library(merged: MergedConfig) -> None:
     """ResourceError where `tensorboard` is missing. Imports nothing of it."""
-    if is_on(merged) and importlib.util.find_spec("tensorboard") is None:
+    if not is_on(merged):
+        return
+    if not is_installed("tensorboard"):
         raise ResourceError(f"tensorboard=True needs tensorboard, which is not installed: run {INSTALL}")
+    check_not_hidden("tensorboard")
 
 
 def check_directory(merged: MergedConfig) -> None:

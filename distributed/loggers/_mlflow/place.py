@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.errors import ConfigError, ResourceError, nearest
+from distributed.libraries import check_not_hidden, is_installed
 
 URI, RUN_ID = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
 _SERVERS, _DATABASES = ("http", "https"), ("sqlite", "mysql", "postgresql", "mssql")
@@ -149,8 +149,6 @@ def _plugins() -> tuple[str, ...]:
 
 
 def _require(name: str) -> None:
-    found = importlib.util.find_spec(name)
-    if found is None:
+    if not is_installed(name):
         raise ResourceError(f"mlflow_tracking=True needs {name}, which is not installed: run {_INSTALL}")
-    if found.origin is not None and found.submodule_search_locations is None:
-        raise ResourceError(f"{found.origin} hides the library {name}: rename that file")
+    check_not_hidden(name)
