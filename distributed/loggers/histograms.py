@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +63,18 @@ def _widest(parts: list[dict[str, Range]]) -> dict[str, Range]:
 def _sums(values: Any, limits: Range) -> Sums:
     import numpy
 
-    counts, _ = numpy.histogram(values, _BUCKETS, limits)
-    wide = values.astype(numpy.float64, copy=False)
+    wide = values.astype(numpy.float64, copy=False)  # the edges of buckets have the type of what is counted
+    counts, _ = numpy.histogram(wide, _BUCKETS, _cuttable(limits))
     return counts.tolist(), float(wide.sum()), float(wide @ wide)
+
+
+def _cuttable(limits: Range) -> Range:
+    """The limits, wider where there are too few floating-point numbers between them for the edges of all buckets."""
+    low, high = limits
+    if low == high:  # as numpy does it
+        low, high = low - 0.5, high + 0.5
+    missing = 2 * _BUCKETS * max(math.ulp(low), math.ulp(high)) - (high - low)
+    return (low - missing / 2, high + missing / 2) if missing > 0 else (low, high)
 
 
 def _added(parts: list[dict[str, Sums]]) -> dict[str, Sums]:
@@ -82,7 +92,7 @@ def _value(tag: str, limits: Range, sums: Sums) -> Any:
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
     counts, total, squares = sums
-    edges = numpy.histogram_bin_edges([], _BUCKETS, limits)[1:]
+    edges = numpy.histogram_bin_edges([], _BUCKETS, _cuttable(limits))[1:]
     histogram = HistogramProto(
         min=limits[0], max=limits[1], num=sum(counts), sum=total, sum_squares=squares, bucket_limit=edges, bucket=counts
     )

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
+import sys
 import types
 from pathlib import Path
 
+import numpy
 import pytest
 
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 from distributed.loggers import check, event_file, system, tensorboard
 from distributed.loggers.event_file import EventFile, cut, files_in
+from distributed.loggers.histograms import Histograms
 from distributed.plan import BatchPlan, ProcessPlan
 from distributed.run_dir import RunDirectory
 from distributed.settings import MergedConfig
@@ -221,6 +225,44 @@ def test_a_missing_library_is_named_with_its_command(monkeypatch):
     with pytest.raises(ResourceError, match=r"pip install 'distributed-trainer\[tensorboard\]'"):
         check(merged(tensorboard=True))
     check(merged())
+
+
+def test_a_folder_of_the_librarys_name_beside_the_script_is_no_library(monkeypatch, tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+    monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ResourceError, match="needs tensorboard, which is not installed: run pip install"):
+        check(merged(tensorboard=True))
+
+
+def test_a_file_in_the_place_of_the_library_is_named(monkeypatch, tmp_path):
+    (tmp_path / "tensorboard.py").write_text("")
+    monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ResourceError, match=r"tensorboard\.py hides the library tensorboard: rename"):
+        check(merged(tensorboard=True))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        numpy.float32([1, 1 - 6e-8]),  # two neighbours: a normalization's weights at their start
+        numpy.array([1, math.nextafter(1, 2)]),
+        numpy.array([1e20, 1e20]),
+        numpy.float32([0, 0]),
+        numpy.float32([-1, 0, 3]),
+    ],
+)
+def test_a_histogram_counts_every_value_however_near_they_are(values):
+    backend = types.SimpleNamespace(cuts_weights=False, context=CONTEXT, local_values=lambda: [("weights/w", values)])
+    written = []
+    writer = types.SimpleNamespace(write=lambda values, step: written.extend(values))
+    Histograms(types.SimpleNamespace(backend=backend), writer).on_epoch_end(TrainState(), {})
+
+    (found,) = [value.histo for value in written]
+    edges = list(found.bucket_limit)
+    assert found.num == sum(found.bucket) == len(values) and edges == sorted(set(edges)) and len(edges) == 64
+    assert (found.min, found.max) == (values.min(), values.max()) and edges[-1] >= values.max()
 
 
 class Nvml:
