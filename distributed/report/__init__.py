@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"{str(output)!r} cannot be written ({error.strerror}): name another with --output") from None
     finally:
-        stage.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing can be written nothing was left
+            stage.unlink(missing_ok=True)
     return output
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.errors import ResourceError
+from distributed.libraries import is_installed
 from distributed.report.curves import STRETCHES
 from distributed.report.panels import Panel
 
@@ -49,7 +50,7 @@ def bokeh_scripts() -> str:
 
 def is_bokeh_here() -> bool:
     """Whether `bokeh_scripts` can be read."""
-    return importlib.util.find_spec("bokeh") is not None
+    return is_installed("bokeh")
 
 
 def page(
@@ -75,7 +76,7 @@ def page(
         *_groups(panels),
         *map(_section, after),
         f"<footer>{_FOOTER}</footer>\n</main>",
-        f'<script type="application/json" id="page-data">{_inline(json.dumps(data, allow_nan=False))}</script>',
+        f'<script type="application/json" id="page-data">{_inline_json(data)}</script>',
         f"<script>{bokeh_scripts()}</script>\n<script>\n{_own('page.js')}</script>\n</body>\n</html>\n",
     ])  # fmt: skip
 
@@ -98,8 +99,13 @@ def _own(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
+def _inline_json(data: Any) -> str:
+    """For inside a script element, whose end or a comment may be in any string of the user's."""
+    return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+
+
 def _inline(text: str) -> str:
-    """For inside a script element, which `</script` and `<!--` would end or change."""
+    """A script for inside a script element, which `</script` and `<!--` would end or change."""
     return text.replace("</", "<\\/").replace("<!--", "<\\!--")
 
 

@@ -28,9 +28,7 @@ Trainer(torch.nn.Linear(4, 1), callbacks=[Kill()], batch_size=4, epochs=3, log_e
 
 
 def data_of(file):
-    return json.loads(
-        re.search(r'id="page-data">(.*?)</script>', file.read_text(), re.S).group(1).replace("<\\/", "</")
-    )
+    return json.loads(re.search(r'id="page-data">(.*?)</script>', file.read_text(), re.S).group(1))
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +94,7 @@ def test_a_sweep_directory_gets_its_own_page(run_cli, tmp_path):
         (["run", "run", "--output", "x.html"], "add --compare, or drop --output"),
         (["run", "--output", "run"], "--output 'run' is a directory"),
         (["run", "--output", "none/x.html"], "'none/x.html' cannot be written (No such file or directory)"),
+        (["run", "--output", "run/config.yaml/x.html"], "'run/config.yaml/x.html' cannot be written (Not a directory)"),
         ([], "Missing argument 'RUN...'"),
     ],
 )
