@@ -15,13 +15,14 @@ from pathlib import Path
 
 
 class Door(http.server.ThreadingHTTPServer):
-    """Passes requests on to `port` as its `mode` says: "open", "shut" (no answer), or "slow" (none before `let_go`)."""
+    """Passes requests on to `port` as its `mode` says: "open", "late" (each after `late_s`), "slow" (none before `let_go`),
+    "shut" (no answer) or "denied" (401)."""
 
     daemon_threads = True
 
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", 0), _Passing)
-        self.port, self.mode, self.num_asked = port, "open", 0
+        self.port, self.mode, self.num_asked, self.late_s = port, "open", 0, 0.0
         self._go = threading.Event()
 
     @property
@@ -36,8 +37,8 @@ class Door(http.server.ThreadingHTTPServer):
     def is_held(self) -> bool:
         """Whether this request is not to be answered; returns when it is known."""
         self.num_asked += 1
-        if self.mode == "slow":
-            self._go.wait(30)
+        if self.mode in ("slow", "late"):
+            self._go.wait(30 if self.mode == "slow" else self.late_s)
         return self.mode == "shut"
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -52,6 +53,9 @@ class _Passing(http.server.BaseHTTPRequestHandler):
             self.connection.close()
             return
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.server.mode == "denied":
+            self.send_error(401)
+            return
         onward = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
         with contextlib.closing(onward):
             onward.request(self.command, self.path, body, dict(self.headers))

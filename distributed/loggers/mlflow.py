@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0  # that the start waits for a server to name the run ...
 _OPEN_S = 60.0  # ... and for a database of our own to be made
-_INTERRUPTED_S = 5.0  # that the end of a run which was stopped or failed waits for an answer
+_INTERRUPTED_S, _INTERRUPTED_LIMIT_S = 5.0, 10.0  # for an answer, and altogether, where a run was stopped or failed
+_SYNC_S = 300.0  # for an answer, where somebody waits for nothing else
 _RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
 
@@ -100,7 +101,8 @@ class MlflowLogger(Logger):
         """Tell how it ended and send what is left, as long as MLflow answers. After `result.json` is written."""
         self._sampler.finish()
         self._tell_end()
-        is_done = self._sender.finish() if self._status == "FINISHED" else self._sender.finish(_INTERRUPTED_S)
+        limits = () if self._status == "FINISHED" else (_INTERRUPTED_S, _INTERRUPTED_LIMIT_S)
+        is_done = self._sender.finish(*limits)
         self._spool.close()
         if self._before is None:
             os.environ.pop(_RETRIES, None)
@@ -257,38 +259,60 @@ def end_run(run: RunDirectory, status: str) -> None:
     if record.sent < spool.size:  # it may have been killed before it could send what it had to say
         sender = _sender(run.path, record, spool, lambda text: None)
         sender.start()
-        sender.finish(_INTERRUPTED_S)
+        sender.finish(_INTERRUPTED_S, _INTERRUPTED_LIMIT_S)
     spool.close()
 
 
-def send_rest(run_dir: Path, warn: Any) -> tuple[int, str]:
-    """(bytes that could not be sent, the URI) after sending what the run at `run_dir` has not sent yet."""
+def send_rest(run_dir: Path, warn: Callable[[str], None]) -> str:
+    """Send what the run at `run_dir` has not sent yet; returns the URI. `warn` hears of what MLflow refuses.
+
+    Raises ConfigError where nothing was logged to MLflow, ResourceError where not all could be sent.
+    """
     record = Record.read(run_dir)
     if record is None:
         raise ConfigError(f"{run_dir} holds no mlflow.json: it is no run that was logged to MLflow")
-    sender = _sender(run_dir, record, Spool(run_dir), warn)
+    spool = Spool(run_dir)
+    try:
+        spool.open()
+    except OSError as error:
+        raise ConfigError(f"{spool.path} cannot be written ({error.strerror}): sync as its owner") from None
+    try:
+        sender = _sender(run_dir, record, spool, warn)
+        return _all_sent(sender, run_dir)
+    finally:
+        spool.close()
+
+
+def _all_sent(sender: Sender, run_dir: Path) -> str:
+    uri = place.shown(sender.uri)
     if sender.left:
         sender.start()
-        sender.finish()
-    return sender.left, place.shown(sender.uri)
+        if not sender.finish(_SYNC_S):
+            raise ResourceError(
+                f"MLflow at {uri} does not take what {run_dir} has for it ({sender.cause or 'no answer'}; {sender.left} bytes"
+                " are left): try again later"
+            )
+    return uri
 
 
-def _sender(run_dir: Path, record: Record, spool: Spool, warn: Any) -> Sender:
+def _sender(run_dir: Path, record: Record, spool: Spool, warn: Callable[[str], None]) -> Sender:
+    """One that sends after the training."""
     os.environ.setdefault(_RETRIES, "1")
     uri = place.said_uri() or record.tracking_uri or place.default_uri(run_dir)
     place.check_uri(uri)
     _import_quietly()
-    return Sender(run_dir.absolute(), record, spool, uri, warn)
+    return Sender(run_dir.absolute(), record, spool, uri, warn, is_training=False)
 
 
 def recorded_environ(run_dir: Path) -> dict[str, str]:
-    """What the workers of a further attempt need for `mlflow.start_run()` in the script to take up the run of the first."""
+    """What the workers of a further attempt need for `mlflow.start_run()` in the script to take up the run that it had open
+    in the first. A run that we made is none of the script's."""
     record = Record.read(run_dir)
-    if record is None or record.run_id is None:
+    if record is None or record.wanted is None:
         return {}
     uri = place.said_uri() or record.tracking_uri or place.default_uri(run_dir)
-    place.given_out.add(record.run_id)
-    return {place.RUN_ID: record.run_id, place.URI: uri}
+    place.given_out.add(record.wanted)
+    return {place.RUN_ID: record.wanted, place.URI: uri}
 
 
 class JoinedRun(Logger):

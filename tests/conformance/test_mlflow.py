@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
+from distributed.cli.__main__ import run as run_command
+from distributed.errors import ResourceError
 from distributed.loggers._mlflow import sender as sender_module
 from distributed.loggers._mlflow.spool import Record, Spool
+from distributed.loggers._mlflow.system import SystemSampler
 from tests.conftest import poll
 from tests.mlflow_server import door, mlflow_server
 
@@ -225,13 +229,14 @@ def test_a_run_that_the_user_has_open_is_joined_and_left_to_him(entrance, run_py
 def test_what_a_server_missed_at_the_start_is_there_after_a_resume(entrance, run_cli, tmp_path):
     entrance.mode = "shut"
     run = tmp_path / "run"
-    done = run_cli(command(run), cwd=tmp_path, env=env(entrance.uri))
+    patience = ["mlflow._ANSWER_S=60", "_mlflow.sender._PATIENCE_S=60"]  # with a server on a busy machine
+    done = run_cli(command(run, script=patience), cwd=tmp_path, env=env(entrance.uri))
     assert done.returncode == 0 and done.output.count("warning:") == 1, done.output
     assert done.output.count(WARNING) == 1 and "mlflow-sync" in done.stdout
     assert Record.read(run).run_id is None
 
     entrance.mode = "open"
-    done = run_cli(command(run, "--epochs", "2", "--resume"), cwd=tmp_path, env=env(entrance.uri))
+    done = run_cli(command(run, "--epochs", "2", "--resume", script=patience), cwd=tmp_path, env=env(entrance.uri))
     assert done.returncode == 0 and "warning" not in done.output, done.output
     run_id = Record.read(run).run_id
     client = client_of(entrance.uri)
@@ -242,12 +247,12 @@ def test_what_a_server_missed_at_the_start_is_there_after_a_resume(entrance, run
 
 def test_a_slow_server_holds_no_step_up_and_gets_the_rest_later(entrance, start, run_cli, tmp_path):
     entrance.mode = "slow"  # each request waits for 30 seconds
-    run = tmp_path / "run"
+    run = tmp_path / "slow"
     patience = ["mlflow._ANSWER_S=0.5", "_mlflow.sender._PATIENCE_S=0.5"]  # that the start and the end wait for it
     done = run_cli(command(run, script=patience), cwd=tmp_path, env=env(entrance.uri))
     assert done.returncode == 0 and done.output.count("warning:") == 1 and WARNING in done.stderr, done.output
-    assert entrance.num_asked >= 1 and done.seconds < 25
-    assert float((tmp_path / "longest-0").read_text()) < 5
+    assert entrance.num_asked >= 1
+    assert float((tmp_path / "longest-0").read_text()) < 20
 
     still = run_cli(["mlflow-sync", run], cwd=tmp_path, env=env("http://127.0.0.1:9/"))
     assert still.returncode == 3 and still.stderr.count("\n") == 1 and "try again later" in still.stderr, still.output
@@ -259,9 +264,7 @@ def test_a_slow_server_holds_no_step_up_and_gets_the_rest_later(entrance, start,
     client = client_of(entrance.uri)
     assert steps(client, run_id, "loss") == list(range(1, 17))
     assert client.get_run(run_id).info.status == "FINISHED"
-    assert (
-        len(client.search_runs([client.get_run(run_id).info.experiment_id], f"attributes.run_name = '{run.name}'")) >= 1
-    )
+    assert len(client.search_runs([client.get_run(run_id).info.experiment_id], "attributes.run_name = 'slow'")) == 1
     assert Record.read(run).sent == Spool(run).size
 
 
@@ -271,6 +274,7 @@ def sending(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     for name in ("_EVERY_S", "_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
         monkeypatch.setattr(sender_module, name, 0.05)
+    monkeypatch.setattr(sender_module, "_PATIENCE_S", 60.0)  # with a server on a busy machine
     spool = Spool(tmp_path)
     spool.open()
     warnings = []
@@ -293,13 +297,13 @@ def test_what_a_server_missed_in_the_middle_is_sent_when_it_is_back_and_never_tw
     make, spool, warnings = sending
     spool.append(metrics(1, loss=3.0))
     sender = make(entrance.uri)
-    poll(lambda: sender.left == 0, 20, lambda: str(warnings))
+    poll(lambda: sender.left == 0, 60, lambda: str(warnings))
     entrance.mode = "shut"
     spool.append(metrics(2, loss=2.0))
-    poll(lambda: warnings, 20, lambda: "no warning came")
+    poll(lambda: warnings, 60, lambda: "no warning came")
     spool.append(metrics(3, loss=float("nan"), **{"val loss": 1.0}))
     entrance.mode = "open"
-    poll(lambda: sender.left == 0, 20, lambda: str(warnings))
+    poll(lambda: sender.left == 0, 60, lambda: str(warnings))
     assert sender.finish() and len(warnings) == 1 and WARNING in warnings[0]
     client = client_of(entrance.uri)
     assert steps(client, sender.run_id, "loss") == [1, 2, 3] and steps(client, sender.run_id, "val loss") == [3]
@@ -312,17 +316,67 @@ def test_what_a_server_missed_in_the_middle_is_sent_when_it_is_back_and_never_tw
     assert steps(client, sender.run_id, "loss") == [1, 2, 3] and len(warnings) == 1
 
 
-def test_a_run_deleted_at_mlflow_is_told_anew_by_the_next_attempt(entrance, sending, tmp_path):
+def test_a_run_deleted_at_mlflow_is_one_warning_and_told_anew_by_the_next_attempt(entrance, sending, tmp_path):
     make, spool, warnings = sending
     spool.append(metrics(1, loss=3.0))
     first = make(entrance.uri)
-    assert first.finish()
+    poll(lambda: (kept := Record.read(tmp_path)) and kept.sent == spool.size, 60, lambda: str(warnings))
+    sent = spool.size
     client = client_of(entrance.uri)
     client.delete_run(first.run_id)
+    for step in (2, 3, 4, 5, 6):
+        spool.append(metrics(step, loss=2.0))
+    poll(lambda: warnings, 60, lambda: "no warning came")
+    assert not first.finish() and Record.read(tmp_path).sent == sent
+    (warning,) = warnings
+    assert f"has the run {first.run_id} no more" in warning and "distributed mlflow-sync" in warning
     second = make(entrance.uri)
-    spool.append(metrics(2, loss=2.0))
-    assert second.finish() and second.run_id != first.run_id and not warnings
-    assert steps(client, second.run_id, "loss") == [1, 2]
+    spool.append(metrics(7, loss=2.0))
+    assert second.finish() and second.run_id != first.run_id and len(warnings) == 1
+    assert steps(client, second.run_id, "loss") == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_the_end_waits_for_each_answer_and_altogether_as_long_as_it_may(entrance, sending, tmp_path, monkeypatch):
+    make, spool, warnings = sending
+    Record(experiment="late", name="late", run_id="0" * 32, wanted="1" * 32).write(tmp_path)
+    spool.append(metrics(1, loss=1.0))
+    entrance.mode, entrance.late_s = "late", 0.1
+    # By the server's clock: a busy machine takes no patience away.
+    monkeypatch.setattr(sender_module, "time", types.SimpleNamespace(monotonic=lambda: 0.1 * entrance.num_asked))
+    assert make(entrance.uri).finish(0.5), warnings  # six requests and more until the run is there
+    assert entrance.num_asked > 5
+
+    sender = make(entrance.uri)
+    poll(lambda: sender.run_id, 60, lambda: str(warnings))
+    for number in range(40):
+        spool.append({"kind": "tags", "values": {"number": str(number)}})
+    assert not sender.finish(0.05)
+    assert not sender.finish(60, 0.3)
+    entrance.let_go()
+    assert sender.finish(600) and warnings == []
+
+
+def test_the_command_sends_the_rest_to_a_slow_server_and_names_what_that_refuses(
+    entrance, sending, tmp_path, monkeypatch, capsys
+):
+    _, spool, _ = sending
+    spool.append(metrics(1, **{"loss": 3.0, "a?b": 1.0}))
+    with spool.path.open("ab") as file:
+        file.write(b'{"kind": "metr')  # of a writer that was killed
+    Record(experiment="late", name="rest").write(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", entrance.uri)
+    monkeypatch.setattr(sender_module, "_PATIENCE_S", 0.1)  # of a run's end
+
+    entrance.mode = "denied"
+    with pytest.raises(ResourceError, match=r"does not take what .* has for it \(.*401.*; \d+ bytes are left\)"):
+        run_command(["mlflow-sync", str(tmp_path)])
+    entrance.mode, entrance.late_s = "late", 0.3
+    run_command(["mlflow-sync", str(tmp_path)])
+    said = capsys.readouterr()
+    assert f"all is at {entrance.uri}" in said.out
+    assert said.err.count("\n") == 1 and said.err.startswith("warning: ") and "refuses metrics a?b" in said.err
+    record = Record.read(tmp_path)
+    assert record.sent == spool.size and steps(client_of(entrance.uri), record.run_id, "loss") == [1]
 
 
 def test_what_mlflow_refuses_is_named_and_the_rest_is_sent(entrance, sending):
@@ -330,12 +384,33 @@ def test_what_mlflow_refuses_is_named_and_the_rest_is_sent(entrance, sending):
     spool.append({"kind": "params", "values": {"epochs": "1"}})
     spool.append({"kind": "params", "values": {"epochs": "2", "seed": "7"}})
     spool.append(metrics(1, **{"loss": 3.0, "a?b": 1.0}))
-    spool.append(metrics(2, loss=2.0))
+    spool.append({"kind": "params", "values": {"p?q": "1", "short": "1"}})
+    for step in (2, 3, 4):
+        spool.append(metrics(step, **{"loss": 2.0, "c?d": 1.0}))
     sender = make(entrance.uri)
     assert sender.finish()
-    run = client_of(entrance.uri).get_run(sender.run_id)
-    assert run.data.params == {"epochs": "1", "seed": "7"} and run.data.metrics == {"loss": 2.0}
-    assert ["epochs=1" in warnings[0], "a?b" in warnings[1], len(warnings)] == [True, True, 2]
+    client = client_of(entrance.uri)
+    run = client.get_run(sender.run_id)
+    assert run.data.params == {"epochs": "1", "seed": "7", "short": "1"}
+    assert run.data.metrics == {"loss": 2.0} and steps(client, sender.run_id, "loss") == [1, 2, 3, 4]
+    assert [each in warning for each, warning in zip(("epochs=1", "a?b", "p?q"), warnings, strict=True)] == [True] * 3
+    assert warnings[2].endswith("it is left out, and so is what else it refuses")
+
+
+def test_a_monitor_that_fails_costs_its_own_figures_alone(monkeypatch):
+    def fail(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("psutil.net_io_counters", lambda: None)  # as psutil has it where there is no network
+    monkeypatch.setattr("psutil.disk_usage", fail)
+    taken = []
+    sampler = SystemSampler(taken.append)
+    sampler.start()
+    sampler.finish()
+
+    (values,) = taken
+    assert "system/cpu_utilization_percentage" in values
+    assert not [name for name in values if "network" in name or "disk" in name]
 
 
 def test_a_run_that_fails_or_is_stopped_says_so(entrance, start, run_cli, tmp_path):
@@ -346,7 +421,8 @@ def test_a_run_that_fails_or_is_stopped_says_so(entrance, start, run_cli, tmp_pa
         )
     )
     done = run_cli(
-        ["train", "--script", script, "--nproc-per-node", 2, "--mlflow-experiment", "ends", "--run-dir", tmp_path / "run"],
+        ["train", "--script", script, "--nproc-per-node", 2, "--mlflow-experiment", "ends", "--run-dir", tmp_path / "run",
+         "--", "mlflow._INTERRUPTED_S=60", "mlflow._INTERRUPTED_LIMIT_S=60"],
         cwd=tmp_path, env=env(entrance.uri),
     )  # fmt: skip
     assert done.returncode == 1 and "three" in done.stderr, done.output

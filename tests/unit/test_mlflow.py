@@ -11,7 +11,7 @@ import pytest
 from distributed.cli.__main__ import run
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.loggers import check, environ_of_workers, is_on_mlflow
+from distributed.loggers import check, environ_of_run, environ_of_workers, is_on_mlflow
 from distributed.loggers._mlflow import place
 from distributed.loggers._mlflow.run import grouped, metric_name
 from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
@@ -87,6 +87,24 @@ def test_a_file_in_the_place_of_the_library_is_named(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ResourceError, match=r"mlflow\.py hides the library mlflow: rename"):
         place.check(DistributedConfig(mlflow_tracking=True))
+
+
+def test_a_folder_of_the_librarys_name_beside_the_script_is_no_library(monkeypatch, tmp_path):
+    (tmp_path / "mlflow").mkdir()
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ResourceError, match="needs mlflow, which is not installed: run pip install"):
+        place.check(DistributedConfig(mlflow_tracking=True))
+
+
+def test_only_a_run_that_the_user_had_open_is_handed_to_a_further_attempt(monkeypatch, tmp_path):
+    monkeypatch.setattr(place, "given_out", set())
+    assert environ_of_run(tmp_path) == {}
+    Record(run_id="ours").write(tmp_path)
+    assert environ_of_run(tmp_path) == {}  # a `start_run` of the script's own is another one
+    Record(run_id="a child of his", wanted="his", tracking_uri="http://host:1").write(tmp_path)
+    assert environ_of_run(tmp_path) == {place.RUN_ID: "his", place.URI: "http://host:1"}
+    assert place.given_out == {"his"}
 
 
 def test_the_store_lies_beside_the_runs_also_for_a_later_trainer(tmp_path):
@@ -174,3 +192,19 @@ def test_the_rest_of_a_live_run_is_left_to_it(tmp_path):
 def test_names_have_letters_that_mlflow_takes():
     assert metric_name("top-5 acc/val.x") == "top-5 acc/val.x"
     assert metric_name("f1@k=5(%)") == "f1_k_5___"
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("/acc", "acc"),
+        ("f1//macro/", "f1/macro"),
+        ("../loss", "loss"),
+        ("a/../..", "_"),
+        ("", "_"),
+        ("x" * 249 + "/y", "x" * 249),
+        (".loss.", "loss."),
+    ],
+)
+def test_names_have_the_form_of_a_path_that_mlflow_takes(name, taken):
+    assert metric_name(name) == taken

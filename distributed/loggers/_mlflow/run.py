@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,18 @@ class Refused(Exception):
     """MLflow will never take this, however often it is sent."""
 
 
+class Kept(Refused):
+    """The run has other values of these parameters, and keeps them; all others were taken."""
+
+
 class TrackedRun:
     """The run of one run directory. `record` is brought up to date; who calls writes it."""
 
-    def __init__(self, run_dir: Path, record: Record, uri: str) -> None:
+    def __init__(self, run_dir: Path, record: Record, uri: str, on_request: Callable[[int], None]) -> None:
+        """`on_request` hears of each request before it is made, with the bytes of files that go with it."""
         from mlflow import MlflowClient
 
+        self._on_request = on_request
         self._run_dir, self._record, self.uri = run_dir, record, uri
         with _without_migration_lines():
             self._client = MlflowClient(tracking_uri=uri)
@@ -44,7 +51,7 @@ class TrackedRun:
         is_other: bool = found.info.run_id != record.run_id
         record.run_id, record.experiment_id = found.info.run_id, found.info.experiment_id
         self.id = found.info.run_id
-        self._client.set_tag(self.id, KEY, record.key)
+        self._ask(self._client.set_tag, self.id, KEY, record.key)
         return is_other
 
     def _joined(self) -> Any:
@@ -66,7 +73,7 @@ class TrackedRun:
         if run_id is None:
             return None
         try:
-            run = _asked(self._client.get_run, run_id)
+            run = self._ask(self._client.get_run, run_id)
         except Refused:
             return None
         return run if run.info.lifecycle_stage == "active" else None
@@ -78,7 +85,7 @@ class TrackedRun:
     def _earlier(self, experiment: str) -> Any:
         """A run that was made although its answer never came."""
         ours = f"tags.`{KEY}` = '{self._record.key}'"
-        return next(iter(self._client.search_runs([experiment], ours, max_results=1)), None)
+        return next(iter(self._ask(self._client.search_runs, [experiment], ours, max_results=1)), None)
 
     def _make(self, experiment_id: str, tags: Mapping[str, str]) -> Any:
         from mlflow.tracking.context.registry import resolve_tags
@@ -87,21 +94,21 @@ class TrackedRun:
         record.is_joined, record.is_asked_for = False, True
         record.write(self._run_dir)
         all_tags = resolve_tags({**record.tags, **tags, KEY: record.key})
-        return _asked(self._client.create_run, experiment_id, tags=all_tags, run_name=record.name)
+        return self._ask(self._client.create_run, experiment_id, tags=all_tags, run_name=record.name)
 
     def _experiment(self) -> str:
         """The id of the recorded experiment, which is made where it is not there."""
         name = self._record.experiment
         if not name:
             return str(self._record.experiment_id)
-        found = self._client.get_experiment_by_name(name)
+        found = self._ask(self._client.get_experiment_by_name, name)
         if found is None:
             # Where a server keeps artifacts is its business; MLflow's own answer for a local file is the working directory.
             is_ours = self.uri == default_uri(self._run_dir)
             location = (beside(self._run_dir) / "mlartifacts").as_uri() if is_ours else None
             with contextlib.suppress(Refused):  # another run made it just now
-                return str(_asked(self._client.create_experiment, name, artifact_location=location))
-            found = self._client.get_experiment_by_name(name)
+                return str(self._ask(self._client.create_experiment, name, artifact_location=location))
+            found = self._ask(self._client.get_experiment_by_name, name)
         return str(found.experiment_id)
 
     # ------------------------------------------------------------------ what it is told
@@ -126,39 +133,39 @@ class TrackedRun:
             for entry in entries
             for name, value in entry["values"].items()
         ]
-        _asked(self._client.log_batch, self.id, metrics=told)
+        self._ask(self._client.log_batch, self.id, metrics=told)
 
     def _params(self, entry: Entry) -> None:
         """Those that the run has no other value of: MLflow changes none."""
         from mlflow.entities import Param
 
-        there = self._client.get_run(self.id).data.params
+        there = self._ask(self._client.get_run, self.id).data.params
         new = {name: value for name, value in entry["values"].items() if name not in there}
         told = list(new.items())
         for start in range(0, len(told), 100):
-            _asked(self._client.log_batch, self.id, params=[Param(*each) for each in told[start : start + 100]])
+            self._ask(self._client.log_batch, self.id, params=[Param(*each) for each in told[start : start + 100]])
         other = sorted(name for name, value in entry["values"].items() if there.get(name, value) != value)
         if other:
-            raise Refused(f"the run has {', '.join(f'{name}={there[name]}' for name in other)}, and keeps it")
+            raise Kept(f"the run has {', '.join(f'{name}={there[name]}' for name in other)}, and keeps it")
 
     def _tags(self, entry: Entry) -> None:
         from mlflow.entities import RunTag
 
-        _asked(self._client.log_batch, self.id, tags=[RunTag(*each) for each in entry["values"].items()])
+        self._ask(self._client.log_batch, self.id, tags=[RunTag(*each) for each in entry["values"].items()])
 
     def _status(self, entry: Entry) -> None:
         if self._record.is_joined:
             return
         if entry["status"] == "RUNNING":
-            _asked(self._client.update_run, self.id, status="RUNNING")
+            self._ask(self._client.update_run, self.id, status="RUNNING")
         else:
-            _asked(self._client.set_terminated, self.id, status=entry["status"], end_time=entry["time"])
+            self._ask(self._client.set_terminated, self.id, status=entry["status"], end_time=entry["time"])
 
     def _artifact(self, entry: Entry) -> None:
         path = self._run_dir / entry["path"]
         log = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
         if path.exists():  # an older checkpoint may be gone by now
-            _asked(log, self.id, str(path), entry["to"] or None)
+            self._ask(log, self.id, str(path), entry["to"] or None, num_bytes=_num_bytes(path))
 
     def _model(self, entry: Entry) -> None:
         """A version of the registered model; at most one of this run's checkpoint."""
@@ -168,14 +175,16 @@ class TrackedRun:
         to = f"model/{checkpoint.name}"
         if not checkpoint.exists():
             return
+        size = _num_bytes(checkpoint)
+        self._on_request(size)  # it is read and written before
         with staged_model(checkpoint, entry["model_class"], self.id) as directory:
-            _asked(self._client.log_artifacts, self.id, str(directory), to)
+            self._ask(self._client.log_artifacts, self.id, str(directory), to, num_bytes=size)
         with contextlib.suppress(Refused):  # it is there
-            _asked(self._client.create_registered_model, name)
-        source = f"{self._client.get_run(self.id).info.artifact_uri}/{to}"
-        versions = self._client.search_model_versions(f"name='{name}' and run_id='{self.id}'")
+            self._ask(self._client.create_registered_model, name)
+        source = f"{self._ask(self._client.get_run, self.id).info.artifact_uri}/{to}"
+        versions = self._ask(self._client.search_model_versions, f"name='{name}' and run_id='{self.id}'")
         if all(version.source != source for version in versions):
-            _asked(self._client.create_model_version, name, source, self.id)
+            self._ask(self._client.create_model_version, name, source, self.id)
 
     def _scaling(self, entry: Entry) -> None:
         """How much faster than the newest run of one process that had the same settings; nothing where there is none."""
@@ -184,8 +193,12 @@ class TrackedRun:
         same = (
             f"tags.`{_SETTINGS}` = '{entry['settings']}' and params.world_size = '1' and attributes.status = 'FINISHED'"
         )
-        alone = self._client.search_runs(
-            [str(self._record.experiment_id)], same, max_results=1, order_by=["attributes.start_time DESC"]
+        alone = self._ask(
+            self._client.search_runs,
+            [str(self._record.experiment_id)],
+            same,
+            max_results=1,
+            order_by=["attributes.start_time DESC"],
         )
         before = alone[0].data.metrics.get("throughput") if alone else None
         if not before:
@@ -193,9 +206,21 @@ class TrackedRun:
         speedup = entry["throughput"] / before
         values = {"speedup": speedup, "scaling_efficiency": speedup / entry["world_size"]}
         metrics = [Metric(name, value, entry["time"], entry["step"]) for name, value in values.items()]
-        _asked(
+        self._ask(
             self._client.log_batch, self.id, metrics=metrics, tags=[RunTag(_BASELINE, alone[0].info.run_id)]
         )  # fmt: skip
+
+    def _ask(self, call: Any, *arguments: Any, num_bytes: int = 0, **named: Any) -> Any:
+        """The answer. Raises Refused for an error that is about what was asked."""
+        from mlflow.exceptions import MlflowException
+
+        self._on_request(num_bytes)
+        try:
+            return call(*arguments, **named)
+        except MlflowException as error:
+            if error.error_code in _NEVER:
+                raise Refused(" ".join(str(error).split())) from error
+            raise
 
 
 def grouped(entries: Sequence[tuple[Entry, int]]) -> Iterator[tuple[list[Entry], int]]:
@@ -214,8 +239,8 @@ def grouped(entries: Sequence[tuple[Entry, int]]) -> Iterator[tuple[list[Entry],
 
 
 def metric_name(name: str) -> str:
-    """`name` in the letters that MLflow takes."""
-    return re.sub(r"[^\w.\-/ ]", "_", name)[:250]
+    """`name` in the letters that MLflow takes, and as the path that it has to be."""
+    return posixpath.normpath(re.sub(r"[^\w.\-/ ]", "_", name)[:250]).lstrip("/.") or "_"
 
 
 _NEVER = frozenset(
@@ -223,16 +248,9 @@ _NEVER = frozenset(
 )
 
 
-def _asked(call: Any, *arguments: Any, **named: Any) -> Any:
-    """The answer. Raises Refused for an error that is about what was asked."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return call(*arguments, **named)
-    except MlflowException as error:
-        if error.error_code in _NEVER:
-            raise Refused(" ".join(str(error).split())) from error
-        raise
+def _num_bytes(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else (path,)
+    return sum(each.stat().st_size for each in files if each.is_file())
 
 
 @contextlib.contextmanager

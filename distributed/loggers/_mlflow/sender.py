@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distributed.loggers._mlflow.place import shown
-from distributed.loggers._mlflow.run import Entry, Refused, TrackedRun, grouped
+from distributed.loggers._mlflow.run import Entry, Kept, Refused, TrackedRun, grouped
 from distributed.loggers._mlflow.spool import Record, Spool
 
 _EVERY_S = 5.0  # between two sendings: a request costs some ten milliseconds of a core
 _LINES = 5000  # of the spool in the memory at once
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
 _REFUSALS_SHOWN = 3  # of an attempt
-_PATIENCE_S = 10.0  # that the end waits for an answer ...
+_PATIENCE_S = 10.0  # that the end waits for each answer ...
 _BYTES_PER_S = 5e6  # ... and for an artifact as long as a slow line needs
+
+
+class _Gone(Exception):
+    """The run was deleted at MLflow."""
 
 
 class Sender:
     """One fit's. `start`, then `wake` whenever there is more, then `finish`."""
 
-    def __init__(self, run_dir: Path, record: Record, spool: Spool, uri: str, warn: Callable[[str], None]) -> None:
-        """`warn` gets at most one line about a store that does not answer, and three about what it refuses."""
+    def __init__(
+        self,
+        run_dir: Path,
+        record: Record,
+        spool: Spool,
+        uri: str,
+        warn: Callable[[str], None],
+        is_training: bool = True,
+    ) -> None:
+        """`warn` gets at most three lines about what the store refuses and, while training, one about a store that does not
+        answer; without it `cause` is for who calls to tell."""
         self._run_dir, self._record, self._spool, self._uri, self._warn = run_dir, record, spool, uri, warn
         self.is_open = threading.Event()  # the run's id is known, or the first attempt failed
         self._wake, self._is_finishing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="mlflow-sender", daemon=True)
         self._run: TrackedRun | None = None
-        self._is_warned = False
+        self._is_warned = not is_training
         self._num_refused = 0
-        self._patient_until = 0.0
+        self.cause = ""  # why the newest sending failed
+        self._patience_s = _PATIENCE_S
+        self._patient_until, self._give_up_at = 0.0, math.inf
 
     @property
     def uri(self) -> str:
@@ -52,12 +68,15 @@ class Sender:
     def start(self) -> None:
         self._thread.start()
 
-    def finish(self, patience_s: float = _PATIENCE_S) -> bool:
-        """Send what is left, as long as answers come; whether all was sent. The thread may live on where none comes."""
-        self._be_patient(patience_s)
+    def finish(self, patience_s: float | None = None, limit_s: float = math.inf) -> bool:
+        """Send what is left, as long as each answer comes within `patience_s` and all within `limit_s`; whether all was sent.
+        The thread may live on where none comes."""
+        self._patience_s = _PATIENCE_S if patience_s is None else patience_s
+        self._give_up_at = time.monotonic() + limit_s
+        self._be_patient()
         self._is_finishing.set()
         self._wake.set()
-        while self._thread.is_alive() and (rest := self._patient_until - time.monotonic()) > 0:
+        while self._thread.is_alive() and (rest := self._rest_s()) > 0:
             self._thread.join(min(rest, 1.0))
         return not self._thread.is_alive() and self.left == 0
 
@@ -70,8 +89,12 @@ class Sender:
                 f" sent when it answers; what is left at the end, by 'distributed mlflow-sync {self._run_dir}'"
             )
 
-    def _be_patient(self, seconds: float) -> None:
-        self._patient_until = time.monotonic() + seconds
+    def _be_patient(self, num_bytes: int = 0) -> None:
+        """As long as the answer to one request may take that sends so many bytes of files."""
+        self._patient_until = time.monotonic() + self._patience_s + num_bytes / _BYTES_PER_S
+
+    def _rest_s(self) -> float:
+        return min(self._patient_until, self._give_up_at) - time.monotonic()
 
     # ------------------------------------------------------------------ in the thread
 
@@ -80,9 +103,13 @@ class Sender:
         while not (self._is_finishing.is_set() and self.left == 0):
             try:
                 self._send()
+            except _Gone:  # the next attempt, or mlflow-sync, tells another run everything
+                self._say_gone()
+                break
             except Exception as error:  # whatever a store and its libraries raise: it is kept, and tried again
                 logging.getLogger(__name__).debug("not sent", exc_info=True)
-                self.warn_once(f"does not take what is logged ({_short(error)})")
+                self.cause = _short(error)
+                self.warn_once(f"does not take what is logged ({self.cause})")
                 if self._is_finishing.is_set():
                     break
                 self._sleep(pause)
@@ -100,7 +127,7 @@ class Sender:
 
     def _send(self) -> None:
         if self._run is None:
-            run = TrackedRun(self._run_dir, self._record, self._uri)
+            run = TrackedRun(self._run_dir, self._record, self._uri, self._be_patient)
             if run.open():
                 self._record.sent = 0
             self._record.write(self._run_dir)
@@ -113,22 +140,43 @@ class Sender:
                 self._record.write(self._run_dir)
 
     def _tell(self, run: TrackedRun, entries: Sequence[Entry]) -> None:
-        self._be_patient(_PATIENCE_S + self._num_bytes(entries[0]) / _BYTES_PER_S)
         try:
             run.tell(entries)
+        except Kept as error:
+            self._leave_out(entries[0], error)
         except Refused as error:
-            if len(entries) > 1:  # one of them: the others are fine
-                for each in entries:
-                    self._tell(run, [each])
-            else:
-                self._warn(
-                    f"MLflow at {shown(self._uri)} refuses {_what(entries[0])} ({_short(error)}): it is left out"
-                )
+            if not run.is_there():
+                raise _Gone from error
+            parts = _parts(entries)
+            if not parts:
+                self._leave_out(entries[0], error)
+            for each in parts:  # one of them: the others are fine
+                self._tell(run, [each])
 
-    def _num_bytes(self, entry: Entry) -> int:
-        path = self._run_dir / str(entry.get("path") or entry.get("checkpoint") or "mlflow.json")
-        files = path.rglob("*") if path.is_dir() else (path,)
-        return sum(each.stat().st_size for each in files if each.is_file())
+    def _leave_out(self, entry: Entry, error: Refused) -> None:
+        self._num_refused += 1
+        if self._num_refused <= _REFUSALS_SHOWN:
+            more = ", and so is what else it refuses" if self._num_refused == _REFUSALS_SHOWN else ""
+            self._warn(f"MLflow at {shown(self._uri)} refuses {_what(entry)} ({_short(error)}): it is left out{more}")
+
+    def _say_gone(self) -> None:
+        """Once: the thread ends."""
+        self.cause = f"its run {self.run_id} was deleted"
+        if not self._is_warned:
+            self._is_warned = True
+            self._warn(
+                f"MLflow at {shown(self._uri)} has the run {self.run_id} no more, it was deleted: training goes on, and what is"
+                f" logged is kept in {self._spool.path}; 'distributed mlflow-sync {self._run_dir}' sends all of it to a new run"
+            )
+
+
+def _parts(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries one by one, or the values of a single one; none of what cannot be parted."""
+    if len(entries) > 1:
+        return list(entries)
+    (entry,) = entries
+    values = entry.get("values", {})
+    return [{**entry, "values": {name: value}} for name, value in values.items()] if len(values) > 1 else []
 
 
 def _what(entry: Entry) -> str:

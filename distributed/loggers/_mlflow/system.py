@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _EVERY_S = 10.0
 
@@ -19,11 +23,9 @@ class SystemSampler:
 
     def start(self) -> None:
         """Nothing where psutil is not installed."""
-        try:
-            self._monitors = _monitors()
-        except ImportError:
-            return
-        self._thread.start()
+        self._monitors = _monitors()
+        if self._monitors:
+            self._thread.start()
 
     def finish(self) -> None:
         """With a last measurement, so that a short run has one."""
@@ -42,22 +44,26 @@ class SystemSampler:
 
     def _measured(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        for monitor in self._monitors:
-            monitor.collect_metrics()
-            values.update(monitor.aggregate_metrics())
-            monitor.clear_metrics()
+        for monitor in tuple(self._monitors):
+            try:
+                monitor.collect_metrics()
+                values.update(monitor.aggregate_metrics())
+                monitor.clear_metrics()
+            except Exception:  # as when it is made: it is not asked again
+                logger.debug("%s failed", type(monitor).__name__, exc_info=True)
+                self._monitors.remove(monitor)
         return {f"system/{name}": float(value) for name, value in values.items()}
 
 
 def _monitors() -> list[Any]:
-    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
-    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
-    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
-    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+    return [monitor for name in ("CPU", "Disk", "Network", "GPU") if (monitor := _monitor(name)) is not None]
 
-    monitors: list[Any] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+
+def _monitor(name: str) -> Any:
+    """None where there is nothing to measure, or no library to do it."""
     try:
-        monitors.append(GPUMonitor())
-    except (ImportError, RuntimeError):  # no nvidia-ml-py, or no GPU
-        return monitors
-    return monitors
+        module = importlib.import_module(f"mlflow.system_metrics.metrics.{name.lower()}_monitor")
+        return getattr(module, f"{name}Monitor")()
+    except Exception:  # of a driver or a container anything may come: training does without the figures
+        logger.debug("no figures of the %s", name, exc_info=True)
+        return None
