@@ -65,18 +65,18 @@ class Profiling(Callback):
             self._directory, config.profile_warmup, config.profile_active
         )
         self._done = 0  # updates of this fit
-        self._waited_s: float | None = None  # for other ranks in an update, as the time split says it
+        self._is_started = False
 
     def on_train_start(self, state: TrainState) -> None:
-        if not self._wait and self._profiler is not None:
-            self._profiler.start()
+        if not self._wait:
+            self._start()
 
     def on_step_end(self, state: TrainState, result: StepResult) -> None:
         if self._profiler is None:
             return
         self._done += 1
         if self._done == self._wait:
-            self._profiler.start()
+            self._start()
         elif self._done > self._wait:
             self._profiler.step()
             if self._done == self._wait + self._length:
@@ -87,13 +87,18 @@ class Profiling(Callback):
             self._finish(state.step)
 
     def on_error(self, state: TrainState, error: BaseException) -> None:
-        if self._profiler is not None and self._done >= self._wait:
+        if self._profiler is not None and self._is_started:
             self._profiler.stop()
         self._profiler = None
 
+    def _start(self) -> None:
+        if self._profiler is not None:
+            self._profiler.start()  # which may refuse: then there is nothing to stop
+            self._is_started = True
+
     def _finish(self, step: int) -> None:
         profiler, self._profiler = self._profiler, None
-        found = profiler.stop() if profiler is not None and self._done >= self._wait else None
+        found = profiler.stop() if profiler is not None and self._is_started else None
         recorded = min(self._done - self._wait, self._length) - (self._length - self._fit.merged.config.profile_active)
         if not self._fit.context.is_main_process:
             return

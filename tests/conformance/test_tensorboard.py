@@ -136,16 +136,27 @@ def test_horovods_timeline_is_part_of_its_profile(tmp_path, run_cli):
 
 KERAS = """
 import keras, numpy
-from distributed import Trainer
+import tensorflow as tf
+from distributed import ConfigError, Trainer
 draw = numpy.random.RandomState(0)
 x, y = draw.normal(size=(64, 6)).astype("float32"), draw.randint(0, 3, 64)
 shown = dict(tensorboard=True, tensorboard_histograms=True, profile=True, profile_wait=1, profile_warmup=1, profile_active=2)
-for more in {}, shown:
+
+def fit(**more):
     keras.utils.set_random_seed(1)
     layers = [keras.Input((6,)), keras.layers.Dense(8, "relu", name="first"), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
     model = keras.Sequential(layers, name="net")
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     Trainer(model, backend="tensorflow", batch_size=8, epochs=2, log_every_n_steps=2, **more).fit((x, y), (x, y))
+
+fit()
+fit(**shown)
+tf.profiler.experimental.start("")
+try:
+    fit(**{**shown, "tensorboard": False, "tensorboard_histograms": False})
+except ConfigError as refusal:
+    print("refused:", refusal)
+tf.profiler.experimental.stop(save=False)
 """
 
 
@@ -168,6 +179,7 @@ def test_keras_on_tensorflow_has_the_same(tmp_path, run_cli):
     told = done.stdout[done.stdout.index("profile of updates 3 to 4") :].splitlines()
     assert len([line for line in told[1:6] if " calls an update " in line]) == 5, done.stdout
     assert any("MatMul" in line for line in told[1:6]), told
+    assert "refused: profile=True finds a TensorFlow profiler at work already, of your own" in done.stdout
 
 
 def test_a_directory_that_cannot_be_written_is_refused_before_any_worker(tmp_path, run_cli, run_python):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import types
 
 import pytest
 
 from distributed import profiling
 from distributed.config import DistributedConfig
+from distributed.errors import ConfigError
 from distributed.profiling import Profile, Profiling
 from distributed.run_dir import RunDirectory
 from distributed.settings import MergedConfig
@@ -36,18 +39,24 @@ class Recorder:
         return self.found
 
 
-def run(tmp_path, updates, rank=0, error=None, found=FOUND, **schedule):
-    """(calls, what was told) of a fit of `updates`."""
-    recorder, told = Recorder(), []
-    recorder.found = found
+def profiling_of(tmp_path, profiler, rank=0, **schedule):
+    """(a fit's callback, what was told)."""
+    told = []
     settings = {"profile": True, **schedule}
     config = DistributedConfig(**settings)
     fit = types.SimpleNamespace(
         merged=MergedConfig(config, dict.fromkeys(settings, "code")), run=RunDirectory(tmp_path), report=told.append,
         context=WorkerContext(rank, 2, rank, 2, 0, "cpu"),
-        backend=types.SimpleNamespace(profiler=lambda directory, warmup, active: recorder),
+        backend=types.SimpleNamespace(profiler=lambda directory, warmup, active: profiler),
     )  # fmt: skip
-    profile = Profiling(fit)
+    return Profiling(fit), told
+
+
+def run(tmp_path, updates, rank=0, error=None, found=FOUND, **schedule):
+    """(calls, what was told) of a fit of `updates`."""
+    recorder = Recorder()
+    recorder.found = found
+    profile, told = profiling_of(tmp_path, recorder, rank, **schedule)
     profile.on_train_start(TrainState())
     for recorder.update in range(2, updates + 2):
         profile.on_step_end(TrainState(step=100 + recorder.update - 1), StepResult([]))
@@ -96,6 +105,68 @@ def test_only_the_main_process_tells_and_an_error_ends_it_quietly(tmp_path):
     assert run(tmp_path, 20, rank=1)[1] == []
     calls, told = run(tmp_path, 12, error=RuntimeError())
     assert calls[-1][0] == "stop" and told == []
+
+
+def test_a_fit_that_fails_before_it_starts_stops_nothing(tmp_path):
+    recorder = Recorder()
+    profile, _ = profiling_of(tmp_path, recorder, profile_wait=0)
+    profile.on_error(TrainState(), RuntimeError("of another callback, in on_train_start"))
+
+    assert recorder.calls == []
+
+
+def begin(profile, wait):
+    profile.on_train_start(TrainState())
+    for _ in range(wait):
+        profile.on_step_end(TrainState(), StepResult([]))
+
+
+@pytest.mark.parametrize("wait", [0, 2])
+def test_a_profiler_of_the_users_is_refused_and_left_alone(tmp_path, wait):
+    import torch
+
+    from distributed.backends._torch.profiler import TorchProfiler
+
+    ours = TorchProfiler(tmp_path, 0, torch.device("cpu"), 1, 1)
+    profile, told = profiling_of(tmp_path, ours, profile_wait=wait)
+    with torch.profiler.profile() as users:
+        with pytest.raises(ConfigError, match="a torch profiler at work already, of your own") as refusal:
+            begin(profile, wait)
+        profile.on_error(TrainState(), refusal.value)
+        torch.ones(2).sum()
+    assert "aten::sum" in {row.key for row in users.key_averages()} and told == []
+
+
+def test_a_count_of_operations_that_cannot_be_written_costs_the_count(tmp_path):
+    import torch
+
+    from distributed.backends._deepspeed.profiler import DeepSpeedProfiler
+
+    class Counter:
+        calls = ()
+
+        def stop_profile(self):
+            self.calls += ("stop",)
+
+        def print_model_profile(self, output_file):
+            sys.stdout = self.file = io.StringIO()  # as the real one does it, with a file
+            raise OSError(28, "No space left on device")
+
+        def end_profile(self):
+            self.calls += ("end",)
+
+    (tmp_path / "profile").mkdir()
+    profiler = DeepSpeedProfiler(tmp_path / "profile", 1, torch.device("cpu"), 1, 1, torch.nn.Linear(1, 1))
+    before, counter = sys.stdout, Counter()
+    profiler.start()
+    profiler._counter = counter
+    for _ in range(2):
+        profiler.step()
+        torch.ones(2).sum()
+    found = profiler.stop()
+
+    assert sys.stdout is before and counter.file.closed and counter.calls == ("stop", "end")
+    assert "No space left on device" in found.lost and "aten::sum" in found.operators
 
 
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path):

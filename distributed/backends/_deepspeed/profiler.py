@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ class DeepSpeedProfiler(TorchProfiler):
         self._model, self._rank = model, rank
         self._path = directory / _FILE
         self._counter: Any = None
+        self._lost = ""
 
     def start(self) -> None:
         super().start()
@@ -38,15 +43,35 @@ class DeepSpeedProfiler(TorchProfiler):
 
     def stop(self) -> Profile | None:
         self._end_count()
-        return super().stop()
+        found = super().stop()
+        if found is None or not self._lost:
+            return found
+        return dataclasses.replace(found, lost=found.lost or self._lost)
 
     def _write_count(self) -> None:
         if self._counter is not None:
             self._counter.stop_profile()
-            self._counter.print_model_profile(output_file=str(self._path))
+            try:
+                with _same_stdout():
+                    self._counter.print_model_profile(output_file=str(self._path))
+            except OSError as error:  # the disk: the run goes on
+                self._lost = str(error)
             self._end_count()
 
     def _end_count(self) -> None:
         if self._counter is not None:
             self._counter.end_profile()
             self._counter = None
+
+
+@contextlib.contextmanager
+def _same_stdout() -> Iterator[None]:
+    """DeepSpeed's counter prints with a file in the place of sys.stdout, and leaves it there when the disk fails."""
+    before = sys.stdout
+    try:
+        yield
+    finally:
+        file, sys.stdout = sys.stdout, before
+        if file is not before:
+            with contextlib.suppress(OSError):
+                file.close()

@@ -59,12 +59,12 @@ class WithTimeline:
         self._timeline = Timeline(hvd, _OF_A_PROFILE)
 
     def start(self) -> None:
+        self._profiler.start()  # first: where it refuses, no timeline is left to be ended
         try:
             self._timeline.start(self._run_dir)
         except ConfigError:
             text = "the profile has no timeline: Horovod started before this trainer, without HOROVOD_TIMELINE=DYNAMIC"
             self._report({"kind": "warning", "text": text})
-        self._profiler.start()
 
     def step(self) -> None:
         self._profiler.step()

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from distributed.errors import ConfigError
 from distributed.profiling import Profile, length_of_union
 
 _OPERATOR = re.compile(r"[^:]+:(_?[A-Z]\w*)")  # "NAME:TYPE", as TensorFlow labels an operator
@@ -32,8 +33,16 @@ class TensorFlowProfiler:
     def step(self) -> None:
         self._left -= 1
         if self._left == 0:
-            tf.profiler.experimental.start(str(self._directory))
+            self._begin()
             self._began = time.perf_counter()
+
+    def _begin(self) -> None:
+        try:
+            tf.profiler.experimental.start(str(self._directory))
+        except tf.errors.AlreadyExistsError:
+            raise ConfigError(
+                "profile=True finds a TensorFlow profiler at work already, of your own: drop one of the two"
+            ) from None
 
     def stop(self) -> Profile | None:
         if self._began is None:
