@@ -173,7 +173,7 @@ class Fits:
     def unmixed(self) -> None:
         """The same in float32, and the update at twice the rate, which tells the gradient."""
         self("float32-update", **self._one(), only_weights=True, dtype="float32")
-        self("float32-double-update", **{**self._one(), "learning_rate": 2.0}, only_weights=True, dtype="float32")
+        self("float32-double-update", **(self._one() | {"learning_rate": 2.0}), only_weights=True, dtype="float32")
         self("float32", dtype="float32", model=self.parts.smooth)
 
     def in_float32(self, is_reference: bool) -> None:
