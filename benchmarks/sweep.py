@@ -69,8 +69,12 @@ def shell_loop(directory: Path, trials: int, epochs: int) -> dict[str, Any]:
         input="\n".join(lines), text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     seconds = time.monotonic() - began
-    losses = [best_loss(directory / "loop" / str(number)) for number in range(trials)]
-    return {"seconds": seconds, "epochs": trials * epochs, "best": losses.index(min(losses)), "losses": losses}
+    runs = [directory / "loop" / str(number) for number in range(trials)]
+    losses = [best_loss(run) for run in runs]
+    return {
+        "seconds": seconds, "epochs": trials * epochs, "best": losses.index(min(losses)), "losses": losses,
+        "curves": [curve(run) for run in runs],
+    }  # fmt: skip
 
 
 def tune(directory: Path, name: str, trials: int, epochs: int, *flags: str) -> dict[str, Any]:
@@ -85,6 +89,7 @@ def tune(directory: Path, name: str, trials: int, epochs: int, *flags: str) -> d
     return {
         "seconds": seconds, "epochs": sum(trial["epochs"] for trial in content["trials"]),
         "best": int(content["best"]["id"]), "losses": [trial["metrics"]["val_loss"] for trial in content["trials"]],
+        "curves": [curve(directory / name / trial["run_dir"]) for trial in content["trials"]],
     }  # fmt: skip
 
 
@@ -99,15 +104,37 @@ def best_loss(run: Path) -> float:
     return loss
 
 
+def curve(run: Path) -> list[float]:
+    """The validation loss of each epoch."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if row["split"] == "val"]
+
+
+def same(found: dict[str, Any], loop: dict[str, Any]) -> str:
+    """Whether all epochs of all trials have the loop's losses."""
+    if found["curves"] == loop["curves"]:
+        return "all"
+    pairs = zip(found["curves"], loop["curves"], strict=True)
+    return "as far as they ran" if all(one == other[: len(one)] for one, other in pairs) else "differ"
+
+
 def summary(rounds: list[dict[str, dict[str, Any]]]) -> list[list[str]]:
     """Table rows; ratios are taken within a round."""
     rows = [["", "seconds", "x the loop", "epochs", "best trial", "the loop's losses"]]
     for name in rounds[0]:
         ratios = [each[name]["seconds"] / each["shell loop"]["seconds"] for each in rounds]
         found = rounds[-1][name]
-        same = "all" if found["losses"] == rounds[-1]["shell loop"]["losses"] else "as far as they ran"
         seconds = statistics.median(each[name]["seconds"] for each in rounds)
-        rows.append([name, f"{seconds:.1f}", machine.spread(ratios), str(found["epochs"]), str(found["best"]), same])
+        rows.append(
+            [
+                name,
+                f"{seconds:.1f}",
+                machine.spread(ratios),
+                str(found["epochs"]),
+                str(found["best"]),
+                same(found, rounds[-1]["shell loop"]),
+            ]
+        )
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -20,11 +21,11 @@ from distributed.run_dir import choose_run_dir
 from distributed.settings import Typed
 from distributed.trainer_files import script_name
 from distributed.tuning.context import Trial, inside
-from distributed.tuning.jobs import FunctionJob, script_job, seed_generators
-from distributed.tuning.plan import Job, SearchPlan, bundles_of, check_metric, check_pairing, check_scheduler
+from distributed.tuning.jobs import FunctionJob, ScriptJob, script_job, seed_generators
+from distributed.tuning.plan import SHARING, SearchPlan, bundles_of, check_metric, check_pairing, check_scheduler, total
 from distributed.tuning.proposals import check_search
 from distributed.tuning.results import checkpoint_of, taken_up
-from distributed.tuning.search import run_search
+from distributed.tuning.search import engine, run_search
 from distributed.tuning.space import Space, make_space
 from distributed.tuning.sweep import Record, Sweep, open_sweep, scores
 
@@ -38,7 +39,7 @@ class DistributedTuner:
             values are its settings where they have such a name, else its arguments.
         search_space: name -> a list to choose from, `{"loguniform": [1e-4, 1e-1]}`, `{"uniform": [...]}`, `{"randint": [...]}`,
             a domain of Ray Tune, or a constant.
-        num_gpus: GPUs that all trials together use (default: those that are visible).
+        num_gpus: GPUs that all trials together use (default: those that are visible, or those of the cluster).
         trials_per_gpu: trials that share one GPU.
         metric, mode: what is optimised, and whether "min" or "max" is best (default: what the name says). A trial counts with
             the best value that it reached.
@@ -87,13 +88,20 @@ class DistributedTuner:
         self.train_fn, self.metric, self.mode = train_fn, metric, mode
         self.space: Space = make_space(search_space)
         self.scheduler, self.scheduler_options = check_scheduler(scheduler, scheduler_options or {})
-        check_pairing(self.scheduler, search)
+        check_pairing(self.scheduler, search, max_concurrent)
         for name, value, least in (("max_concurrent", max_concurrent, 1), ("max_failures", max_failures, 0)):
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value} is less than {least}: set it to {least} or more")
-        gpus, at_once = _gpus(num_gpus, trials_per_gpu, is_here=address is None)
-        is_asked = resources_per_trial is None or num_gpus is not None or trials_per_gpu > 1
-        self._bundles = bundles_of(resources_per_trial, gpus if is_asked else 0.0)
+        is_here = engine().has_own_cluster(address)
+        if num_gpus and not is_here and self.scheduler in SHARING:
+            raise ConfigError(
+                f"num_gpus={num_gpus} has no effect with scheduler={self.scheduler!r} on a cluster, where its trials take turns on"
+                " all there is: drop it"
+            )
+        gpus, at_once = _gpus(num_gpus, trials_per_gpu, resources_per_trial, is_here)
+        self._bundles = bundles_of(resources_per_trial, gpus)
+        is_open = num_gpus is None and resources_per_trial is None and not gpus
+        self._gpus_if_any = 1.0 if is_open and not is_here else 0.0
         self._max_concurrent = min(filter(None, (max_concurrent, at_once)), default=None)
         self._seed, self._search, self._max_failures = seed, search, max_failures
         self._run_dir, self._resume, self._address = run_dir, resume, address
@@ -107,27 +115,31 @@ class DistributedTuner:
         """
         number = check_search(self._search, self.space, num_samples)
         directory = Path(self._run_dir if self._run_dir is not None else choose_run_dir(script_name())).absolute()
-        sweep = open_sweep(directory, self.metric, self.mode, self._asked(number), self._resume)
-        self._sweep = sweep
+        job = self._job(directory)
         plan = SearchPlan(
-            directory, self._job(directory), self.space, self.metric, self.mode, number, self._bundles,
+            directory, job, self.space, self.metric, self.mode, number, self._bundles,
             search=self._search, scheduler=self.scheduler, scheduler_options=self.scheduler_options, seed=self._seed,
             max_concurrent=self._max_concurrent, max_failures=self._max_failures, address=self._address,
-            earlier=tuple(record for record, _ in scores(sweep)),
+            gpus_if_any=self._gpus_if_any,
         )  # fmt: skip
+        engine().check_here(plan)  # before there is a directory, which would be in the way of the corrected call
+        sweep = open_sweep(directory, self.metric, self.mode, self._asked(number), self._resume)
+        sweep.recall(self.space)
+        self._sweep = sweep
+        plan = dataclasses.replace(plan, earlier=tuple(record for record, _ in scores(sweep)))
         try:
             with _stopping(plan.stop_file) as seen:
                 run_search(plan, sweep)
         finally:
             sweep.interrupt()
             sweep.write()
-            sweep.write_best(Typed())
+            sweep.write_best(job.typed if isinstance(job, ScriptJob) else Typed())
             sweep.run.unlock()
         if seen:
             raise KeyboardInterrupt
-        return dict(self._best().config)
+        return self.best_params
 
-    def _job(self, directory: Path) -> Job:
+    def _job(self, directory: Path) -> FunctionJob | ScriptJob:
         if callable(self.train_fn):
             return FunctionJob(self.train_fn, self._seed)
         return script_job(
@@ -162,7 +174,8 @@ class DistributedTuner:
     @property
     def best_params(self) -> dict[str, Any]:
         """The values of the best trial."""
-        return dict(self._best().config)
+        sweep = self._done()
+        return dict(self._best().best_config(sweep.metric, sweep.mode))
 
     @property
     def best_checkpoint(self) -> Path:
@@ -186,7 +199,7 @@ class DistributedTuner:
         seed_generators(self._seed)
         try:
             with inside(trial):
-                self.train_fn(dict(best.config))
+                self.train_fn(self.best_params)
         except _Made as made:
             return taken_up(made.trainer, checkpoint)
         raise ConfigError("train_fn called no fit of a Trainer: there is no trainer to give back")
@@ -215,25 +228,45 @@ def _made(trainer: Any) -> None:
     raise _Made(trainer)
 
 
-def _gpus(num_gpus: int | None, trials_per_gpu: int, is_here: bool) -> tuple[float, int | None]:
-    """(the part of a GPU that each trial has, the trials at once that follow from it). Of a cluster nothing is known yet."""
+def _gpus(num_gpus: int | None, trials_per_gpu: int, resources: Any, is_here: bool) -> tuple[float, int | None]:
+    """(the part of a GPU that each trial has beside its `resources`, the trials at once that follow from `num_gpus`). Of a
+    cluster nothing is known yet."""
     if isinstance(trials_per_gpu, bool) or not isinstance(trials_per_gpu, int) or trials_per_gpu < 1:
         raise ConfigError(
             f"trials_per_gpu={trials_per_gpu!r} is less than 1: set 1, or more for trials that share a GPU"
         )
     visible = visible_gpus() if num_gpus != 0 and is_here else 0
-    wanted = visible if num_gpus is None else num_gpus
-    if is_here and wanted > visible:
+    if is_here and (num_gpus or 0) > visible:
         fix = f"set num_gpus={visible}" if visible else "drop it, and trials run on CPUs"
-        raise ResourceError(f"num_gpus={wanted} is more than the {visible} that this machine shows: {fix}")
+        raise ResourceError(f"num_gpus={num_gpus} is more than the {visible} that this machine shows: {fix}")
+    if resources is not None and trials_per_gpu == 1 and (num_gpus is None or _gpus_in(resources)):
+        return 0.0, None if num_gpus is None else _trials_on(num_gpus, _gpus_in(resources))
+    wanted = visible if num_gpus is None else num_gpus
+    if not is_here and num_gpus is None and trials_per_gpu > 1:
+        return 1.0 / trials_per_gpu, None
     return (1.0 / trials_per_gpu, wanted * trials_per_gpu) if wanted else (0.0, None)
+
+
+def _gpus_in(resources: Any) -> float:
+    return total(bundles_of(resources)).get("GPU", 0.0)
+
+
+def _trials_on(num_gpus: int, each: float) -> int:
+    """How many trials of `each` GPUs all of them hold."""
+    if num_gpus < each:
+        raise ConfigError(
+            f"num_gpus={num_gpus} is less than the {each:g} GPU that resources_per_trial gives a trial: set num_gpus to as many"
+            " or more"
+        )
+    return int(num_gpus / each + 1e-9)
 
 
 def _row(sweep: Sweep, record: Record) -> dict[str, Any]:
     metrics = record.best_row(sweep.metric, sweep.mode) or {}
+    config = record.best_config(sweep.metric, sweep.mode)
     return {
-        "trial": record.name, "status": record.status, **record.config, sweep.metric: metrics.get(sweep.metric),
-        **{name: value for name, value in metrics.items() if name not in record.config}, "epochs": record.epochs,
+        "trial": record.name, "status": record.status, **config, sweep.metric: metrics.get(sweep.metric),
+        **{name: value for name, value in metrics.items() if name not in config}, "epochs": record.epochs,
         "seconds": record.seconds, "error": record.error, "run_dir": str(sweep.trial_dir(record.number)),
     }  # fmt: skip
 

@@ -57,8 +57,7 @@ def script_job(typed: Typed, metric: str, mode: str, directory: Path) -> ScriptJ
     if "monitor" not in {**typed.file, **flag}:
         flag |= {"monitor": metric, "monitor_mode": mode}
     threads = {name: value for name in THREAD_VARIABLES if (value := os.environ.get(name))}
-    script = str(Path(str(typed.script)).absolute())
-    typed = dataclasses.replace(typed, flag=flag, script=script, notices=())
+    typed = dataclasses.replace(typed, flag=flag, notices=())
     return ScriptJob(typed, metric, str(directory / ".stop"), threads)
 
 

@@ -16,6 +16,8 @@ from distributed.tuning.space import Space
 from distributed.tuning.sweep import Record
 
 MODES = ("min", "max")
+CHANCE = ("random", "grid")  # searches that do not learn
+SHARING = ("hyperband", "pbt")  # schedulers whose trials take turns, so that all of them must live at once
 # scheduler -> its options and their defaults. One unit of each is a report: an epoch.
 SCHEDULERS: Mapping[str, Mapping[str, float]] = {
     "asha": {"grace_period": 1, "reduction_factor": 3, "max_t": 100_000},
@@ -46,6 +48,7 @@ class SearchPlan:
     num_samples: int
     bundles: tuple[Bundle, ...]  # of each trial, taken all at once; the first holds the trial itself
     search: str = "random"
+    gpus_if_any: float = 0.0  # that each trial takes of a cluster that has GPUs
     scheduler: str | None = None
     scheduler_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seed: int = 0
@@ -60,12 +63,19 @@ class SearchPlan:
         """Where this exists all trials save and leave."""
         return self.directory / ".stop"
 
-    def concurrency(self, there: Bundle) -> int:
-        """How many trials a cluster with the resources `there` runs at once. Raises ResourceError where it is none."""
+    def num_live(self, there: Bundle, is_own: bool) -> int:
+        """How many trials may live at once in a cluster with the resources `there`. Raises ResourceError where it is none.
+
+        What is proposed later is proposed better. Where that is not so one more waits, and takes the next free process; but
+        only where resources keep it from running: `is_own` clusters stay as large as they are.
+        """
         needs = total(self.bundles)
         check_fits(needs, there, "the cluster" if self.address else "this machine")
-        fit = min((int(there[name] / amount + 1e-9) for name, amount in needs.items() if amount), default=1)
-        return max(1, min(fit, self.num_samples, self.max_concurrent or fit))
+        fit = max(1, min((int(there[name] / amount + 1e-9) for name, amount in needs.items() if amount), default=1))
+        most = self.max_concurrent or math.inf
+        if self.search in CHANCE and (fit < most or (is_own and fit == most)):
+            return fit + 1
+        return int(min(fit, most))
 
 
 def check_scheduler(name: str | None, options: Mapping[str, Any]) -> tuple[str | None, dict[str, float]]:
@@ -88,12 +98,33 @@ def check_scheduler(name: str | None, options: Mapping[str, Any]) -> tuple[str |
             raise ConfigError(f"{option}={value!r} of scheduler {name} is not above 0: set it to {defaults[option]:g}")
     if options.get("reduction_factor", 2) <= 1:
         raise ConfigError(f"reduction_factor={options['reduction_factor']:g} keeps every trial: set more than 1")
-    return name, {**defaults, **options}
+    chosen = {**defaults, **options}
+    _check_ends(name, chosen)
+    return name, chosen
 
 
-def check_pairing(scheduler: str | None, search: str) -> None:
-    """Raises ConfigError for a search that would learn from values which the scheduler changes."""
-    if scheduler == "pbt" and search not in ("random", "grid"):
+def _check_ends(name: str, options: Mapping[str, float]) -> None:
+    for option, largest in (("quantile_fraction", 0.5), ("resample_probability", 1.0)):
+        if options.get(option, 0.0) > largest:
+            raise ConfigError(
+                f"{option}={options[option]:g} of scheduler {name} is above {largest:g}: set it to that or less"
+            )
+    if options.get("grace_period", 0) > options.get("max_t", math.inf):
+        raise ConfigError(
+            f"grace_period={options['grace_period']:g} is above max_t={options['max_t']:g}: no trial could be stopped early, set"
+            " it to less"
+        )
+
+
+def check_pairing(scheduler: str | None, search: str, max_concurrent: int | None = None) -> None:
+    """Raises ConfigError for a search that would learn from values which the scheduler changes, and for a limit that it
+    could not keep."""
+    if max_concurrent is not None and scheduler in SHARING:
+        raise ConfigError(
+            f"max_concurrent={max_concurrent} has no effect with scheduler={scheduler!r}, whose trials take turns: drop it, or"
+            " choose scheduler='asha'"
+        )
+    if scheduler == "pbt" and search not in CHANCE:
         raise ConfigError(
             f"scheduler='pbt' changes the values that search={search!r} learns from: choose search='random'"
         )

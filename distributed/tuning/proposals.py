@@ -137,14 +137,18 @@ class _Optuna:
         if own is not None:
             self._running.remove(own)
             self._study.tell(own[1], score if is_number else None, state=None if is_number else states.FAIL)
+        elif is_number:  # asked for by an earlier process
+            self._add(params, score)
 
     def repeat(self, values: Mapping[str, Any], score: float | None) -> None:
         # Asked and forgotten: else the same seed would begin with the same proposals again.
         self._study.tell(self._study.ask(self._distributions), state=self._optuna.trial.TrialState.FAIL)
         if score is not None and math.isfinite(score):
-            params = {name: values[name] for name in self._distributions}
-            done = self._optuna.trial.create_trial(params=params, distributions=self._distributions, value=score)
-            self._study.add_trial(done)
+            self._add({name: values[name] for name in self._distributions}, score)
+
+    def _add(self, params: dict[str, Any], score: float) -> None:
+        done = self._optuna.trial.create_trial(params=params, distributions=self._distributions, value=score)
+        self._study.add_trial(done)
 
 
 def _distribution(optuna: Any, each: Dimension) -> Any:

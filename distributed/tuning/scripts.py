@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distributed.cli.start import launch_request
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, DistributedError
 from distributed.fields import rules
@@ -81,7 +82,7 @@ class Sweeping:
         self.space = read_space(asked.search_space)
         self.num_samples = check_search(asked.search, self.space, asked.num_samples)
         self.scheduler, self.scheduler_options = check_scheduler(asked.scheduler, asked.scheduler_options)
-        check_pairing(self.scheduler, asked.search)
+        check_pairing(self.scheduler, asked.search, asked.max_concurrent)
         self._notices = self._check_names(typed)
         self.typed, self._address = self._of_trials(typed)
         self.directory = Path(asked.run_dir or choose_run_dir(f"tune-{Path(typed.script).stem}")).absolute()
@@ -89,12 +90,14 @@ class Sweeping:
         self.typed = self._job.typed
         self.bundles = self._bundles()
         self.at_once = self._concurrency()
+        if self._address is None:  # what every trial would be refused for; of other machines only they know
+            launch_request(self._job.typed_with(self._first), None)
         engine().check_here(self._plan())
 
     def _check_names(self, typed: Typed) -> list[str]:
         """Names that are swept: settings that may be, and not typed as well."""
-        first = {name: (each.grid() or (each.at(0.5),))[0] for name, each in self.space.items()}
-        settings, others, notices = split_sweep(first)
+        self._first = {name: (each.grid() or (each.at(0.5),))[0] for name, each in self.space.items()}
+        settings, others, notices = split_sweep(self._first)
         known = rules(DistributedConfig)
         for name in settings:
             if known[name].group == "Resources" or name in ("checkpoint_dir", "resume_from_checkpoint"):
@@ -185,6 +188,7 @@ class Sweeping:
             "search": self._asked.search, "scheduler": self.scheduler, "num_samples": self.num_samples,
         }  # fmt: skip
         sweep = open_sweep(self.directory, self._asked.metric, self.mode, asked, self._asked.resume)
+        sweep.recall(self.space)
         plan = self._plan(sweep)
         plan.stop_file.unlink(missing_ok=True)
         with Signals() as signals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -57,6 +58,10 @@ class Dimension:
             return min(max(value, self.low), self.high)
         return min(max(int(value), int(self.low)), int(self.high) - 1) if self.kind == "randint" else value
 
+    def recalled(self, written: Any) -> Any:
+        """The value of a choice that a journal has as `written`."""
+        return next((each for each in self.values if _text(each) == _text(written)), written)
+
     def grid(self) -> tuple[Any, ...] | None:
         """All values, where they can be counted."""
         if self.kind == "randint":
@@ -65,6 +70,10 @@ class Dimension:
 
 
 Space = Mapping[str, Dimension]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str)
 
 
 def read_space(path: str | os.PathLike[str]) -> dict[str, Dimension]:

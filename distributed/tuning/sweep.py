@@ -9,6 +9,7 @@ DIR/best.yaml       the best trial's settings, for `train --config`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -21,6 +22,7 @@ from distributed.errors import ConfigError
 from distributed.run_dir import RunDirectory
 from distributed.settings import Typed, split_sweep
 from distributed.storage.durable import replace_text
+from distributed.tuning.space import Space
 
 Row = Mapping[str, Any]
 OPEN = ("running", "waiting")  # of a trial that has not come to its end
@@ -34,6 +36,7 @@ class Record:
     config: dict[str, Any]
     status: str = "running"  # "finished", "stopped" (early), "failed", "interrupted"; "waiting" before it goes on
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    configs: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of each row, as schedulers change them
     error: str | None = None
     seconds: float = 0.0  # of work
     cloned: int | None = None  # the trial whose state it took over last
@@ -50,8 +53,22 @@ class Record:
 
     def best_row(self, metric: str, mode: str) -> dict[str, Any] | None:
         """The row in which the metric was best."""
-        known = [row for row in self.rows if score_of(row, metric, mode) < math.inf]
-        return min(known, key=lambda row: score_of(row, metric, mode), default=None)
+        best = self._best_index(metric, mode)
+        return None if best is None else self.rows[best]
+
+    def best_config(self, metric: str, mode: str) -> dict[str, Any]:
+        """The values with which it was best, or those of now."""
+        best = self._best_index(metric, mode)
+        return self.config if best is None else self.configs[best]
+
+    def _best_index(self, metric: str, mode: str) -> int | None:
+        scores = [score_of(row, metric, mode) for row in self.rows]
+        best = min(scores, default=math.inf)
+        return scores.index(best) if best < math.inf else None
+
+
+def _recalled(config: Mapping[str, Any], space: Space) -> dict[str, Any]:
+    return {name: space[name].recalled(value) if name in space else value for name, value in config.items()}
 
 
 def score_of(row: Row, metric: str, mode: str) -> float:
@@ -74,6 +91,11 @@ class Sweep:
     def journal(self) -> Path:
         return self.directory / "trials.jsonl"
 
+    @property
+    def all(self) -> list[Record]:
+        """The trials of now. A thread that shows them meets no change while it looks."""
+        return list(self.records.values())
+
     def trial_dir(self, number: int) -> Path:
         """The run directory of a trial."""
         return self.directory / "trials" / f"{number:05d}"
@@ -88,17 +110,20 @@ class Sweep:
             file.write(json.dumps(line, default=str) + "\n")
 
     def apply(self, line: Mapping[str, Any]) -> None:
-        """Take in one line of the journal."""
+        """Take in one line of the journal; none of a trial whose beginning was lost."""
         number, event = line["trial"], line["event"]
         if event == "started":
             record = self.records.setdefault(number, Record(number, dict(line["config"])))
             record.config, record.status, record.error = dict(line["config"]), "running", None
             record.since = line["time"]
+        if number not in self.records:
+            return
         record = self.records[number]
         if event != "started" and record.since is not None:
             record.seconds += line["time"] - record.since
             record.since = line["time"] if event == "row" else None
         if event == "row":
+            record.configs.append(record.config)
             record.rows.append(dict(line["row"]))
             record.cloned = line.get("cloned", record.cloned)
         elif event == "ended":
@@ -106,17 +131,23 @@ class Sweep:
 
     def read(self) -> None:
         """What an earlier process wrote. Trials that it did not end go on."""
-        if self.journal.exists():
-            for text in self.journal.read_text(encoding="utf-8", errors="replace").splitlines():
-                try:
-                    line = json.loads(text)
-                except ValueError:  # half a line of a killed writer
-                    continue
-                self.apply(line)
+        content = self.journal.read_text(encoding="utf-8", errors="replace") if self.journal.exists() else ""
+        for text in content.splitlines():
+            with contextlib.suppress(ValueError):  # half a line of a killed writer
+                self.apply(json.loads(text))
+        if content and not content.endswith("\n"):  # what is written next is a line of its own
+            with self.journal.open("a", encoding="utf-8") as file:
+                file.write("\n")
         for record in self.records.values():
             record.since = None
             if record.status in (*OPEN, "interrupted"):
                 record.status = "waiting"
+
+    def recall(self, space: Space) -> None:
+        """Values as the space has them: of a journal that was read they are those of JSON."""
+        for record in self.all:
+            record.config = _recalled(record.config, space)
+            record.configs = [_recalled(config, space) for config in record.configs]
 
     # ------------------------------------------------------------------ what came of it
 
@@ -135,8 +166,8 @@ class Sweep:
     def trial_hours(self) -> float:
         """Hours of work, all trials together."""
         now = time.time()
-        working = sum(now - record.since for record in self.records.values() if record.since is not None)
-        return (sum(record.seconds for record in self.records.values()) + working) / 3600
+        working = sum(now - since for record in self.all if (since := record.since) is not None)
+        return (sum(record.seconds for record in self.all) + working) / 3600
 
     def summary(self) -> dict[str, Any]:
         """The content of sweep.json."""
@@ -150,9 +181,9 @@ class Sweep:
     def _summary_of(self, record: Record) -> dict[str, Any]:
         row = record.best_row(self.metric, self.mode) or (record.rows[-1] if record.rows else {})
         content = {
-            "id": record.name, "config": record.config, "metrics": {name: _plain(value) for name, value in row.items()},
-            "status": record.status, "epochs": record.epochs, "seconds": record.seconds,
-            "run_dir": str(Path("trials", record.name)),
+            "id": record.name, "config": record.best_config(self.metric, self.mode),
+            "metrics": {name: _plain(value) for name, value in row.items()}, "status": record.status,
+            "epochs": record.epochs, "seconds": record.seconds, "run_dir": str(Path("trials", record.name)),
         }  # fmt: skip
         return content | ({} if record.error is None else {"error": record.error})
 
@@ -167,7 +198,7 @@ class Sweep:
         best = self.best()
         if best is None:
             return None
-        settings, others, _ = split_sweep(best.config)
+        settings, others, _ = split_sweep(best.best_config(self.metric, self.mode))
         flags = {**typed.file, **typed.flag, **settings}
         content: dict[str, Any] = {}
         if typed.script is not None:

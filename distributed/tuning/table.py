@@ -56,33 +56,37 @@ class Table:
     def line_of(self, record: Record) -> str:
         """`trial 00003  finished  12 epochs  val_loss 0.041  learning_rate=0.003`."""
         epochs = f"{record.epochs} epoch{'s' * (record.epochs != 1)}"
-        parts = [f"trial {record.name}", record.status, epochs, *self._metric(record), in_words(record.config)]
+        parts = [f"trial {record.name}", record.status, epochs, *self._metric(record), in_words(self._config(record))]
         return _GAP.join([*parts, *([record.error] if record.error else [])])
 
     def _metric(self, record: Record) -> list[str]:
         row = record.best_row(self._sweep.metric, self._sweep.mode)
         return [] if row is None else [f"{self._sweep.metric} {number(row[self._sweep.metric])}"]
 
+    def _config(self, record: Record) -> dict[str, Any]:
+        return record.best_config(self._sweep.metric, self._sweep.mode)
+
     def _table(self, caption: bool = True) -> Any:
         """All trials, the best first."""
         from rich.table import Table as Rich
 
         sweep = self._sweep
-        names = list(dict.fromkeys(name for record in sweep.records.values() for name in record.config))
+        names = list(dict.fromkeys(name for record in sweep.all for name in record.config))
         table = Rich(caption=self._counts() if caption else None, caption_justify="left", box=None, pad_edge=False)
         for head in ("trial", "status", "epochs", sweep.metric, *names):
             table.add_column(head, no_wrap=True, justify="left" if head in ("trial", "status") else "right")
-        ordered = sorted(sweep.records.values(), key=lambda record: (sweep.score(record), record.number))
+        ordered = sorted(sweep.all, key=lambda record: (sweep.score(record), record.number))
         for record in ordered[: max(3, self._console.height - _ROOM)]:
             row = record.best_row(sweep.metric, sweep.mode) or {}
-            values = [number(record.config.get(name, "")) for name in names]
+            config = self._config(record)
+            values = [number(config.get(name, "")) for name in names]
             metric = number(row[sweep.metric]) if row else ""
             table.add_row(record.name, record.status, str(record.epochs), metric, *values)
         return table
 
     def _counts(self) -> str:
         counts: dict[str, int] = {}
-        for record in self._sweep.records.values():
+        for record in self._sweep.all:
             counts[record.status] = counts.get(record.status, 0) + 1
         words = ", ".join(f"{count} {status}" for status, count in counts.items())
         hours = f"{self._sweep.trial_hours:.2g} trial-hours in {duration(time.monotonic() - self._began)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import socket
 import sys
@@ -74,7 +73,7 @@ def cluster(tmp_path_factory):
 
 def command(place, *flags, space="space.yaml"):
     return [
-        "tune", "--script", str(place / "train.py"), "--search-space", str(place / space), "--search", "grid",
+        "tune", "--script", "train.py", "--search-space", str(place / space), "--search", "grid",
         "--run-dir", str(place / "sweep"), *flags,
     ]  # fmt: skip
 
@@ -108,8 +107,10 @@ def test_a_sweep_finds_the_best_and_train_repeats_it(run_cli, place):
         run = place / "sweep" / trial["run_dir"]
         assert (run / "metrics.jsonl").exists() and (run / "config.yaml").exists() and (run / "checkpoints").is_dir()
     assert "hidden 16" in (place / "sweep" / "trials" / "00000" / "logs" / "rank-0.log").read_text()
+    happened = [(line["trial"], line["event"]) for line in journal(place) if line["event"] != "row"]
+    assert happened == [(number, event) for number in range(4) for event in ("started", "ended")]  # one at a time
     best = yaml.safe_load((place / "sweep" / "best.yaml").read_text())
-    assert best["learning_rate"] == 0.1 and best["script_args"] == ["--hidden", "16"]
+    assert best["script"] == "train.py" and best["learning_rate"] == 0.1 and best["script_args"] == ["--hidden", "16"]
 
     again = run_cli(
         ["train", "--config", str(place / "sweep" / "best.yaml"), "--run-dir", str(place / "again")], cwd=place
@@ -118,6 +119,12 @@ def test_a_sweep_finds_the_best_and_train_repeats_it(run_cli, place):
     runs = (place / "again", place / "sweep" / "trials" / "00000")
     one, other = (json.loads((run / "result.json").read_text())["final_metrics"]["val_loss"] for run in runs)
     assert one == other
+    stopped = place / "sweep" / "trials" / "00001"
+    longer = run_cli(
+        ["train", "--config", str(stopped / "config.yaml"), "--run-dir", str(stopped), "--resume"], cwd=place
+    )
+    assert longer.returncode == 0, longer.output
+    assert json.loads((stopped / "result.json").read_text())["status"] == "finished"
 
 
 def test_killed_it_leaves_nobody_and_goes_on_where_each_trial_was(start, run_cli, place):
@@ -196,6 +203,9 @@ def test_a_script_that_always_crashes_is_told_by_its_cause(run_cli, place, clust
         (["--learning-rate", "1"], SPACE, 2, "learning_rate is in the search space and typed as 1.0 too"),
         (["--checkpoint-dir", "x"], SPACE, 2, "would be shared by all trials"),
         (["--mode", "low"], SPACE, 2, "choose min or max"),
+        (["--scheduler", "pbt", "--max-concurrent", "1"], SPACE, 2, "max_concurrent=1 has no effect with scheduler='pbt'"),
+        (["--global-batch-size", "10", "--batch-size", "4"], SPACE, 2, "is not a multiple of batch_size=4"),
+        (["--dry-run", "--global-batch-size", "10"], "batch_size: [4, 8]", 2, "is not a multiple of batch_size=4"),
         (["--scheduler", "asha", "--scheduler-option", "grace_perio=1"], SPACE, 2, "did you mean 'grace_period'?"),
         ([], "", 2, "is empty: give each name its values"),
         ([], "learning_rate: {logunifrm: [1, 2]}", 2, "did you mean 'loguniform'?"),
@@ -207,10 +217,10 @@ def test_what_cannot_be_is_refused_before_anything_starts(run_cli, place, flags,
     (place / "space.yaml").write_text(space)
     done = run_cli(command(place, *flags), cwd=place)
     assert done.returncode == code and said in done.stderr and done.stderr.count("\n") == 1, done.output
-    assert done.seconds < 10 and not (place / "sweep").exists()
+    assert done.seconds < 60 and not (place / "sweep").exists()
 
 
 def test_a_dry_run_shows_proposals_and_starts_nothing(run_cli, place):
     done = run_cli(command(place, "--dry-run"), cwd=place)
     assert done.returncode == 0 and "  00001  learning_rate=1e-06 --hidden 16" in done.stdout, done.output
-    assert not (place / "sweep").exists() and math.isfinite(done.seconds)
+    assert not (place / "sweep").exists() and done.seconds < 60

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from distributed.tuning.proposals import make_proposals
+from distributed.tuning.space import make_space
 from tests.conftest import Started, clean_environment, needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "tuner" / "searches.py"
@@ -38,7 +39,23 @@ def test_a_grid_of_a_function_that_returns_metrics(found):
 
 
 def test_searches_that_learn_find_the_bottom(found):
-    assert all(distance < 1.5 for distance in found["models"].values()), found["models"]
+    assert all(abs(facts["best"] - 3) < 1.5 for facts in found["models"].values()), found["models"]
+
+
+@pytest.mark.parametrize(("search", "num_first"), [("optuna", 10), ("bayesopt", 5)])
+def test_searches_that_learn_are_told_what_came_of_their_trials(found, search, num_first):
+    """The first ones are drawn by chance. What comes then is other than what a search that hears nothing proposes."""
+    tried = found["models"][search]["tried"]
+    deaf = make_proposals(search, make_space({"a": {"uniform": [0, 10]}}), 1)
+    unheard = [deaf.ask()["a"] for _ in tried]
+    assert tried[:num_first] == unheard[:num_first] and not set(tried[num_first + 1 :]) & set(unheard)
+
+
+def test_a_cluster_of_its_own_runs_one_trial_at_a_time_and_once_more(found):
+    """Before and after this process was connected to another cluster, with Ray imported from the start."""
+    first, again = found["own"]
+    assert first["best"] == again["best"] == {"a": 1}
+    assert first["happened"] == [[number, event] for number in range(3) for event in ("started", "row", "ended")]
 
 
 def test_asha_stops_the_bad_ones_early_and_the_best_trainer_comes_back(found):
@@ -94,14 +111,14 @@ def test_crashes_are_told_by_their_own_cause(found):
     [
         ("unknown", "ConfigError", "metric='val_los' is not reported (did you mean 'val_loss'?): choose one of"),
         ("too much", "ResourceError", "a trial needs 64 CPU"),
-        ("no gpus", "ResourceError", "num_gpus=32 is more than the"),
+        ("no gpus", "ResourceError", "a trial needs 1 GPU, and the largest node of the cluster has 0"),
         ("early", "ConfigError", "there are results after tune()"),
     ],
 )
 def test_what_cannot_be_is_one_line_in_seconds(found, name, kind, said):
     told = found["refusals"][name]
     assert told["type"] == kind and said in told["said"] and "\n" not in told["said"], told
-    assert told["seconds"] < 120
+    assert told["seconds"] < 60
 
 
 def test_a_sweep_goes_on_as_if_it_had_never_ended(found):
@@ -113,4 +130,3 @@ def test_a_sweep_goes_on_as_if_it_had_never_ended(found):
 def test_processes_are_used_again_and_nothing_is_left(found):
     assert found["resume"]["processes"] <= 3  # of five trials
     assert found["free"] == 2 and found["groups left"] == []
-    assert math.isfinite(sum(found["seconds"].values()))

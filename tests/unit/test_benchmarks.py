@@ -275,9 +275,12 @@ def test_backends_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, 
 def test_sweep_knows_when_a_goal_is_missed(benchmark_modules, name, changed, is_good):
     import sweep
 
-    loop = {"seconds": 100.0, "epochs": 240, "best": 0, "losses": [0.1, 0.2]}
-    asha = {"seconds": 60.0, "epochs": 120, "best": 0, "losses": [0.1, 0.4]}
+    loop = {"seconds": 100.0, "epochs": 240, "best": 0, "losses": [0.1, 0.2], "curves": [[0.3, 0.1], [0.4, 0.2]]}
+    asha = {"seconds": 60.0, "epochs": 120, "best": 0, "losses": [0.1, 0.4], "curves": [[0.3, 0.1], [0.4]]}
     one = {"shell loop": loop, "tune": {**loop, "seconds": 150.0}, "tune, asha": asha}
     one[name] = {**one[name], **changed}
     assert sweep.is_good([one]) is is_good
     assert [row[0] for row in sweep.summary([one])] == ["", *one]
+    assert [row[-1] for row in sweep.summary([one])][1:] == ["all", "all", "as far as they ran"]
+    other = {**one, "tune, asha": {**asha, "curves": [[0.3, 0.1], [0.41]]}}
+    assert sweep.summary([other])[-1][-1] == "differ"

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import io
 import json
 import math
 import statistics
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 import yaml
 
+from distributed import DistributedTuner
+from distributed import tuner as tuner_module
+from distributed.backends._ray import search as searching
 from distributed.backends._ray.trial import Order, Reports
 from distributed.errors import ConfigError, ResourceError
 from distributed.settings import Typed, read_config_file
 from distributed.tuning import proposals as proposing
+from distributed.tuning.earlier import num_begun, primed
 from distributed.tuning.jobs import FunctionJob
 from distributed.tuning.plan import (
     SearchPlan,
@@ -30,8 +37,9 @@ from distributed.tuning.plan import (
 from distributed.tuning.proposals import check_search, make_proposals
 from distributed.tuning.search import note_line
 from distributed.tuning.space import make_space, read_space
-from distributed.tuning.sweep import open_sweep, scores
+from distributed.tuning.sweep import Record, Sweep, open_sweep, scores
 from distributed.tuning.table import Table
+from tests.conftest import needs_backend
 
 SPACE = {
     "learning_rate": {"loguniform": ["1e-4", "1e-1"]}, "batch_size": [32, 64], "layers": {"randint": [1, 4]},
@@ -191,6 +199,22 @@ def test_what_an_earlier_process_asked_is_not_asked_again():
         assert search == "optuna" or following == rows[2]
 
 
+def test_a_search_hears_of_trials_that_went_on_after_a_resume():
+    """An earlier process asked for them: told now or before, their scores change what comes next."""
+    rows = asked("random", 12, 1)
+
+    def following(is_told):
+        made = make_proposals("optuna", make_space(SPACE), 5)
+        for row in rows:
+            made.repeat(row, None)
+        for row in rows if is_told else ():
+            made.tell(row, bowl(row))
+        return [made.ask() for _ in range(3)]
+
+    assert following(True) != following(False)
+    assert statistics.median(map(bowl, following(True))) < statistics.median(map(bowl, rows))
+
+
 @pytest.mark.parametrize(
     ("search", "num_samples", "space", "said"),
     [
@@ -217,6 +241,11 @@ def test_a_search_whose_library_is_missing_says_how_to_install_it(monkeypatch):
 # ------------------------------------------------------------------ plans
 
 
+def plan_of(directory, **changed):
+    given = {"space": make_space({"a": [1, 2]}), "num_samples": 4, "bundles": ({"CPU": 1.0},), **changed}
+    return SearchPlan(directory, FunctionJob(print, 0), metric="val_loss", mode="min", **given)
+
+
 def test_resources_are_bundles_in_every_form():
     assert bundles_of(None) == ({"CPU": 1.0},)
     assert bundles_of({"cpu": 2, "gpu": 1}) == ({"CPU": 2.0, "GPU": 1.0},)
@@ -241,6 +270,9 @@ def test_a_scheduler_has_its_own_options_and_no_others():
         ("asha", {"grace_perio": 2}, "did you mean 'grace_period'?"),
         ("pbt", {"quantile_fraction": -1}, "is not above 0"),
         ("asha", {"reduction_factor": 1}, "keeps every trial"),
+        ("asha", {"grace_period": 5, "max_t": 3}, "grace_period=5 is above max_t=3"),
+        ("pbt", {"quantile_fraction": 0.6}, "quantile_fraction=0.6 of scheduler pbt is above 0.5"),
+        ("pbt", {"resample_probability": 1.5}, "is above 1: set it"),
         (None, {"grace_period": 2}, "without a scheduler"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -252,6 +284,111 @@ def test_a_population_needs_a_search_that_does_not_learn():
     check_pairing("pbt", "random")
     with pytest.raises(ConfigError, match="choose search='random'"):
         check_pairing("pbt", "optuna")
+
+
+def test_trials_that_take_turns_cannot_be_fewer_at_once():
+    check_pairing("asha", "random", 2)
+    for scheduler in ("pbt", "hyperband"):
+        with pytest.raises(ConfigError, match="max_concurrent=2 has no effect with scheduler"):
+            check_pairing(scheduler, "random", 2)
+        with pytest.raises(ConfigError, match="max_concurrent=2 has no effect with scheduler"):
+            DistributedTuner(bowl, SPACE, scheduler=scheduler, max_concurrent=2, num_gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("search", "max_concurrent", "is_own", "most"),
+    [
+        ("random", None, False, 5), ("random", 3, False, 3), ("random", 4, False, 4), ("random", 9, False, 5),
+        ("random", 4, True, 5), ("random", 3, True, 3), ("optuna", None, True, 4), ("optuna", 3, True, 3),
+    ],
+)  # fmt: skip
+def test_one_trial_more_waits_only_where_resources_hold_it_back(tmp_path, search, max_concurrent, is_own, most):
+    plan = plan_of(tmp_path, bundles=({"CPU": 2.0},), search=search, max_concurrent=max_concurrent)
+    assert plan.num_live({"CPU": 9.0}, is_own) == most
+
+
+def test_a_cluster_of_its_own_has_place_for_as_many_trials_as_may_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(searching, "here", lambda: {"CPU": 8.0, "GPU": 0.0})
+    for bundle, max_concurrent, cpus in (({"CPU": 2.0}, 3, 6), ({"CPU": 2.0}, None, 8), ({"CPU": 3.0}, 4, 8)):
+        assert searching._own_cpus(plan_of(tmp_path, bundles=(bundle,), max_concurrent=max_concurrent)) == cpus
+
+
+@pytest.mark.parametrize("scheduler", [None, "asha", "hyperband", "pbt"])
+def test_trials_may_save_for_longer_than_ten_seconds(tmp_path, scheduler):
+    """Ray Tune's own constant is what is set: where it is gone, another way is to be found."""
+    pytest.importorskip("ray.tune", reason="needs Ray")
+    from ray.tune.execution.tune_controller import TrialRunnerWrapper, TuneController
+    from ray.tune.experiment import Trial
+
+    assert "self._actor_force_cleanup_timeout" in inspect.getsource(TuneController._cleanup_stopping_actors)
+    controller = types.SimpleNamespace(_actor_force_cleanup_timeout=10)
+    trial = Trial("any", stub=True, config={"values": {"a": 1}})
+    options = check_scheduler(scheduler, {})[1]
+    made = searching._scheduler(plan_of(tmp_path, scheduler=scheduler, scheduler_options=options))
+    made.on_trial_add(TrialRunnerWrapper(controller, None), trial)
+    assert controller._actor_force_cleanup_timeout == 60
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "bundle", "at_once"),
+    [
+        ({}, 2, {"CPU": 1.0, "GPU": 1.0}, 2),
+        ({"trials_per_gpu": 2}, 2, {"CPU": 1.0, "GPU": 0.5}, 4),
+        ({"num_gpus": 1}, 2, {"CPU": 1.0, "GPU": 1.0}, 1),
+        ({"num_gpus": 0}, 2, {"CPU": 1.0}, None),
+        ({"resources_per_trial": {"cpu": 1}}, 1, {"CPU": 1.0}, None),
+        ({"resources_per_trial": {"cpu": 1, "gpu": 1}, "num_gpus": 4}, 8, {"CPU": 1.0, "GPU": 1.0}, 4),
+        ({"resources_per_trial": {"gpu": 2}, "num_gpus": 4, "max_concurrent": 1}, 8, {"GPU": 2.0}, 1),
+        ({"address": "127.0.0.1:1", "num_gpus": 3}, 0, {"CPU": 1.0, "GPU": 1.0}, 3),
+        ({"address": "127.0.0.1:1", "trials_per_gpu": 4}, 0, {"CPU": 1.0, "GPU": 0.25}, None),
+    ],
+)
+def test_gpus_are_shared_out(monkeypatch, given, visible, bundle, at_once):
+    monkeypatch.setattr(tuner_module, "visible_gpus", lambda: visible)
+    made = DistributedTuner(bowl, SPACE, **given)
+    assert made._bundles == (bundle,) and made._max_concurrent == at_once
+
+
+def test_gpus_that_cannot_be_shared_out_are_refused(monkeypatch):
+    monkeypatch.setattr(tuner_module, "visible_gpus", lambda: 2)
+    with pytest.raises(ResourceError, match="num_gpus=8 is more than the 2"):
+        DistributedTuner(bowl, SPACE, num_gpus=8)
+    with pytest.raises(ConfigError, match="num_gpus=2 has no effect with scheduler='pbt' on a cluster"):
+        DistributedTuner(bowl, SPACE, num_gpus=2, scheduler="pbt", address="127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"num_gpus=1 is less than the 2 GPU .* resources_per_trial"):
+        DistributedTuner(bowl, SPACE, num_gpus=1, resources_per_trial={"gpu": 2})
+    with pytest.raises(ConfigError, match="both say which part of a GPU"):
+        DistributedTuner(bowl, SPACE, trials_per_gpu=2, resources_per_trial={"gpu": 1})
+
+
+def test_what_this_machine_shows_is_no_limit_of_a_cluster_that_is_connected(monkeypatch):
+    monkeypatch.setattr(tuner_module, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(searching, "_is_connected", lambda: True)
+    assert DistributedTuner(bowl, SPACE, num_gpus=8)._max_concurrent == 8
+
+
+def test_trials_take_the_gpus_of_a_cluster_that_has_some(tmp_path):
+    plan = plan_of(tmp_path, gpus_if_any=1.0)
+    for there, bundles in (({"CPU": 4.0, "GPU": 2.0}, ({"CPU": 1.0, "GPU": 1.0},)), ({"CPU": 4.0}, ({"CPU": 1.0},))):
+        cluster = types.SimpleNamespace(cluster_resources=lambda found=there: found)
+        assert searching._with_gpus(cluster, plan).bundles == bundles
+    assert DistributedTuner(bowl, SPACE, address="127.0.0.1:1")._gpus_if_any == 1.0
+
+
+def test_a_search_without_its_library_is_refused_before_there_is_a_directory(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(searching.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    with pytest.raises(ResourceError, match=r"a search needs ray.*run pip install 'distributed-trainer\[tune\]'"):
+        DistributedTuner(bowl, SPACE, run_dir=tmp_path / "s", num_gpus=0).tune(2)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_refused_search_leaves_no_directory_in_the_way(tmp_path):
+    needs_backend("ray")
+    tuner = DistributedTuner(bowl, SPACE, run_dir=tmp_path / "s", num_gpus=0, resources_per_trial={"cpu": 4096})
+    with pytest.raises(ResourceError, match="a trial needs 4096 CPU"):
+        tuner.tune(2)
+    assert not (tmp_path / "s").exists()
 
 
 def test_what_is_optimised_must_have_a_name_and_a_direction():
@@ -291,6 +428,91 @@ def test_a_sweep_is_written_and_goes_on(tmp_path):
     assert content["trials"][2]["metrics"]["val_loss"] is None and content["trials"][2]["error"] == "ValueError: no"
     assert content["trials"][0]["run_dir"] == "trials/00000"
     again.run.unlock()
+
+
+def test_what_is_written_after_half_a_line_is_read_again(tmp_path):
+    sweep = sweep_of(tmp_path / "s")
+    with sweep.journal.open("a") as file:
+        file.write('{"trial": 0, "event": "started", "con')  # killed while it wrote
+    sweep.run.unlock()
+    again = sweep_of(tmp_path / "s", resume=True)
+    again.note(1, "started", config={"lr": 1})
+    again.note(1, "row", row={"epoch": 1, "val_loss": 0.5})
+    again.run.unlock()
+    third = sweep_of(tmp_path / "s", resume=True)
+    assert list(third.records) == [1] and third.records[1].rows == [{"epoch": 1, "val_loss": 0.5}]
+    third.run.unlock()
+
+
+def test_lines_of_a_trial_whose_beginning_was_lost_are_left_out(tmp_path):
+    sweep = sweep_of(tmp_path / "s")
+    sweep.journal.write_text(
+        '{"trial": 4, "event": "row", "time": 1.0, "row": {"epoch": 1, "val_loss": 0.5}}\n'
+        '{"trial": 2, "event": "started", "time": 1.0, "config": {"lr": 1}}\n'
+    )
+    sweep.run.unlock()
+    again = sweep_of(tmp_path / "s", resume=True)
+    assert list(again.records) == [2]
+    again.run.unlock()
+
+
+def test_numbers_that_a_killed_search_did_not_begin_are_given_again(tmp_path):
+    """The first trial had not begun when the second had: both have the values that were proposed to them."""
+    proposals = make_proposals("random", make_space(SPACE), 0)
+    first, second, third = (proposals.ask() for _ in range(3))
+    earlier = (Record(1, second, status="waiting"),)
+    again, waiting = primed(plan_of(tmp_path, space=make_space(SPACE), num_samples=3, earlier=earlier))
+    assert waiting == [(0, first), (1, second)]
+    assert again.ask() == third
+    assert num_begun(plan_of(tmp_path, earlier=earlier)) == 2
+
+
+def test_values_come_back_from_the_journal_as_they_were(tmp_path):
+    """JSON knows no tuples and no classes."""
+    space = make_space({"layers": [(64, 64), (8,)], "number": [int, float], "size": [1, True, 1.5]})
+    values = {"layers": (8,), "number": float, "size": True}
+    sweep = sweep_of(tmp_path / "s")
+    sweep.note(0, "started", config=values)
+    sweep.note(0, "row", row={"epoch": 1, "val_loss": 0.25})
+    sweep.run.unlock()
+    again = sweep_of(tmp_path / "s", resume=True)
+    assert again.records[0].config != values
+    again.recall(space)
+    assert again.records[0].config == values == again.records[0].best_config("val_loss", "min")
+    assert again.records[0].config["size"] is True
+    again.run.unlock()
+
+
+def test_the_best_values_are_those_that_gave_the_best_metric(tmp_path):
+    """A population changes a trial's values while it goes on."""
+    sweep = sweep_of(tmp_path / "s")
+    for rate, loss in ((0.1, 0.5), (0.2, 0.25), (0.4, 0.75)):
+        sweep.note(0, "started", config={"learning_rate": rate})
+        sweep.note(0, "row", row={"val_loss": loss})
+    sweep.note(0, "ended", status="finished")
+    best = sweep.summary()["best"]
+    assert best["config"] == {"learning_rate": 0.2} and best["metrics"] == {"val_loss": 0.25}
+    assert read_config_file(sweep.write_best(Typed())).flag == {"learning_rate": 0.2}
+    assert sweep.records[0].config == {"learning_rate": 0.4}  # what it goes on with
+    sweep.run.unlock()
+
+
+def test_the_best_of_a_script_from_code_can_be_run_again(tmp_path, monkeypatch):
+    """best.yaml names the script as it was given; nothing in it is of this machine."""
+    needs_backend("ray")
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+
+    def search(plan, sweep):
+        sweep.note(0, "started", config={"learning_rate": 0.2, "hidden": 8})
+        sweep.note(0, "row", row={"epoch": 1, "val_loss": 0.25})
+
+    monkeypatch.setattr(tuner_module, "run_search", search)
+    tuner = DistributedTuner("train.py", {"learning_rate": [0.1, 0.2]}, run_dir="s", num_gpus=0, seed=3)
+    assert tuner.tune(2) == {"learning_rate": 0.2, "hidden": 8}
+    typed = read_config_file("s/best.yaml")
+    assert typed.script == "train.py" and typed.script_args == ("--hidden", "8")
+    assert typed.flag == {"seed": 3, "learning_rate": 0.2, "monitor": "val_loss", "monitor_mode": "min"}
 
 
 def test_the_best_settings_are_as_strong_as_flags_and_the_rest_are_arguments(tmp_path):
@@ -403,3 +625,49 @@ def test_trials_are_shown_as_they_end_and_the_best_at_last(tmp_path, monkeypatch
     heads = [line for line in said.splitlines() if "status" in line and "epochs" in line and "val_loss" in line]
     assert bool(heads) is (stream is Terminal)  # the table itself
     sweep.run.unlock()
+
+
+class Growing(Record):
+    """A record that the search adds another to while it is looked at."""
+
+    sweep: Sweep
+
+    @property
+    def since(self):
+        self.sweep.records[len(self.sweep.records)] = Record(len(self.sweep.records), {"lr": 1})
+
+    @since.setter
+    def since(self, value):
+        pass
+
+    def best_config(self, metric, mode):
+        return {"lr": self.since}
+
+    @property
+    def config(self):
+        return {"lr": self.since}
+
+    @config.setter
+    def config(self, value):
+        pass
+
+    @property
+    def status(self):
+        return self.since or "running"
+
+    @status.setter
+    def status(self, value):
+        pass
+
+
+def test_a_table_is_drawn_while_trials_are_added(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    sweep = sweep_of(tmp_path / "s")
+    sweep.records[0] = Growing(0, {})
+    sweep.records[0].sweep = sweep
+    table = Table(sweep, 3, [])
+    table._table()
+    assert len(sweep.records) > 3  # by the names, the counts and the hours
+    sweep.run.unlock()
+    table.close(None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
+import importlib.util
 import json
 import logging
+import math
 import os
 import random
 import secrets
@@ -20,9 +22,9 @@ from distributed.backends import import_library
 from distributed.backends._ray.cluster import LOCAL_OBJECT_STORE_BYTES, check_place, short_directory
 from distributed.backends._ray.joining import join
 from distributed.backends._ray.trial import Order, run
-from distributed.errors import ConfigError, DistributedError, TrainingError
-from distributed.tuning.plan import SearchPlan, check_fits, here, total
-from distributed.tuning.proposals import Proposals, make_proposals
+from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
+from distributed.tuning.earlier import num_begun, primed
+from distributed.tuning.plan import SHARING, SearchPlan, check_fits, here, total
 from distributed.tuning.sweep import OPEN, score_of
 
 Listen = Callable[[Mapping[str, Any]], None]  # gets lines of the journal: {"trial": 3, "event": "row", "row": {...}}
@@ -35,16 +37,20 @@ def search(plan: SearchPlan, listen: Listen) -> None:
     """Run the trials of `plan` to their ends. Raises DistributedError where the search as a whole cannot be, or every trial
     fails; a stop by the stop file is no error."""
     check_here(plan)
-    with _environment(_address(plan) is None and not _is_connected()), _joined(plan) as ray:
+    is_own = has_own_cluster(plan.address)
+    with _environment(is_own), _joined(plan) as ray:
+        plan = _with_gpus(ray, plan)
         there = _resources(ray, plan)
         try:
-            _Search(plan, listen, plan.concurrency(there)).run()
+            _Search(plan, listen, plan.num_live(there, is_own)).run()
         finally:
             shutil.rmtree(plan.directory / ".tune", ignore_errors=True)
 
 
 def check_here(plan: SearchPlan) -> None:
     """What can be known without Ray. Raises DistributedError."""
+    if importlib.util.find_spec("ray") is None:
+        raise ResourceError("a search needs ray, which is not installed: run pip install 'distributed-trainer[tune]'")
     address = _address(plan)
     if address is not None and address.startswith("ray://"):
         raise ConfigError(
@@ -61,8 +67,17 @@ def new_scratch() -> Path:
     return short_directory() / f"ray-{secrets.token_hex(4)}"
 
 
+def has_own_cluster(address: str | None) -> bool:
+    """Whether a search with this `address` would start a cluster now: there is none to join."""
+    return _named(address) is None and not _is_connected()
+
+
 def _address(plan: SearchPlan) -> str | None:
-    given = plan.address or os.environ.get("RAY_ADDRESS") or None
+    return _named(plan.address)
+
+
+def _named(address: str | None) -> str | None:
+    given = address or os.environ.get("RAY_ADDRESS") or None
     return None if given == "local" else given
 
 
@@ -86,12 +101,24 @@ def _environment(is_own: bool) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if is_own:  # nobody else's: no word with other clusters, and no token in the user's home
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+        _read_token_again()
     try:
         yield
     finally:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+        if is_own:
+            _read_token_again()
+
+
+def _read_token_again() -> None:
+    """Ray keeps its mode and its token from the import and the first connection on. The order of the two calls is that of
+    ray/_private/authentication_test_utils.py: a thread that still ends may ask for the token in between."""
+    if "ray" in sys.modules:
+        raylet: Any = importlib.import_module("ray._raylet")
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextlib.contextmanager
@@ -109,7 +136,7 @@ def _joined(plan: SearchPlan) -> Iterator[Any]:
             scratch = plan.scratch or new_scratch()
             scratch.mkdir(mode=0o700)
             ray.init(
-                "local", num_cpus=int(here()["CPU"]), include_dashboard=False, _temp_dir=str(scratch),
+                "local", num_cpus=_own_cpus(plan), include_dashboard=False, _temp_dir=str(scratch),
                 object_store_memory=LOCAL_OBJECT_STORE_BYTES,
                 _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False}, **_QUIET,
             )  # fmt: skip
@@ -118,6 +145,20 @@ def _joined(plan: SearchPlan) -> Iterator[Any]:
         ray.shutdown()
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _own_cpus(plan: SearchPlan) -> int:
+    """Of a cluster of its own: no more than the trials that may run at once have."""
+    there, cpus = int(here()["CPU"]), total(plan.bundles).get("CPU", 0.0)
+    return min(there, math.ceil(cpus * plan.max_concurrent)) if cpus and plan.max_concurrent else there
+
+
+def _with_gpus(ray: Any, plan: SearchPlan) -> SearchPlan:
+    """Nobody said how many GPUs a trial takes: of a cluster that has any it takes its share."""
+    if not plan.gpus_if_any or not ray.cluster_resources().get("GPU"):
+        return plan
+    first, *others = plan.bundles
+    return dataclasses.replace(plan, bundles=({**first, "GPU": plan.gpus_if_any}, *others))
 
 
 def _resources(ray: Any, plan: SearchPlan) -> dict[str, float]:
@@ -135,8 +176,8 @@ def _resources(ray: Any, plan: SearchPlan) -> dict[str, float]:
 class _Search:
     """One run of Ray Tune."""
 
-    def __init__(self, plan: SearchPlan, listen: Listen, concurrency: int) -> None:
-        self._plan, self._listen, self._concurrency = plan, listen, concurrency
+    def __init__(self, plan: SearchPlan, listen: Listen, num_live: int) -> None:
+        self._plan, self._listen, self._num_live = plan, listen, num_live
         self._started: set[int] = set()
         self._ended: set[int] = set()  # trials whose job came to its end
         self._failures: list[str] = []
@@ -150,12 +191,12 @@ class _Search:
         left = plan.num_samples - sum(record.status not in OPEN for record in plan.earlier)
         if left <= 0:
             return
-        order = Order(plan, str(Path.cwd()), is_shared=plan.scheduler in ("pbt", "hyperband"))
+        order = Order(plan, str(Path.cwd()), is_shared=plan.scheduler in SHARING)
         with _own_generators(plan.seed), _without_warnings():
             tune.Tuner(
                 tune.with_resources(_trainable(order), tune.PlacementGroupFactory([dict(each) for each in plan.bundles])),
                 tune_config=tune.TuneConfig(
-                    num_samples=left, search_alg=_searcher(plan, self._concurrency), scheduler=_scheduler(plan),
+                    num_samples=left, search_alg=_searcher(plan, self._num_live), scheduler=_scheduler(plan),
                     reuse_actors=True,
                 ),
                 run_config=tune.RunConfig(
@@ -259,26 +300,22 @@ def _trainable(order: Order) -> Callable[[dict[str, Any]], None]:
     return trial
 
 
-def _searcher(plan: SearchPlan, concurrency: int) -> Any:
+def _searcher(plan: SearchPlan, num_live: int) -> Any:
     """Our proposals as Ray Tune asks for them."""
     from ray.tune.search import Searcher
 
     class Ours(Searcher):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self._waiting = [record for record in plan.earlier if record.status in OPEN]
-            self._numbers = iter(range(len(plan.earlier), plan.num_samples))
-            self._proposals = _primed(plan)
+            self._proposals, self._waiting = primed(plan)
+            self._numbers = iter(range(num_begun(plan), plan.num_samples))
             self._live: dict[str, tuple[Mapping[str, Any], list[float]]] = {}
-            # What is proposed later is proposed better. Where that is not so one more waits, and takes the next free process.
-            self._limit = concurrency + (plan.search in ("random", "grid"))
 
         def suggest(self, trial_id: str) -> Any:
-            if len(self._live) >= self._limit and plan.scheduler not in ("pbt", "hyperband"):
+            if len(self._live) >= num_live and plan.scheduler not in SHARING:
                 return None
             if self._waiting:
-                record = self._waiting.pop(0)
-                number, values = record.number, record.config
+                number, values = self._waiting.pop(0)
             else:
                 number, values = next(self._numbers), self._proposals.ask()
             self._live[trial_id] = (values, [])
@@ -305,15 +342,6 @@ def _searcher(plan: SearchPlan, concurrency: int) -> Any:
     return Ours()
 
 
-def _primed(plan: SearchPlan) -> Proposals:
-    """The proposals, after what an earlier process asked and heard."""
-    proposals = make_proposals(plan.search, plan.space, plan.seed)
-    for record in plan.earlier:
-        best = min((score_of(row, plan.metric, plan.mode) for row in record.rows), default=float("inf"))
-        proposals.repeat(record.config, None if record.status in OPEN else best)
-    return proposals
-
-
 def _scheduler(plan: SearchPlan) -> Any:
     """Ray Tune's scheduler of that name."""
     from ray.tune import schedulers
@@ -322,19 +350,38 @@ def _scheduler(plan: SearchPlan) -> Any:
         name: int(value) if float(value).is_integer() else value for name, value in plan.scheduler_options.items()
     }
     if plan.scheduler is None:
-        return schedulers.FIFOScheduler()
+        return _patient(schedulers.FIFOScheduler)()
     kinds = {"asha": schedulers.ASHAScheduler, "hyperband": schedulers.HyperBandScheduler}
-    made = (kinds.get(plan.scheduler) or _population(plan))(time_attr="progress", metric="score", mode="min", **options)
+    kind = _patient(kinds.get(plan.scheduler) or _population(plan))
+    made = kind(time_attr="progress", metric="score", mode="min", **options)
     if plan.scheduler == "asha":
         _replay(made, plan)
     return made
 
 
-def _population(plan: SearchPlan) -> Callable[..., Any]:
+def _patient(kind: Any) -> Any:
+    """At the end of a search Ray Tune waits 10 s for its actors, by a constant, and kills them. Some trials save for longer:
+    let it wait as long as for one that is stopped alone. A scheduler is what gets to see the controller."""
+
+    class Patient(kind):  # type: ignore[misc]
+        def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+            if tune_controller is not None:
+                tune_controller._tune_controller._actor_force_cleanup_timeout = int(_STOPPING_S)
+            super().on_trial_add(tune_controller, trial)
+
+    return Patient
+
+
+def _population(plan: SearchPlan) -> type:
     """Ray Tune's population based training, in our space and with our numbers of trials."""
     from ray.tune.schedulers import PopulationBasedTraining
 
+    mutations = {"values": _mutations(plan)}
+
     class Ours(PopulationBasedTraining):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(hyperparam_mutations=mutations, **options)
+
         def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
             # It takes no searcher, as one might learn from values that it changes. Ours then is no such one (check_pairing).
             super().on_trial_add(types.SimpleNamespace(search_alg=None), trial)
@@ -344,7 +391,7 @@ def _population(plan: SearchPlan) -> Callable[..., Any]:
             values = {name: plan.space[name].inside(value) for name, value in config["values"].items()}
             return {**config, "values": values, "trial": trial.config["trial"]}, operations
 
-    return functools.partial(Ours, hyperparam_mutations={"values": _mutations(plan)})
+    return Ours
 
 
 def _mutations(plan: SearchPlan) -> dict[str, Any]:

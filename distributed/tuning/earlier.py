@@ -1,0 +1,33 @@
+"""What an earlier process left of a search: proposals that know of its trials, and trials that are still to be run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distributed.tuning.plan import SearchPlan
+from distributed.tuning.proposals import Proposals, make_proposals
+from distributed.tuning.sweep import OPEN, score_of
+
+
+def primed(plan: SearchPlan) -> tuple[Proposals, list[tuple[int, Mapping[str, Any]]]]:
+    """The proposals, after what an earlier process asked and heard, and the trials that it leaves to be run: those which did
+    not end, and those which had been proposed before others and not begun."""
+    proposals = make_proposals(plan.search, plan.space, plan.seed)
+    waiting: list[tuple[int, Mapping[str, Any]]] = []
+    earlier = {record.number: record for record in plan.earlier}
+    for number in range(num_begun(plan)):
+        record = earlier.get(number)
+        if record is None:
+            waiting.append((number, proposals.ask()))
+            continue
+        best = min((score_of(row, plan.metric, plan.mode) for row in record.rows), default=float("inf"))
+        proposals.repeat(record.config, None if record.status in OPEN else best)
+        if record.status in OPEN:
+            waiting.append((number, record.config))
+    return proposals, waiting
+
+
+def num_begun(plan: SearchPlan) -> int:
+    """Numbers that are given away: up to the highest of an earlier process, though some of them may not have begun."""
+    return max((record.number + 1 for record in plan.earlier), default=0)
