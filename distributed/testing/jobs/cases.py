@@ -162,7 +162,7 @@ class Fits:
 
     def scaled(self) -> None:
         """In float16, with a loss scale that doubles every third update."""
-        half = {"mixed_precision": "fp16", "scaler_init_scale": 256.0, "scaler_growth_interval": 3}
+        half: dict[str, Any] = {"mixed_precision": "fp16", "scaler_init_scale": 256.0, "scaler_growth_interval": 3}
         self("fp16", dtype="float32", model=self.parts.smooth, checkpoint_frequency=1, **half)
 
     def compiled(self) -> None:
