@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -158,3 +159,20 @@ def test_what_killed_builds_left_is_removed_and_a_build_at_work_is_not(build, tm
     build.remove_abandoned(tmp_path)
 
     assert not old.exists() and young.exists()
+
+
+@pytest.mark.parametrize(("debug", "symbols"), [("0", "-g0"), ("1", "-g")])
+def test_the_compiler_is_told_what_headers_of_today_need(debug, symbols):
+    command = [
+        str(SCRIPT.with_name("horovod_cxx.sh")),
+        "-O3",
+        "-g",
+        "-std=c++14",
+        "-c",
+        "a b.cc",
+        "-o",
+        "x/xla_mpi_ops.cc",
+    ]
+    environment = {**os.environ, "HOROVOD_REAL_CXX": "echo", "HOROVOD_DEBUG": debug}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"-O3 {symbols} -std=c++20 -c a b.cc -o -UTENSORFLOW_VERSION x/xla_mpi_ops.cc\n"
