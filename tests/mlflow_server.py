@@ -101,7 +101,7 @@ def _port(server: subprocess.Popen[bytes], log: Path) -> int:
         found = re.search(r"running on http://127\.0\.0\.1:(\d+)", log.read_text(errors="replace"))
         return int(found[1]) if found else 0
 
-    return int(poll(said, 60, lambda: log.read_text(errors="replace"), lambda: server.poll() is not None))
+    return int(poll(said, 120, lambda: log.read_text(errors="replace"), lambda: server.poll() is not None))
 
 
 @contextlib.contextmanager

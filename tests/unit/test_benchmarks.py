@@ -52,7 +52,7 @@ def rows_of(table: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("workload", ["mlp", "gpt"])
 def test_trainer_and_hand_written_loop_end_in_identical_weights(run_python, workload, tmp_path):
-    done = run_python([str(BENCHMARKS / "overhead.py"), "--workload", workload, "--quick"], timeout=120, cwd=tmp_path)
+    done = run_python([str(BENCHMARKS / "overhead.py"), "--workload", workload, "--quick"], timeout=240, cwd=tmp_path)
 
     assert done.returncode == 0, done.output
     weights = {name: cells[-1] for name, cells in rows_of(done.stdout).items() if cells[-1] in ("identical", "DIFFER")}
