@@ -25,10 +25,11 @@ def plot_history(history: History, path: str | Path | None = None) -> Figure:
     """The loss over the epochs, and beside it every other metric, training and validation apart.
 
     Saved to `path` when given, in the format of its suffix (png, svg, pdf); main process only, like every file.
-    Returns the matplotlib figure. Raises ResourceError without matplotlib, ConfigError for an unknown suffix.
+    Returns the matplotlib figure, which a notebook shows as the last line of a cell.
+    Raises ResourceError without matplotlib, ConfigError for an unknown suffix.
     """
     try:
-        from matplotlib.figure import Figure
+        from distributed.shown_figure import ShownFigure
     except ImportError:
         raise ResourceError(
             "plot() needs matplotlib, which is not installed: run pip install 'distributed-trainer[plot]'"
@@ -37,7 +38,7 @@ def plot_history(history: History, path: str | Path | None = None) -> Figure:
     losses = [name for name in names if _base(name) == "loss"]
     others = [name for name in names if _base(name) != "loss"]
     groups = [group for group in (losses, others) if group]
-    figure = Figure(figsize=(5.0 * max(1, len(groups)), 3.8), layout="constrained")
+    figure = ShownFigure(figsize=(5.0 * max(1, len(groups)), 3.8), layout="constrained")
     figure.suptitle(_title(history))
     for position, group in enumerate(groups):
         axes = figure.add_subplot(1, len(groups), position + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import sys
 
 import pytest
@@ -44,6 +45,13 @@ def test_suffix_chooses_the_format(tmp_path, suffix, magic):
     assert path.read_bytes().startswith(magic)
 
 
+def test_a_notebook_is_given_a_picture_without_pyplot():
+    figure = history(ROWS).plot()
+
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert type(pickle.loads(pickle.dumps(figure))) is type(figure)
+
+
 @pytest.mark.parametrize("rows", [[], ROWS[:1], [{**ROWS[0], "loss": math.nan}]], ids=["none", "one", "nan"])
 def test_short_and_broken_histories_can_be_drawn(tmp_path, rows):
     history(rows).plot(str(tmp_path / "curves.png"))
@@ -71,6 +79,7 @@ def test_unknown_suffix_is_named(tmp_path):
 
 def test_without_matplotlib_the_command_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "distributed.shown_figure", raising=False)
 
     with pytest.raises(ResourceError, match=r"pip install 'distributed-trainer\[plot\]'"):
         history(ROWS).plot()
@@ -79,7 +88,7 @@ def test_without_matplotlib_the_command_is_named(monkeypatch):
 def test_no_global_state_of_matplotlib_is_touched(run_python, tmp_path):
     code = (
         "import sys; from distributed import History\n"
-        "History([{'epoch': 1, 'loss': 1.0}], {}, 1.0).plot('curves.png'); print('matplotlib.pyplot' in sys.modules)"
+        "History([{'epoch': 1, 'loss': 1.0}], {}, 1.0).plot('curves.png')._repr_png_(); print('matplotlib.pyplot' in sys.modules)"
     )
 
     done = run_python(["-c", code], cwd=tmp_path)
