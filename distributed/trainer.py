@@ -73,6 +73,8 @@ class Trainer:
         self.job = Job(model, optimizer, scheduler, loss_fn, training_step, dict(metrics or {}))
         self.callbacks = list(callbacks)
         self._code, self._sweep, self._hyperparameters, self._notices = self._settings(config, settings)
+        if (trial := current()) is not None:
+            self._sweep = joined(trial.settings, self._sweep)
         self._worker = worker_environment()
         self._given = handover()
         self._typed = self._read(config)

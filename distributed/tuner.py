@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from distributed.config import canonical
 from distributed.errors import ConfigError, ResourceError
 from distributed.gpus import visible_gpus
 from distributed.launcher import check_script
+from distributed.loggers import check_libraries, environ_of_trials, run_of_sweep
 from distributed.monitor import is_larger_better
 from distributed.run_dir import choose_run_dir
-from distributed.settings import Typed
+from distributed.settings import MergedConfig, Typed, merge
 from distributed.trainer_files import script_name
 from distributed.tuning.context import Trial, inside
 from distributed.tuning.jobs import FunctionJob, ScriptJob, script_job, seed_generators
@@ -28,6 +31,8 @@ from distributed.tuning.results import checkpoint_of, taken_up
 from distributed.tuning.search import engine, run_search
 from distributed.tuning.space import Space, make_space
 from distributed.tuning.sweep import Record, Sweep, open_sweep, scores
+
+logger = logging.getLogger(__name__)
 
 
 class DistributedTuner:
@@ -51,6 +56,8 @@ class DistributedTuner:
         max_failures: how often a trial that crashed goes on from its newest checkpoint.
         run_dir: where the trials go (default: `runs/<script>-<time>-<id>`); with `resume` a sweep that was cut off goes on.
         address: a Ray cluster to join, HOST:PORT (default: the one that this process is connected to, else one of its own).
+        settings: fields of DistributedConfig for every trial, such as `mlflow_tracking=True`. What a Trainer in `train_fn` says
+            itself is stronger; what a script says is weaker.
 
     Raises ConfigError or ResourceError for what cannot be, before any trial starts.
     """
@@ -74,6 +81,7 @@ class DistributedTuner:
         run_dir: str | os.PathLike[str] | None = None,
         resume: bool = False,
         address: str | None = None,
+        **settings: Any,
     ) -> None:
         if isinstance(train_fn, (str, os.PathLike)):
             check_script(os.fspath(train_fn))
@@ -105,6 +113,7 @@ class DistributedTuner:
         self._max_concurrent = min(filter(None, (max_concurrent, at_once)), default=None)
         self._seed, self._search, self._max_failures = seed, search, max_failures
         self._run_dir, self._resume, self._address = run_dir, resume, address
+        self._settings = _checked(settings, type(self).__init__.__kwdefaults__ or ())
         self._sweep: Sweep | None = None
 
     def tune(self, num_samples: int | None = None) -> dict[str, Any]:
@@ -127,13 +136,20 @@ class DistributedTuner:
         sweep.recall(self.space)
         self._sweep = sweep
         plan = dataclasses.replace(plan, earlier=tuple(record for record, _ in scores(sweep)))
+        tracked = run_of_sweep(sweep, self._merged(), self._asked(number), logger.warning)
+        status = "FAILED"
         try:
+            if tracked is not None:
+                tracked.start()
             with _stopping(plan.stop_file) as seen:
-                run_search(plan, sweep)
+                run_search(plan, sweep, tracked.hear if tracked is not None else lambda line: None)
+            status = "KILLED" if seen else "FINISHED"
         finally:
             sweep.interrupt()
             sweep.write()
             sweep.write_best(job.typed if isinstance(job, ScriptJob) else Typed())
+            if tracked is not None:
+                tracked.close(status)
             sweep.run.unlock()
         if seen:
             raise KeyboardInterrupt
@@ -141,16 +157,18 @@ class DistributedTuner:
 
     def _job(self, directory: Path) -> FunctionJob | ScriptJob:
         if callable(self.train_fn):
-            return FunctionJob(self.train_fn, self._seed)
-        return script_job(
-            Typed(flag={"seed": self._seed}, script=os.fspath(self.train_fn)), self.metric, self.mode, directory
-        )
+            return FunctionJob(self.train_fn, self._seed, self._settings, environ_of_trials(self._merged()))
+        typed = Typed(flag={"seed": self._seed, **self._settings}, script=os.fspath(self.train_fn))
+        return script_job(typed, self.metric, self.mode, directory)
+
+    def _merged(self) -> MergedConfig:
+        return merge(Typed(), {}, sweep=self._settings)
 
     def _asked(self, number: int) -> dict[str, Any]:
         space = {name: _written(each) for name, each in self.space.items()}
         return {
             "search": self._search, "scheduler": self.scheduler, "seed": self._seed, "num_samples": number,
-            "search_space": space,
+            "search_space": space, **({"settings": self._settings} if self._settings else {}),
         }  # fmt: skip
 
     # ------------------------------------------------------------------ what came of it
@@ -195,7 +213,7 @@ class DistributedTuner:
         if not callable(self.train_fn):
             raise ConfigError("best_trainer() is of a function: a script's best run lies at best_checkpoint")
         checkpoint, best = self.best_checkpoint, self._best()
-        trial = Trial(self._done().trial_dir(best.number), True, lambda row: None, _made)
+        trial = Trial(self._done().trial_dir(best.number), True, lambda row: None, _made, self._settings)
         seed_generators(self._seed)
         try:
             with inside(trial):
@@ -226,6 +244,16 @@ class _Made(BaseException):
 
 def _made(trainer: Any) -> None:
     raise _Made(trainer)
+
+
+def _checked(settings: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
+    """Settings of all trials, by their names; `own` are those of the tuner. Raises ConfigError, and ResourceError where a
+    logger's library is missing."""
+    named, _ = canonical(settings, own)
+    if "checkpoint_dir" in named:
+        raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
+    check_libraries(merge(Typed(), {}, sweep=named))
+    return named
 
 
 def _gpus(num_gpus: int | None, trials_per_gpu: int, resources: Any, is_here: bool) -> tuple[float, int | None]:

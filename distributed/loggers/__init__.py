@@ -14,10 +14,12 @@ from distributed.errors import DistributedError
 
 if TYPE_CHECKING:
     from distributed.backends.base import Backend
+    from distributed.loggers._mlflow.sweep import SweepRun
     from distributed.plan import BatchPlan, ProcessPlan
     from distributed.run_dir import RunDirectory
     from distributed.settings import MergedConfig
     from distributed.state import TrainState, WorkerContext
+    from distributed.tuning.sweep import Sweep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +91,26 @@ def end_elsewhere(run: RunDirectory, code: int) -> None:
 def loggers_of(fit: LoggedFit) -> list[Callback]:
     """The loggers of this process, in the order in which they hear of things. All ranks call it."""
     return [*_of_files(fit), *_of_tensorboard(fit), *_of_profiler(fit), *_of_display(fit), *_of_mlflow(fit)]
+
+
+def run_of_sweep(
+    sweep: Sweep, merged: MergedConfig, asked: Mapping[str, Any], warn: Callable[[str], None]
+) -> SweepRun | None:
+    """What shows a whole search elsewhere, above its trials; None where the settings of its trials ask for nothing."""
+    if not is_on_mlflow(merged):
+        return None
+    from distributed.loggers._mlflow.sweep import SweepRun
+
+    return SweepRun(sweep, asked, merged.config.mlflow_experiment, warn)
+
+
+def environ_of_trials(merged: MergedConfig) -> dict[str, str]:
+    """What the processes of trials need for their loggers to find what is set up in this one."""
+    if not is_on_mlflow(merged):
+        return {}
+    from distributed.loggers._mlflow.sweep import environ_of_trials
+
+    return environ_of_trials()
 
 
 def check(merged: MergedConfig) -> None:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0  # that the start waits for a server to name the run ...
 _OPEN_S = 60.0  # ... and for a database of our own to be made
-_INTERRUPTED_S, _INTERRUPTED_LIMIT_S = 5.0, 10.0  # for an answer, and altogether, where a run was stopped or failed
+INTERRUPTED_S, INTERRUPTED_LIMIT_S = 5.0, 10.0  # for an answer, and altogether, where a run was stopped or failed
 _SYNC_S = 300.0  # for an answer, where somebody waits for nothing else
 _RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
@@ -59,16 +59,14 @@ class MlflowLogger(Logger):
         entries = self._spool.open()
         self._told = last_steps(entries)
         record, uri = self._choose()
-        _import_quietly()
+        import_quietly()
         self._sender = Sender(self._dir, record, self._spool, uri, self._warn)
-        self._before = os.environ.get(_RETRIES)
-        if self._before is None:  # seven of them hold a call up for four minutes when the server is gone
-            os.environ[_RETRIES] = "1"
+        self._before = retry_once()
         self._tell_start(told_params(entries), record.tags)
         self._sender.start()
         self._sampler = SystemSampler(self._system)
         self._sampler.start()
-        if not self._sender.is_open.wait(_ANSWER_S if place.is_remote(uri) else _OPEN_S):
+        if not self._sender.is_open.wait(patience(self._dir, uri)):
             self._sender.warn_once("has not answered yet")
         if self._sender.run_id is None:
             return {}
@@ -101,11 +99,10 @@ class MlflowLogger(Logger):
         """Tell how it ended and send what is left, as long as MLflow answers. After `result.json` is written."""
         self._sampler.finish()
         self._tell_end()
-        limits = () if self._status == "FINISHED" else (_INTERRUPTED_S, _INTERRUPTED_LIMIT_S)
+        limits = () if self._status == "FINISHED" else (INTERRUPTED_S, INTERRUPTED_LIMIT_S)
         is_done = self._sender.finish(*limits)
         self._spool.close()
-        if self._before is None:
-            os.environ.pop(_RETRIES, None)
+        retry_as_before(self._before)
         if not is_done:
             self._sender.warn_once("has not taken all that was logged")
             text = f"not all is at MLflow: send it with 'distributed mlflow-sync {self._fit.run.path}'"
@@ -114,25 +111,11 @@ class MlflowLogger(Logger):
     # ------------------------------------------------------------------ what is told
 
     def _choose(self) -> tuple[Record, str]:
-        """The run directory's record, a new one where the user has another run open or names another store, and the URI."""
-        said, default = place.said_run(), place.default_uri(self._dir)
-        record = Record.read(self._dir)
-        uri = (said and said[1]) or place.said_uri() or (record and record.tracking_uri) or default
-        if said is not None and record is not None and said[0] not in (record.wanted, record.run_id):
-            record = None
-        record = record or Record(name=self._dir.name, wanted=said[0] if said else None)
-        record.tracking_uri = None if uri == default else place.shown(uri)
-        if record.experiment_id is None:
-            record.experiment, record.experiment_id = self._experiment()
+        """The run directory's record, and the URI of its store."""
+        record, uri = Record.chosen(self._dir, self._fit.merged.config.mlflow_experiment, Path(script_name()).stem)
         record.tags = {"distributed.run_dir": self._dir.name, "distributed.settings": self._comparable()}
         record.write(self._dir)
         return record, uri
-
-    def _experiment(self) -> tuple[str, str | None]:
-        """(name, id) of what was asked for, also in MLflow's own ways; else the script's name."""
-        name = self._fit.merged.config.mlflow_experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME")
-        by_id = None if name else os.environ.get("MLFLOW_EXPERIMENT_ID")
-        return name or ("" if by_id else Path(script_name()).stem), by_id
 
     def _tell_start(self, told: Mapping[str, str], tags: Mapping[str, str]) -> None:
         now = {name: value for name, value in self._params().items() if told.get(name) != value}
@@ -245,22 +228,25 @@ def mlflow_loggers(fit: LoggedFit) -> list[Callback]:
     return [*loggers, JoinedRun(environ)]
 
 
-def end_run(run: RunDirectory, status: str) -> None:
-    """Tell MLflow that a run has ended of which no worker is left to say so. Of the launcher."""
+def end_run(run: RunDirectory, status: str, is_sent: bool = True) -> bool:
+    """Tell MLflow that a run has ended of which no worker is left to say so; whether it took all. Of the launcher. What is not
+    to be sent now is left to `mlflow-sync`."""
     record = Record.read(run.path)
     entries = [entry for entry, _ in Spool(run.path).read(0)]
     ends = [entry["status"] for entry in entries if entry["kind"] == "status"]
     if record is None or not ends:
-        return
+        return True
     spool = Spool(run.path)
     spool.open()
     if ends[-1] == "RUNNING":
         spool.append({"kind": "status", "status": status, "time": _now()})
-    if record.sent < spool.size:  # it may have been killed before it could send what it had to say
+    is_done = record.sent >= spool.size
+    if is_sent and not is_done:  # it may have been killed before it could send what it had to say
         sender = _sender(run.path, record, spool, lambda text: None)
         sender.start()
-        sender.finish(_INTERRUPTED_S, _INTERRUPTED_LIMIT_S)
+        is_done = sender.finish(INTERRUPTED_S, INTERRUPTED_LIMIT_S)
     spool.close()
+    return is_done
 
 
 def send_rest(run_dir: Path, warn: Callable[[str], None]) -> str:
@@ -300,7 +286,7 @@ def _sender(run_dir: Path, record: Record, spool: Spool, warn: Callable[[str], N
     os.environ.setdefault(_RETRIES, "1")
     uri = place.said_uri() or record.tracking_uri or place.default_uri(run_dir)
     place.check_uri(uri)
-    _import_quietly()
+    import_quietly()
     return Sender(run_dir.absolute(), record, spool, uri, warn, is_training=False)
 
 
@@ -341,7 +327,29 @@ def _now() -> int:
     return int(time.time() * 1000)
 
 
-def _import_quietly() -> None:
+def patience(run_dir: Path, uri: str) -> float:
+    """Seconds that the start of a run waits for its id. Where a server has not told that of the sweep, it is in vain."""
+    sweep = Record.of_sweep(run_dir)
+    if not place.is_remote(uri):
+        return _OPEN_S
+    return _ANSWER_S if sweep is None or sweep.run_id is not None else 0.0
+
+
+def retry_once() -> str | None:
+    """Fewer retries, unless the user says how many: seven hold a call up for four minutes when the server is gone. Returns
+    what `retry_as_before` takes."""
+    before = os.environ.get(_RETRIES)
+    os.environ.setdefault(_RETRIES, "1")
+    return before
+
+
+def retry_as_before(before: str | None) -> None:
+    """Undo `retry_once`."""
+    if before is None:
+        os.environ.pop(_RETRIES, None)
+
+
+def import_quietly() -> None:
     """MLflow reports its use to its makers unless told otherwise before it is imported: nobody asked us for that."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     try:

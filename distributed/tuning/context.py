@@ -17,6 +17,7 @@ class Trial:
     is_again: bool  # it has run before, and goes on from its newest checkpoint
     report: Callable[[Mapping[str, Any]], None]  # the row of each finished epoch; may raise to end the trial
     on_fit: Callable[[Any], None] = lambda trainer: None  # called before each fit with its Trainer; may raise
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of its Trainers, weaker than what they say
     at_end: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # what is to be let go of in its process
 
 

@@ -16,8 +16,9 @@ from typing import Any
 from distributed.errors import ConfigError, DistributedError, TrainingError
 from distributed.launcher import THREAD_VARIABLES
 from distributed.launching.nursery import Nursery
+from distributed.loggers import environ_of_trials
 from distributed.run_dir import RunDirectory
-from distributed.settings import Typed, joined, split_sweep
+from distributed.settings import Typed, joined, merge, split_sweep
 from distributed.tuning.context import Trial, inside
 from distributed.tuning.sweep import as_arguments
 
@@ -30,11 +31,15 @@ class FunctionJob:
 
     train_fn: Callable[[dict[str, Any]], Any]
     seed: int
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of every Trainer in it
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     needs_rows = False  # what it returns may have the metric
 
     def run(self, trial: Trial, values: Mapping[str, Any], cpus: float) -> Any:
         """Call it, with the generators of the process seeded; what it prints goes into the trial's log."""
         seed_generators(self.seed)
+        os.environ.update(self.environ)
+        trial = dataclasses.replace(trial, settings=self.settings)
         with (
             open(f"{trial.directory}.log", "a", encoding="utf-8", buffering=1) as log, inside(trial),
             contextlib.redirect_stdout(log), contextlib.redirect_stderr(log),
@@ -57,8 +62,9 @@ def script_job(typed: Typed, metric: str, mode: str, directory: Path) -> ScriptJ
     if "monitor" not in {**typed.file, **flag}:
         flag |= {"monitor": metric, "monitor_mode": mode}
     threads = {name: value for name in THREAD_VARIABLES if (value := os.environ.get(name))}
+    environ = environ_of_trials(merge(typed, {}))
     typed = dataclasses.replace(typed, flag=flag, notices=())
-    return ScriptJob(typed, metric, str(directory / ".stop"), threads)
+    return ScriptJob(typed, metric, str(directory / ".stop"), threads, environ)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +75,7 @@ class ScriptJob:
     metric: str
     stop_file: str
     threads: Mapping[str, str]  # what the user's environment says of threads
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     needs_rows = True
 
     def typed_with(self, values: Mapping[str, Any]) -> Typed:
@@ -85,6 +92,7 @@ class ScriptJob:
 
         request = launch_request(self.typed_with(values), str(trial.directory))
         request = dataclasses.replace(request, resume=trial.is_again, live=False)
+        os.environ.update(self.environ)
         self._share(cpus / request.nproc_per_node)
         run = RunDirectory(trial.directory)
         before = run.events.stat().st_size if run.events.exists() else 0

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.cli.start import launch_request
 from distributed.config import DistributedConfig
@@ -21,6 +21,7 @@ from distributed.launcher import check_script
 from distributed.launching.guarded import Guarded, Report
 from distributed.launching.processes import STOP_SIGNALS
 from distributed.launching.stopping import Signals
+from distributed.loggers import check_libraries, run_of_sweep
 from distributed.monitor import is_larger_better
 from distributed.plan import plan_processes
 from distributed.run_dir import choose_run_dir
@@ -41,6 +42,9 @@ from distributed.tuning.search import engine, note_line
 from distributed.tuning.space import read_space
 from distributed.tuning.sweep import Sweep, as_arguments, open_sweep, scores
 from distributed.tuning.table import Table
+
+if TYPE_CHECKING:
+    from distributed.loggers._mlflow.sweep import SweepRun
 
 _LEAVING_S = 90.0  # for trials to save and leave after a stop; then all is killed
 _SHOWN = 5  # proposals of a dry run
@@ -84,6 +88,7 @@ class Sweeping:
         self.scheduler, self.scheduler_options = check_scheduler(asked.scheduler, asked.scheduler_options)
         check_pairing(self.scheduler, asked.search, asked.max_concurrent)
         self._notices = self._check_names(typed)
+        check_libraries(merge(typed, {}))
         self.typed, self._address = self._of_trials(typed)
         self.directory = Path(asked.run_dir or choose_run_dir(f"tune-{Path(typed.script).stem}")).absolute()
         self._job = script_job(self.typed, asked.metric, self.mode, self.directory)
@@ -191,17 +196,23 @@ class Sweeping:
         sweep.recall(self.space)
         plan = self._plan(sweep)
         plan.stop_file.unlink(missing_ok=True)
+        tracked = run_of_sweep(sweep, merge(self.typed, {}), asked, lambda text: table.say(f"warning: {text}"))
         with Signals() as signals:
             guarded = Guarded(lambda report: _work(plan, report), self.directory / "search.log", plan.scratch)
             table = Table(sweep, self.num_samples, self.start_lines())
+            end = _End()
             try:
-                end = _Watch(plan, sweep, guarded, signals, table).run()
+                if tracked is not None:
+                    tracked.start()
+                end = _Watch(plan, sweep, guarded, signals, table, tracked).run()
             finally:
                 guarded.end()
                 plan.stop_file.unlink(missing_ok=True)
                 sweep.interrupt()
                 sweep.write()
                 best = sweep.write_best(self.typed)
+                if tracked is not None:
+                    tracked.close(end.status)
                 table.close(best)
         if end.signum:
             return 128 + end.signum
@@ -238,12 +249,20 @@ class _End:
     error: str | None = None
     signum: int = 0
 
+    @property
+    def status(self) -> str:
+        """In MLflow's words."""
+        return "KILLED" if self.signum else "FINISHED" if self.exit_code == 0 else "FAILED"
+
 
 class _Watch:
     """Reads what the search says, and passes a stop on to it."""
 
-    def __init__(self, plan: SearchPlan, sweep: Sweep, guarded: Guarded, signals: Signals, table: Table) -> None:
+    def __init__(
+        self, plan: SearchPlan, sweep: Sweep, guarded: Guarded, signals: Signals, table: Table, tracked: SweepRun | None
+    ) -> None:
         self._plan, self._sweep, self._guarded, self._signals, self._table = plan, sweep, guarded, signals, table
+        self._tracked = tracked
         self._end = _End(error=f"the search was killed: see {plan.directory / 'search.log'}")
         self._deadline: float | None = None
 
@@ -278,6 +297,8 @@ class _Watch:
         for report in reports or ():
             if "line" in report:
                 note_line(self._sweep, report["line"])
+                if self._tracked is not None:
+                    self._tracked.hear(report["line"])
                 self._table.show(report["line"])
             else:
                 self._end.exit_code, self._end.error = report["end"], report.get("error")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
+import sqlite3
 import sys
 import tempfile
 from pathlib import Path
@@ -128,7 +130,7 @@ def test_a_sweep_finds_the_best_and_train_repeats_it(run_cli, place):
 
 
 def test_killed_it_leaves_nobody_and_goes_on_where_each_trial_was(start, run_cli, place):
-    command_ = command(place, "--", "--slow", "0.03")
+    command_ = command(place, "--mlflow-tracking", "--", "--slow", "0.03")
     first = start([*CLI, *command_], cwd=place)
     first.wait_for(lambda: (place / "sweep" / "trials.jsonl").exists() and sum(
         line.get("event") == "row" and line["row"]["epoch"] >= 2 for line in journal_so_far(place)) >= 2, 90)  # fmt: skip
@@ -139,7 +141,9 @@ def test_killed_it_leaves_nobody_and_goes_on_where_each_trial_was(start, run_cli
     refused = run_cli(command_, cwd=place)
     assert refused.returncode == 2 and "add --resume to go on" in refused.stderr, refused.output
 
-    resumed = run_cli([*command(place, "--resume"), "--", "--slow", "0.03"], timeout=120, cwd=place)
+    resumed = run_cli(
+        [*command(place, "--mlflow-tracking", "--resume"), "--", "--slow", "0.03"], timeout=120, cwd=place
+    )
     assert resumed.returncode == 0, resumed.output
     sweep = sweep_of(place)
     assert [trial["status"] for trial in sweep["trials"]] == ["finished"] * 4
@@ -147,6 +151,21 @@ def test_killed_it_leaves_nobody_and_goes_on_where_each_trial_was(start, run_cli
     assert len([line for line in journal(place) if line["event"] == "row"]) < rows + 24  # not all over again
     log = (place / "sweep" / "trials" / "00000" / "events.jsonl").read_text()
     assert '"resumed"' in log
+    runs = mlflow_runs(place / "mlflow.db")
+    (parent,) = [run_id for run_id, (name, _, above) in runs.items() if above is None]
+    assert runs[parent] == ("sweep", "FINISHED", None)
+    assert sorted(run for run in runs.values() if run[2] == parent) == [
+        (f"0000{number}", "FINISHED", parent) for number in range(4)
+    ]  # the same ones as before the kill
+    assert len(runs) == 5
+
+
+def mlflow_runs(database):
+    """Run id -> name, status and the run above it, read without MLflow."""
+    above = "left join tags on tags.run_uuid = runs.run_uuid and tags.key = 'mlflow.parentRunId'"
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute(f"select runs.run_uuid, runs.name, status, tags.value from runs {above}").fetchall()
+    return {run_id: tuple(rest) for run_id, *rest in rows}
 
 
 def journal_so_far(place):

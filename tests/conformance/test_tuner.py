@@ -112,6 +112,8 @@ def test_crashes_are_told_by_their_own_cause(found):
         ("unknown", "ConfigError", "metric='val_los' is not reported (did you mean 'val_loss'?): choose one of"),
         ("too much", "ResourceError", "a trial needs 64 CPU"),
         ("no gpus", "ResourceError", "a trial needs 1 GPU, and the largest node of the cluster has 0"),
+        ("misspelt", "ConfigError", "did you mean 'scheduler'?"),
+        ("shared", "ConfigError", "checkpoint_dir would be shared by all trials"),
         ("early", "ConfigError", "there are results after tune()"),
     ],
 )
@@ -125,6 +127,37 @@ def test_a_sweep_goes_on_as_if_it_had_never_ended(found):
     facts = found["resume"]
     assert facts["started"] == [0, 1, 2, 3, 4] and facts["same"]
     assert "saved no checkpoint: train with a Trainer" in facts["no trainer"]["said"]
+
+
+def test_mlflow_has_one_run_of_the_search_with_one_of_each_trial_below(found):
+    facts = found["tracked"]
+    runs = facts["runs"]
+    parents = {run["name"]: run_id for run_id, run in runs.items() if "mlflow.parentRunId" not in run["tags"]}
+    assert set(parents) == {"tracked", "bowls", "gone"}
+    below = {
+        name: sorted((run for run in runs.values() if run["tags"].get("mlflow.parentRunId") == run_id), key=lambda run: run["name"])
+        for name, run_id in parents.items()
+    }  # fmt: skip
+    trials, parent, best = below["tracked"], runs[parents["tracked"]], facts["best"]
+    assert [run["name"] for run in trials] == [trial["id"] for trial in facts["trials"]] and len(runs) == 3 + 3 + 2 + 1
+    assert {run["experiment"] for run in trials} == {parent["experiment"]}
+    assert [float(run["params"]["learning_rate"]) for run in trials] == [
+        trial["config"]["lr"] for trial in facts["trials"]
+    ]
+    ends = {"finished": "FINISHED", "stopped": "KILLED"}
+    assert [run["status"] for run in trials] == [ends[trial["status"]] for trial in facts["trials"]]
+    assert parent["status"] == "FINISHED" and parent["tags"]["best_trial"] == best["id"]
+    assert parent["metrics"]["best_val_loss"] == pytest.approx(best["metrics"]["val_loss"])
+    assert parent["params"]["scheduler"] == "asha" and parent["params"]["search_space.lr"] == "[0.3, 1e-06, 1e-07]"
+    assert {"sweep.json", "sweep.yaml", "best.yaml"} <= set(parent["artifacts"])
+    assert facts["again"] == pytest.approx(best["metrics"]["val_loss"], rel=1e-6)  # and no run more of it
+
+    plain = below["bowls"]  # no Trainer in them: the search tells of them
+    assert [(run["params"]["a"], run["status"]) for run in plain] == [("1", "FINISHED"), ("2", "FAILED")]
+    assert plain[0]["metrics"]["score"] == 1.0 and runs[parents["bowls"]]["metrics"]["best_score"] == 1.0
+
+    (late,) = below["gone"]  # sent by `mlflow-sync`
+    assert late["status"] == runs[parents["gone"]]["status"] == "FINISHED" and late["metrics"]["val_loss"] < 1
 
 
 def test_processes_are_used_again_and_nothing_is_left(found):

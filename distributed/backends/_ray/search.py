@@ -184,6 +184,10 @@ class _Search:
         self._num_rows = sum(len(record.rows) for record in plan.earlier)
         self._error: DistributedError | None = None  # why the search as a whole ends
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune writes all down for a restore of its own, which nobody asks for: who listens may hold threads and files."""
+        return {**self.__dict__, "_listen": None}
+
     def run(self) -> None:
         from ray import tune
 

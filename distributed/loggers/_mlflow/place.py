@@ -70,11 +70,23 @@ def environ_of_open_run() -> dict[str, str]:
 
 
 def beside(run_dir: Path) -> Path:
-    """The directory in which the run directory lies; that of a later trainer of a process lies inside the first one's."""
+    """The directory in which the run directory lies; that of a later trainer of a process lies inside the first one's, and
+    that of a trial in its sweep's."""
+    return (sweep_of(run_dir) or _first(run_dir)).parent
+
+
+def sweep_of(run_dir: Path) -> Path | None:
+    """The directory of the sweep of which this run is a trial; None where it is none."""
+    trials = _first(run_dir).parent
+    return trials.parent if trials.name == "trials" and (trials.parent / "sweep.yaml").exists() else None
+
+
+def _first(run_dir: Path) -> Path:
+    """The run directory of the first trainer of its process."""
     path = run_dir.absolute()
     while re.fullmatch(r"fit-\d+", path.name) and (path.parent / "events.jsonl").exists():
         path = path.parent
-    return path.parent
+    return path
 
 
 def default_uri(run_dir: Path) -> str:

@@ -28,6 +28,10 @@ class Kept(Refused):
     """The run has other values of these parameters, and keeps them; all others were taken."""
 
 
+class Later(Exception):
+    """Something else has to be told first."""
+
+
 class TrackedRun:
     """The run of one run directory. `record` is brought up to date; who calls writes it."""
 
@@ -64,9 +68,13 @@ class TrackedRun:
         return run
 
     def _own(self) -> Any:
-        """A run of this run directory, in the recorded experiment."""
-        experiment = self._experiment()
-        return (self._earlier(experiment) if self._record.is_asked_for else None) or self._make(experiment, {})
+        """A run of this run directory, in the recorded experiment; that of a trial below its sweep's."""
+        sweep = Record.of_sweep(self._run_dir)
+        if sweep is not None and sweep.run_id is None:
+            raise Later("the run of the sweep is not there yet")
+        experiment = self._experiment() if sweep is None else str(sweep.experiment_id)
+        found = self._earlier(experiment) if self._record.is_asked_for else None
+        return found or self._make(experiment, {} if sweep is None else {PARENT: str(sweep.run_id)})
 
     def _usable(self, run_id: str | None) -> Any:
         """The run, if it is there and not deleted."""

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distributed.loggers._mlflow.place import shown
-from distributed.loggers._mlflow.run import Entry, Kept, Refused, TrackedRun, grouped
+from distributed.loggers._mlflow.run import Entry, Kept, Later, Refused, TrackedRun, grouped
 from distributed.loggers._mlflow.spool import Record, Spool
 
 _EVERY_S = 5.0  # between two sendings: a request costs some ten milliseconds of a core
+_LATER_S = 0.5  # until the run of the sweep is looked for again
 _LINES = 5000  # of the spool in the memory at once
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
 _REFUSALS_SHOWN = 3  # of an attempt
@@ -106,10 +107,15 @@ class Sender:
             except _Gone:  # the next attempt, or mlflow-sync, tells another run everything
                 self._say_gone()
                 break
+            except Later:
+                if self._is_finishing.is_set():
+                    break
+                self._sleep(_LATER_S)
             except Exception as error:  # whatever a store and its libraries raise: it is kept, and tried again
                 logging.getLogger(__name__).debug("not sent", exc_info=True)
                 self.cause = _short(error)
                 self.warn_once(f"does not take what is logged ({self.cause})")
+                self.is_open.set()
                 if self._is_finishing.is_set():
                     break
                 self._sleep(pause)
@@ -117,8 +123,6 @@ class Sender:
             else:
                 pause = _FIRST_PAUSE_S
                 self._sleep(_EVERY_S)
-            finally:
-                self.is_open.set()
 
     def _sleep(self, seconds: float) -> None:
         """Until there is an end to be sent, at most."""

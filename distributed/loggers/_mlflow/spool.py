@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from distributed.loggers._mlflow.place import default_uri, has_open_run, said_run, said_uri, shown, sweep_of
 from distributed.storage.durable import replace_text
 
 SPOOL, RECORD = "mlflow.jsonl", "mlflow.json"
@@ -46,9 +47,42 @@ class Record:
         except (OSError, ValueError, TypeError, AttributeError):
             return None
 
+    @classmethod
+    def of_sweep(cls, run_dir: Path) -> Record | None:
+        """That of the sweep of which the run is a trial; None where it is none, or its sweep is not logged."""
+        sweep = sweep_of(run_dir)
+        return None if sweep is None else cls.read(sweep)
+
+    @classmethod
+    def chosen(cls, run_dir: Path, experiment: str | None, otherwise: str) -> tuple[Record, str]:
+        """(the record of the run at `run_dir`, its store's URI): a new record where there is none, and where the user has
+        another run open or names another store. `otherwise` names the experiment where nobody does."""
+        sweep, said, default = cls.of_sweep(run_dir), said_run(), default_uri(run_dir)
+        if sweep is not None and not has_open_run():  # a run that was open around the search is the sweep's
+            said = None
+        record = cls.read(run_dir)
+        uri = (said and said[1]) or said_uri() or (record and record.tracking_uri)
+        uri = uri or (sweep and sweep.tracking_uri) or default
+        if said is not None and record is not None and said[0] not in (record.wanted, record.run_id):
+            record = None
+        record = record or cls(name=run_dir.name, wanted=said[0] if said else None)
+        record.tracking_uri = None if uri == default else shown(uri)
+        if record.experiment_id is None and sweep is not None:
+            record.experiment, record.experiment_id = sweep.experiment, sweep.experiment_id
+        elif record.experiment_id is None:
+            record.experiment, record.experiment_id = _experiment(experiment, otherwise)
+        return record, uri
+
     def write(self, run_dir: Path) -> None:
         """Replace the file."""
         replace_text(run_dir / RECORD, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+def _experiment(asked: str | None, otherwise: str) -> tuple[str, str | None]:
+    """(name, id) of what was asked for, also in MLflow's own ways."""
+    name = asked or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    by_id = None if name else os.environ.get("MLFLOW_EXPERIMENT_ID")
+    return name or ("" if by_id else otherwise), by_id
 
 
 class Spool:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import urllib.parse
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Callback, DistributedError, DistributedTuner, Trainer
+from distributed.cli.mlflow_sync import mlflow_sync
 
 OUT = Path(sys.argv[1])
 x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -187,6 +189,8 @@ def refusals():
         "unknown": told(lambda: tuner("unknown", trained, {"lr": [0.1, 0.2]}, metric="val_los", search="grid").tune()),
         "too much": told(lambda: tuner("much", bowl, {"a": [1]}, resources_per_trial={"cpu": 64}, search="grid").tune()),
         "no gpus": told(lambda: tuner("gpus", bowl, {"a": [1]}, num_gpus=32, search="grid").tune()),
+        "misspelt": told(lambda: tuner("misspelt", bowl, {"a": [1]}, schedulr="asha")),
+        "shared": told(lambda: tuner("shared", bowl, {"a": [1]}, checkpoint_dir="here")),
         "early": told(lambda: tuner("early", bowl, {"a": [1]}).best_params),
     }  # fmt: skip
 
@@ -207,7 +211,44 @@ def resume():
     }  # fmt: skip
 
 
-SEARCHES = (grid, models, asha, pbt, hyperband, distributed_trials, failures, refusals, resume)
+def tracked():
+    """In MLflow, by an SQLite file: trials with a Trainer, some stopped early, trials without one, and a search whose server was
+    gone."""
+    space = {"lr": [0.3, 1e-6, 1e-7]}
+    first = tuner("tracked", trained, space, metric="val_loss", scheduler="asha", search="grid", mlflow_tracking=True)
+    first.tune()
+    tuner("bowls", crashes_at_two, {"a": [1, 2]}, mode="max", search="grid", mlflow_tracking=True).tune()
+    os.environ["MLFLOW_TRACKING_URI"] = "http://127.0.0.1:1"
+    tuner("gone", trained, {"lr": [0.3]}, metric="val_loss", search="grid", mlflow_tracking=True).tune()
+    os.environ["MLFLOW_TRACKING_URI"] = uri = f"sqlite:///{OUT / 'mlflow.db'}"
+    mlflow_sync(OUT / "gone")
+    del os.environ["MLFLOW_TRACKING_URI"]
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    runs = {
+        run.info.run_id: {
+            "name": run.info.run_name, "status": run.info.status, "params": run.data.params, "tags": run.data.tags,
+            "metrics": run.data.metrics, "experiment": run.info.experiment_id, "artifacts": _artifacts(run),
+        }
+        for run in client.search_runs(experiments)
+    }  # fmt: skip
+    trials = sweep_of("tracked")["trials"]
+    return {
+        "runs": runs,
+        "trials": trials,
+        "best": sweep_of("tracked")["best"],
+        "again": first.best_trainer().evaluate(data)["loss"],
+    }
+
+
+def _artifacts(run):
+    place = Path(urllib.parse.urlparse(run.info.artifact_uri).path)
+    return sorted(path.name for path in place.glob("*"))
+
+
+SEARCHES = (grid, models, asha, pbt, hyperband, distributed_trials, failures, refusals, resume, tracked)
 
 
 def main():

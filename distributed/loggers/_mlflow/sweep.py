@@ -1,0 +1,161 @@
+"""The MLflow run of a sweep, above those of its trials: what was searched, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from distributed.errors import DistributedError
+from distributed.loggers import mlflow
+from distributed.loggers._mlflow.place import said_uri
+from distributed.loggers._mlflow.run import metric_name
+from distributed.loggers._mlflow.sender import Sender
+from distributed.loggers._mlflow.spool import RECORD, Record, Spool, told_params
+from distributed.run_dir import RunDirectory
+from distributed.tuning.sweep import OPEN, Sweep
+from distributed.tuning.sweep import Record as Trial
+
+logger = logging.getLogger(__name__)
+
+_ENDS = {"failed": "FAILED", "stopped": "KILLED"}
+_FILES = ("sweep.yaml", "sweep.json", "best.yaml", "report.html")
+
+
+class SweepRun:
+    """One search's. Made before it starts, which needs no thread; then `start`, `hear` what was noted, `close`."""
+
+    def __init__(
+        self, sweep: Sweep, asked: Mapping[str, Any], experiment: str | None, warn: Callable[[str], None]
+    ) -> None:
+        self._sweep, self._dir, self._warn = sweep, sweep.directory.absolute(), warn
+        self._record, self._uri = Record.chosen(self._dir, experiment, self._dir.name)
+        self._record.tags = {"distributed.run_dir": self._dir.name}
+        self._record.write(self._dir)  # the trials look for it
+        self._asked = dict(_flat({"metric": sweep.metric, "mode": sweep.mode, **asked}))
+        self._spool = Spool(self._dir)
+        self._sender = Sender(self._dir, self._record, self._spool, self._uri, warn)
+        self._trials = ThreadPoolExecutor(1, "mlflow-trials")
+        self._is_started = self._is_silent = False
+
+    def start(self) -> None:
+        """Begin to tell, and wait for the run: those of the trials stand below it. Imports MLflow."""
+        mlflow.import_quietly()
+        self._before = mlflow.retry_once()
+        self._is_started = True
+        told = told_params(self._spool.open())
+        now = {metric_name(name): str(value) for name, value in self._asked.items()}
+        new = {name: value for name, value in now.items() if told.get(name) != value}
+        if new:  # MLflow changes no parameter: what a resume changed stands beside it
+            step = self._num_ended
+            values = {f"{name}.from_step_{step}" if name in told else name: value for name, value in new.items()}
+            self._put({"kind": "params", "values": values})
+        self._put({"kind": "tags", "values": self._record.tags})
+        self._put({"kind": "status", "status": "RUNNING", "time": _now()})
+        self._sender.start()
+        if not self._sender.is_open.wait(mlflow.patience(self._dir, self._uri)):
+            self._sender.warn_once("has not answered yet")
+
+    def hear(self, line: Mapping[str, Any]) -> None:
+        """A line of the journal, after it was noted."""
+        if line["event"] != "ended":
+            return
+        trial = self._sweep.records[line["trial"]]
+        best = self._sweep.best()
+        row = {} if best is None else best.best_row(self._sweep.metric, self._sweep.mode) or {}
+        values = {f"best_{self._sweep.metric}": row.get(self._sweep.metric), "trial_hours": self._sweep.trial_hours}
+        self._put({"kind": "metrics", "time": _now(), "step": self._num_ended, "values": _numbers(values)})
+        self._trials.submit(self._end_trial, trial)
+
+    def close(self, status: str) -> None:
+        """After `sweep.json` was written: "FINISHED", "FAILED" or "KILLED"."""
+        if not self._is_started:
+            return
+        best = self._sweep.best()
+        if best is not None:
+            values = {"best_trial": best.name, **{f"best.{name}": str(value) for name, value in best.config.items()}}
+            self._put({"kind": "tags", "values": {metric_name(name): value for name, value in values.items()}})
+        self._put({"kind": "status", "status": status, "time": _now()})
+        for name in _FILES:
+            if (self._dir / name).exists():
+                self._put({"kind": "artifact", "path": name, "to": ""})
+        limits = () if status == "FINISHED" else (mlflow.INTERRUPTED_S, mlflow.INTERRUPTED_LIMIT_S)
+        is_done = self._sender.finish(*limits)
+        self._trials.shutdown()
+        self._spool.close()
+        mlflow.retry_as_before(self._before)
+        if not is_done:
+            self._sender.warn_once("has not taken all that was logged")
+
+    @property
+    def _num_ended(self) -> int:
+        return sum(trial.status not in OPEN for trial in self._sweep.records.values())
+
+    def _end_trial(self, trial: Trial) -> None:
+        """A run for a trial that made none, as its function has no Trainer; an end for one whose process died. In a thread."""
+        directory = self._sweep.trial_dir(trial.number)
+        try:
+            if not (directory / RECORD).exists():
+                _write_run(directory, trial)
+            elif trial.status != "failed":
+                return
+            is_sent = self._sender.run_id is not None and not self._is_silent
+            if not mlflow.end_run(RunDirectory(directory), _ENDS.get(trial.status, "FINISHED"), is_sent):
+                self._is_silent = True
+        except (OSError, DistributedError) as error:
+            self._warn(f"trial {trial.name} is not at MLflow: {error}")
+
+    def _put(self, entry: Mapping[str, Any]) -> None:
+        try:
+            self._spool.append(entry)
+        except OSError as error:  # a full disk costs lines, not the search
+            logger.warning("%s cannot be written (%s): a line is lost", self._spool.path, error.strerror)
+
+
+def environ_of_trials() -> dict[str, str]:
+    """What the processes of trials, also on other machines, need to find the store that was named in this one."""
+    uri = said_uri()
+    return {} if uri is None else {"MLFLOW_TRACKING_URI": uri}
+
+
+def _write_run(directory: Path, trial: Trial) -> None:
+    """What a trial has to tell that told nothing itself, into its directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    Record.chosen(directory, None, "")[0].write(directory)
+    spool = Spool(directory)
+    spool.open()
+    for entry in _entries(trial):
+        spool.append(entry)
+    spool.close()
+
+
+def _entries(trial: Trial) -> Iterator[dict[str, Any]]:
+    yield {"kind": "status", "status": "RUNNING", "time": _now()}
+    yield {"kind": "params", "values": {metric_name(name): str(value) for name, value in trial.config.items()}}
+    for number, row in enumerate(trial.rows):
+        values = {metric_name(name): value for name, value in _numbers(row).items()}
+        yield {"kind": "metrics", "time": _now(), "step": int(row.get("epoch", number + 1)), "values": values}
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in row.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Groups as GROUP.NAME, without what is not there; a dimension of the space is one value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and prefix != "search_space.":
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value not in (None, [], {}):
+            yield f"{prefix}{name}", value
+
+
+def _now() -> int:
+    return int(time.time() * 1000)
