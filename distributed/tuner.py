@@ -12,17 +12,19 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.config import canonical
 from distributed.errors import ConfigError, ResourceError
 from distributed.gpus import visible_gpus
 from distributed.launcher import check_script
 from distributed.loggers import check_libraries, environ_of_trials, run_of_sweep
+from distributed.loggers.notebook import in_notebook
 from distributed.monitor import is_larger_better
 from distributed.run_dir import choose_run_dir
 from distributed.settings import MergedConfig, Typed, merge
 from distributed.trainer_files import script_name
+from distributed.tuning.cell import CellProgress
 from distributed.tuning.context import Trial, inside
 from distributed.tuning.jobs import FunctionJob, ScriptJob, script_job, seed_generators
 from distributed.tuning.plan import SHARING, SearchPlan, bundles_of, check_metric, check_pairing, check_scheduler, total
@@ -31,6 +33,9 @@ from distributed.tuning.results import checkpoint_of, taken_up
 from distributed.tuning.search import engine, run_search
 from distributed.tuning.space import Space, make_space
 from distributed.tuning.sweep import Record, Sweep, open_sweep, scores
+
+if TYPE_CHECKING:
+    from distributed.loggers._mlflow.sweep import SweepRun
 
 logger = logging.getLogger(__name__)
 
@@ -136,20 +141,20 @@ class DistributedTuner:
         sweep.recall(self.space)
         self._sweep = sweep
         plan = dataclasses.replace(plan, earlier=tuple(record for record, _ in scores(sweep)))
-        tracked = run_of_sweep(sweep, self._merged(), self._asked(number), logger.warning)
+        listeners = self._listeners(sweep, number)
         status = "FAILED"
         try:
-            if tracked is not None:
-                tracked.start()
+            for each in listeners:
+                each.start()
             with _stopping(plan.stop_file) as seen:
-                run_search(plan, sweep, tracked.hear if tracked is not None else lambda line: None)
+                run_search(plan, sweep, lambda line: [each.hear(line) for each in listeners])
             status = "KILLED" if seen else "FINISHED"
         finally:
             sweep.interrupt()
             sweep.write()
             sweep.write_best(job.typed if isinstance(job, ScriptJob) else Typed())
-            if tracked is not None:
-                tracked.close(status)
+            for each in listeners:
+                each.close(status)
             sweep.run.unlock()
         if seen:
             raise KeyboardInterrupt
@@ -163,6 +168,12 @@ class DistributedTuner:
 
     def _merged(self) -> MergedConfig:
         return merge(Typed(), {}, sweep=self._settings)
+
+    def _listeners(self, sweep: Sweep, number: int) -> list[SweepRun | CellProgress]:
+        """Who shows the search while it goes on."""
+        cell = CellProgress(sweep, number) if in_notebook() else None
+        tracked = run_of_sweep(sweep, self._merged(), self._asked(number), logger.warning)
+        return [each for each in (cell, tracked) if each is not None]
 
     def _asked(self, number: int) -> dict[str, Any]:
         space = {name: _written(each) for name, each in self.space.items()}

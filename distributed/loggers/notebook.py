@@ -26,19 +26,33 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class CellBar:
-    """A bar in an output of its own, apart from what is printed. In the thread that runs the cell."""
+class CellOutput:
+    """An output of its own, apart from what is printed, that is replaced. In the thread that runs the cell."""
 
     def __init__(self) -> None:
         self._handle: Any = None
 
-    def show(self, event: Mapping[str, Any]) -> None:
-        self._put({"text/plain": bar_line(event, _WIDTH), "text/html": bar_html(event)})
+    def put(self, forms: dict[str, str]) -> None:
+        """Show this in the place of what was there; by MIME type."""
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(forms, raw=True, display_id=True)
+        else:
+            self._handle.update(forms, raw=True)
 
     def stop(self) -> None:
+        """Show nothing. What is put next is another output."""
         if self._handle is not None:
-            self._put({"text/plain": "", "text/html": ""})
+            self.put({"text/plain": "", "text/html": ""})
         self._handle = None
+
+
+class CellBar(CellOutput):
+    """The bar of a fit."""
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        self.put({"text/plain": bar_line(event, _WIDTH), "text/html": bar_html(event)})
 
     def take(self, message: Mapping[str, Any] | None) -> None:
         """What a `SentBar` wrote."""
@@ -46,14 +60,6 @@ class CellBar:
             self.stop()
         else:
             self.show(message)
-
-    def _put(self, forms: dict[str, str]) -> None:
-        from IPython.display import display
-
-        if self._handle is None:
-            self._handle = display(forms, raw=True, display_id=True)
-        else:
-            self._handle.update(forms, raw=True)
 
 
 def display_of(request: LaunchRequest) -> Display:

@@ -17,7 +17,7 @@ def engine() -> Any:
     return importlib.import_module(_ENGINE)
 
 
-def run_search(plan: SearchPlan, sweep: Sweep, show: Callable[[Mapping[str, Any]], None] = lambda line: None) -> None:
+def run_search(plan: SearchPlan, sweep: Sweep, show: Callable[[Mapping[str, Any]], object] = lambda line: None) -> None:
     """Run `plan` in this process; each line of the journal is written, then shown. Raises DistributedError."""
 
     def listen(line: Mapping[str, Any]) -> None:

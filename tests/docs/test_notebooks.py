@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 
 import nbformat
@@ -55,7 +56,7 @@ class Shown:
     """What the cells of a notebook showed, all together."""
 
     def __init__(self, kernel: Kernel, name: str) -> None:
-        self.text, self.pictures, self.pages, self.tables = "", [], [], []
+        self.text, self.html, self.pictures, self.pages, self.tables = "", "", [], [], []
         for source in cells(name):
             self.text += kernel.run(source)
             assert [out.text for out in kernel.outputs if out.get("name") == "stderr"] == []  # no warning, above all
@@ -65,6 +66,7 @@ class Shown:
     def _keep(self, data: dict[str, str]) -> None:
         if "image/png" in data:
             self.pictures.append(Image.open(io.BytesIO(base64.b64decode(data["image/png"]))))
+        self.html += "".join(data.get("text/html", ""))
         page = re.search(r'<iframe.*?src="([^"]+)"', data.get("text/html", ""), re.S)
         if page:
             self.pages.append(page[1])
@@ -113,6 +115,9 @@ def test_the_sweep_notebook_and_a_search_that_is_interrupted(tmp_path):
     table = facts["table"]
     assert len(table) == 6 and {row["status"] for row in table} == {"finished", "stopped"}
     assert all(row["epochs"] < 6 for row in table if row["status"] == "stopped")
+    kinds = Counter(row["status"] for row in table)
+    said = f"6 of 6 trials: {kinds['finished']} finished, {kinds['stopped']} stopped; best val_loss {table[0]['val_loss']:.4g}"
+    assert said in shown.html
     losses = [row["val_loss"] for row in table]
     assert losses == sorted(losses) and losses[-1] > 2 * losses[0]
     assert (table[0]["lr"], table[0]["hidden"]) == (facts["best"]["lr"], facts["best"]["hidden"])
@@ -139,6 +144,7 @@ def check_interrupted(kernel: Kernel, directory: Path) -> None:
 
     with pytest.raises(CellExecutionError, match="KeyboardInterrupt"):
         kernel.run(ENDLESS, interrupt)
+    assert "0 of 2 trials: 2 interrupted" in str(kernel.outputs)
     poll(lambda: kernel.alive() == [kernel.pid], 60, lambda: describe(kernel.alive()))
     sweep = json.loads(kernel.run("print((other.run_dir / 'sweep.json').read_text())"))
     assert {trial["status"] for trial in sweep["trials"]} == {"interrupted"}
