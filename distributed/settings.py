@@ -23,6 +23,7 @@ class Typed:
     notices: tuple[str, ...] = ()
     script: str | None = None
     script_args: tuple[str, ...] = ()
+    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what a sweep chose beside settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,9 @@ def merge(
                 values[name] = value
                 sources[name] = layer
     return _with_implied(
-        MergedConfig(DistributedConfig(**values), sources, dict(hyperparameters or {}), tuple(notices))
+        MergedConfig(
+            DistributedConfig(**values), sources, {**typed.hyperparameters, **(hyperparameters or {})}, tuple(notices)
+        )
     )
 
 

@@ -43,3 +43,27 @@ def graph(events: Any) -> list[str]:
     from tensorboard.compat.proto.graph_pb2 import GraphDef
 
     return [node.name for node in GraphDef.FromString(events.Graph().SerializeToString()).node]
+
+
+def sessions(directory: Path) -> dict[str, tuple[dict[str, Any], dict[str, float]]]:
+    """What the HParams tab shows of the runs below `directory`: (hyperparameters, last values of the tags) of each."""
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.hparams import api_pb2
+    from tensorboard.plugins.hparams.backend_context import Context
+    from tensorboard.plugins.hparams.list_session_groups import Handler
+
+    events = EventMultiplexer().AddRunsFromDirectory(str(directory)).Reload()
+    tab = Context(TBContext(data_provider=MultiplexerDataProvider(events, str(directory))))
+    kinds = [api_pb2.STATUS_UNKNOWN, api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_RUNNING]
+    asked = api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=100, allowed_statuses=kinds)
+    found = Handler(RequestContext(), tab, "", asked).run().session_groups
+    return {
+        group.name: (
+            {name: getattr(value, value.WhichOneof("kind")) for name, value in group.hparams.items()},
+            {str(each.name.tag): each.value for each in group.metric_values},
+        )
+        for group in found
+    }

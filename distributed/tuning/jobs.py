@@ -84,6 +84,7 @@ class ScriptJob:
         return dataclasses.replace(
             self.typed, flag=joined(self.typed.flag, settings),
             script_args=(*self.typed.script_args, *as_arguments(others)),
+            hyperparameters=json.loads(json.dumps(others, default=str)),
         )  # fmt: skip
 
     def run(self, trial: Trial, values: Mapping[str, Any], cpus: float) -> Any:

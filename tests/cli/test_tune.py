@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import event_files
 from tests.conftest import Started, clean_environment, needs_backend
 
 OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # both sides of a cluster must say the same
@@ -90,7 +91,7 @@ def journal(place):
 
 def test_a_sweep_finds_the_best_and_train_repeats_it(run_cli, place):
     """Three of four are stopped early; the best one's settings give the same run again."""
-    flags = ["--scheduler", "asha", "--seed", "5", "--max-concurrent", "1"]
+    flags = ["--scheduler", "asha", "--seed", "5", "--max-concurrent", "1", "--tensorboard"]
     done = run_cli(command(place, *flags), timeout=150, cwd=place)
     assert done.returncode == 0 and done.stderr == "", done.output
     sweep = sweep_of(place)
@@ -109,6 +110,7 @@ def test_a_sweep_finds_the_best_and_train_repeats_it(run_cli, place):
         run = place / "sweep" / trial["run_dir"]
         assert (run / "metrics.jsonl").exists() and (run / "config.yaml").exists() and (run / "checkpoints").is_dir()
     assert "hidden 16" in (place / "sweep" / "trials" / "00000" / "logs" / "rank-0.log").read_text()
+    assert_sessions(place / "sweep", event_files.sessions(place / "sweep"))
     happened = [(line["trial"], line["event"]) for line in journal(place) if line["event"] != "row"]
     assert happened == [(number, event) for number in range(4) for event in ("started", "ended")]  # one at a time
     best = yaml.safe_load((place / "sweep" / "best.yaml").read_text())
@@ -127,6 +129,17 @@ def test_a_sweep_finds_the_best_and_train_repeats_it(run_cli, place):
     )
     assert longer.returncode == 0, longer.output
     assert json.loads((stopped / "result.json").read_text())["status"] == "finished"
+
+
+def assert_sessions(sweep, shown):
+    """TensorBoard's HParams tab has each trial with its values, also those that are no settings, and its last metrics."""
+    for trial in json.loads((sweep / "sweep.json").read_text())["trials"]:
+        values, metrics = shown.pop(f"{trial['run_dir']}/tensorboard")
+        assert {name: values[name] for name in trial["config"]} == trial["config"]
+        rows = map(json.loads, (sweep / trial["run_dir"] / "metrics.jsonl").read_text().splitlines())
+        last = [row["loss"] for row in rows if row["split"] == "val"][-1]
+        assert metrics["val/loss"] == pytest.approx(last, rel=1e-6)
+    assert not shown
 
 
 def test_killed_it_leaves_nobody_and_goes_on_where_each_trial_was(start, run_cli, place):

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from distributed.report import write_report
+from distributed.report.sweep import read_sweep, sweep_panels
 from distributed.tuning.proposals import make_proposals
 from distributed.tuning.space import make_space
 from tests.conftest import Started, clean_environment, needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "tuner" / "searches.py"
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def ended(tmp_path_factory):
+    """(where the searches were, what the command said). The last search, on a cluster of its own, gets a Ctrl-C of the terminal,
+    which is for all processes of the command."""
     needs_backend("ray")
     cwd = tmp_path_factory.mktemp("cwd")
     with tempfile.TemporaryDirectory(prefix="tuner-") as out:  # short: sockets lie in it
         command = Started([sys.executable, str(JOB), out], cwd, cwd, clean_environment())
+        place = Path(out)
         try:
-            done = command.finish(400)
+            command.wait_for(lambda: num_rows(place / "cut" / "trials.jsonl") >= 4, 700)
+            os.killpg(command.pid, signal.SIGINT)
+            done = command.finish(150, grace=60)  # fails where a process is left
         finally:
             command.kill()
-    assert done.returncode == 0, done.output[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
+        yield place, done
+
+
+def num_rows(journal):
+    return journal.read_text().count('"row": ') if journal.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def found(ended):
+    return json.loads(ended[1].stdout.splitlines()[-1])
 
 
 def test_a_grid_of_a_function_that_returns_metrics(found):
@@ -51,11 +68,38 @@ def test_searches_that_learn_are_told_what_came_of_their_trials(found, search, n
     assert tried[:num_first] == unheard[:num_first] and not set(tried[num_first + 1 :]) & set(unheard)
 
 
-def test_a_cluster_of_its_own_runs_one_trial_at_a_time_and_once_more(found):
-    """Before and after this process was connected to another cluster, with Ray imported from the start."""
-    first, again = found["own"]
-    assert first["best"] == again["best"] == {"a": 1}
-    assert first["happened"] == [[number, event] for number in range(3) for event in ("started", "row", "ended")]
+def test_a_cluster_of_its_own_runs_one_trial_at_a_time(found):
+    """In a process that imported Ray before."""
+    assert found["own"]["best"] == {"a": 1}
+    one = ("started", "row", "ended")
+    assert found["own"]["happened"] == [[number, event] for number in range(3) for event in one]
+
+
+def test_ctrl_c_has_all_trials_save_and_leaves_no_process(ended):
+    """In the second search on a cluster of its own of one process, after that was connected to another one."""
+    place, done = ended
+    assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr.splitlines()[-1], done.output[
+        -6000:
+    ]
+    sweep = json.loads((place / "cut" / "sweep.json").read_text())
+    assert [trial["status"] for trial in sweep["trials"]] == ["interrupted"] * 2  # and no third one began
+    runs = [place / "cut" / trial["run_dir"] for trial in sweep["trials"]]
+    assert [json.loads((run / "result.json").read_text())["status"] for run in runs] == ["interrupted"] * 2
+    assert all(list((run / "checkpoints").glob("step-*")) for run in runs)
+    assert (place / "cut" / "best.yaml").exists() and not (place / "cut" / ".stop").exists()
+
+
+def test_the_report_of_a_search_shows_its_parameters_and_their_importance(ended, tmp_path):
+    place, _ = ended
+    panels = {panel.title: panel for panel in sweep_panels(read_sweep(place / "grid"))}
+    parameters, importance = panels["Parameters"].more, panels["Importance of the parameters"].lines[0].data
+    assert [axis["name"] for axis in parameters["axes"]] == ["a", "b", "score"] and len(parameters["trials"]) == 8
+    assert (parameters["best"], parameters["worst"]) == (0, 14)
+    assert importance["y"] == ["b", "a"] and sum(importance["x"]) == pytest.approx(1, abs=1e-3)  # 10 against at most 4
+    (curves,) = [panel for panel in sweep_panels(read_sweep(place / "asha")) if panel.title == "Curves of the trials"]
+    assert max(len(line.data["y"]) for line in curves.lines) == 9 and len(curves.lines) == 8
+    page = write_report([place / "grid"], tmp_path / "report.html").read_text()
+    assert "Importance of the parameters" in page
 
 
 def test_asha_stops_the_bad_ones_early_and_the_best_trainer_comes_back(found):
