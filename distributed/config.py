@@ -75,7 +75,8 @@ class DistributedConfig:
 
     learning_rate: float = setting(1e-3, "rate of the default AdamW, or of a given optimizer when typed", above=0, group=OPTIMIZATION)
     lr_scaling: str = setting("none", "multiply the rate by global_batch_size / batch_size (linear), or its root (sqrt)", choices=("none", "linear", "sqrt"), group=OPTIMIZATION)
-    warmup_steps: int = setting(0, "updates over which the rate rises linearly to its value", minimum=0, group=OPTIMIZATION)
+    warmup_steps: int = setting(0, "updates over which the rate rises to its value", minimum=0, group=OPTIMIZATION)
+    warmup_start: float | None = setting(None, "fraction of the rate at the first update of a warm-up that rises exponentially (default: it rises linearly)", float, above=0, maximum=1, group=OPTIMIZATION)
     scheduler_interval: str = setting("step", "step the schedule per update (step) or per epoch", choices=("step", "epoch"), group=OPTIMIZATION)
     gradient_clipping: float | None = setting(None, "largest global norm of the gradient", float, above=0, group=OPTIMIZATION)
     mixed_precision: str | bool = setting("no", "no, fp16 or bf16 (true: fp16 on GPUs, bf16 on CPU)", bool, str, choices=("no", "fp16", "bf16", True, False), group=OPTIMIZATION)
@@ -121,6 +122,15 @@ class DistributedConfig:
             raise ConfigError(
                 f"node_rank={self.node_rank} is not below num_nodes={self.num_nodes}: number the nodes from 0"
             )
+
+    def warm_rate(self, full: float, step: int) -> float:
+        """What the warm-up makes of the rate `full` in the update after `step` others."""
+        length = self.warmup_steps
+        if step >= length:
+            return full
+        if self.warmup_start is None:
+            return full * (step + 1) / length
+        return full * float(self.warmup_start ** (1 - step / length))
 
     @property
     def given(self) -> dict[str, Any]:

@@ -114,6 +114,10 @@ def test_warmup_raises_the_rate_over_its_updates(seen):
     assert agrees(seen["warmed"], by_hand([0.1 / 3, 0.2 / 3, *[0.1] * 6]))
 
 
+def test_a_warmup_with_a_start_rises_by_the_same_factor_each_update(seen):
+    assert agrees(seen["warmed-exponentially"], by_hand([0.1 * 100 ** (i / 3 - 1) for i in range(3)] + [0.1] * 5))
+
+
 def test_accumulation_changes_no_number(seen):
     assert agrees(seen["accumulated"], by_hand([0.1] * UPDATES))
 
@@ -507,6 +511,7 @@ TESTED = {  # setting -> a test of its effect, or of its refusal
     "learning_rate": HERE_TESTS + "test_a_typed_rate_replaces_that_of_an_optimizer_and_its_schedule",
     "lr_scaling": HERE_TESTS + "test_the_rate_is_scaled_for_default_and_given_optimizers_and_their_schedules",
     "warmup_steps": HERE_TESTS + "test_warmup_raises_the_rate_over_its_updates",
+    "warmup_start": HERE_TESTS + "test_a_warmup_with_a_start_rises_by_the_same_factor_each_update",
     "scheduler_interval": HERE_TESTS + "test_a_schedule_may_count_epochs",
     "gradient_clipping": HERE_TESTS + "test_clipping_is_by_the_global_norm_before_the_update",
     "mixed_precision": HERE_TESTS + "test_bf16_computes_in_bfloat16_and_keeps_float32_weights",

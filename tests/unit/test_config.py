@@ -54,6 +54,7 @@ from tests.conftest import clean_environment
         ({"ddp": {"bucket_mb": 3}}, ["ddp.bucket_mb", "bucket_cap_mb"]),
         ({"ddp": {"bucket_cap_mb": 0}}, ["ddp.bucket_cap_mb=0", "greater than 0"]),
         ({"ddp": 3}, ["ddp=3", "mapping"]),
+        ({"warmup_steps": 2, "warmup_start": 2}, ["warmup_start=2", "at most 1"]),
         ({"profile_warmup": 0}, ["profile_warmup=0", "at least 1"]),
         ({"num_nodes": 2, "node_rank": 2}, ["node_rank=2", "num_nodes=2"]),
         ({"checkpoint_every_s": -5}, ["checkpoint_every_s=-5", "greater than 0"]),

@@ -46,6 +46,7 @@ class Misspelt(Callback):
         ({"metrics": [len]}, "metrics is a list: pass names and functions"),
         ({"metrics": {"acc": "accuracy"}}, r"metrics\['acc'\]='accuracy' is a str: pass a function"),
         ({"callbacks": Callback()}, r"callbacks is a Callback: pass a list, callbacks=\[...\]"),
+        ({"warmup_start": 0.1}, "warmup_start=0.1 is for a warm-up: set warmup_steps too, or drop it"),
         ({"callbacks": [print]}, "is not a distributed.Callback"),
         ({"callbacks": [Misspelt()]}, r"Misspelt.on_train_epoch_end would never be called \(did you mean 'on_\w+'\?\)"),
     ],

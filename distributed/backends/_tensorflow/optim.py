@@ -108,7 +108,7 @@ class Rates:
             self._put(rate)  # not only while it warms up: its last updates may have been left out
 
     def _warm(self, step: int) -> float:
-        return self._full * (step + 1) / self._warmup if step < self._warmup else self._full
+        return self._merged.config.warm_rate(self._full, step)
 
     def _put(self, rate: float) -> None:
         self._put_last = rate

@@ -37,9 +37,7 @@ class Schedule:
 
     def rates(self, step: int) -> list[float]:
         """The rate of each parameter group for the update after `step` updates."""
-        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        length = self._merged.config.warmup_steps
-        return [rate * (step + 1) / length for rate in rates] if step < length else rates
+        return [self._merged.config.warm_rate(float(group["lr"]), step) for group in self._optimizer.param_groups]
 
     @contextlib.contextmanager
     def warming_up(self, step: int) -> Iterator[None]:

@@ -468,6 +468,7 @@ CASES = {
     "plain": case(),
     "clipped": case(gradient_clipping=0.05),
     "warmed": case(warmup_steps=3),
+    "warmed-exponentially": case(warmup_steps=3, warmup_start=0.01),
     "adamw": case(optimizer=None, learning_rate=0.02),
     "typed-rate": with_objects(halving, learning_rate=0.02),
     "typed-rate-factories": case(scheduler=halving, learning_rate=0.03),
