@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         TrainingInterrupted,
     )
     from distributed.gradient_checkpointing import checkpoint_scope, memory_pool_scope
+    from distributed.learning_rate import LearningRateCurve
     from distributed.script_launcher import DistributedLauncher, LaunchConfig, launch_distributed_training
     from distributed.state import History
     from distributed.trainer import (
@@ -65,6 +66,7 @@ _HOMES = {
     "History": "state",
     "HorovodTrainer": "trainer",
     "LaunchConfig": "script_launcher",
+    "LearningRateCurve": "learning_rate",
     "PyTorchDDPTrainer": "trainer",
     "RayTrainer": "trainer",
     "ReduceOp": "comm",
@@ -105,6 +107,7 @@ __all__ = [
     "History",
     "HorovodTrainer",
     "LaunchConfig",
+    "LearningRateCurve",
     "PyTorchDDPTrainer",
     "RayTrainer",
     "ReduceOp",

@@ -76,6 +76,8 @@ def _train_epoch(run: Run) -> bool:
         if state.step >= limit:
             state.stop_reason = "max_steps"
             return False
+        if state.stop_reason is not None:  # a callback's, known to all ranks alike
+            return False
         while (action := tick()) is not None:
             if not _act(run, action):
                 return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from distributed.learning_rate import LearningRateCurve
+    from distributed.shown_figure import ShownFigure
     from distributed.state import History
 
 # What a row holds beside metrics: where training stood and how fast it went.
@@ -28,17 +31,11 @@ def plot_history(history: History, path: str | Path | None = None) -> Figure:
     Returns the matplotlib figure, which a notebook shows as the last line of a cell.
     Raises ResourceError without matplotlib, ConfigError for an unknown suffix.
     """
-    try:
-        from distributed.shown_figure import ShownFigure
-    except ImportError:
-        raise ResourceError(
-            "plot() needs matplotlib, which is not installed: run pip install 'distributed-trainer[plot]'"
-        ) from None
     names = metric_names(history.rows)
     losses = [name for name in names if _base(name) == "loss"]
     others = [name for name in names if _base(name) != "loss"]
     groups = [group for group in (losses, others) if group]
-    figure = ShownFigure(figsize=(5.0 * max(1, len(groups)), 3.8), layout="constrained")
+    figure = _figure(5.0 * max(1, len(groups)))
     figure.suptitle(_title(history))
     for position, group in enumerate(groups):
         axes = figure.add_subplot(1, len(groups), position + 1)
@@ -46,6 +43,37 @@ def plot_history(history: History, path: str | Path | None = None) -> Figure:
     if path is not None:
         _save(figure, Path(path))
     return figure
+
+
+def plot_learning_rates(curve: LearningRateCurve, path: str | Path | None = None) -> Figure:
+    """The losses over the rates, smoothed in front of those of each update, and the suggestion where there is one.
+
+    `path`, the figure and what is raised: as `plot_history`.
+    """
+    figure = _figure(5.0)
+    axes = figure.add_subplot()
+    axes.plot(curve.rates, curve.losses, ".", color="C0", alpha=0.4, label="loss")
+    axes.plot(curve.smoothed_rates, [line.mean for line in curve.lines], color="C0", label="smoothed")
+    with contextlib.suppress(ConfigError):  # the curve shows why there is none
+        axes.axvline(curve.suggestion, color="C1", linestyle="--", label=f"suggestion {curve.suggestion:.2g}")
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    if path is not None:
+        _save(figure, Path(path))
+    return figure
+
+
+def _figure(width: float) -> ShownFigure:
+    try:
+        from distributed.shown_figure import ShownFigure
+    except ImportError:
+        raise ResourceError(
+            "plot() needs matplotlib, which is not installed: run pip install 'distributed-trainer[plot]'"
+        ) from None
+    return ShownFigure(figsize=(width, 3.8), layout="constrained")
 
 
 def metric_names(rows: Sequence[dict[str, float]]) -> list[str]:

@@ -82,13 +82,10 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
     """
     _check_here(trainer, merged, train_data, val_data)
     before: Remote | None = trainer._remote
-    directory = (
-        before.run_dir
-        if before is not None
-        else take_run_dir(lambda: choose_run_dir(script_name()).absolute()).absolute()
-    )
+    directory = before.run_dir if before is not None else trainer.search_dir or take_dir()
     run = RunDirectory(os.path.relpath(directory))
-    resume = before is not None or merged.config.resume_from_checkpoint is not False or is_trial_again()
+    is_again = is_trial_again() and not trainer.is_search  # which begins anew
+    resume = before is not None or merged.config.resume_from_checkpoint is not False or is_again
     run.check(resume=resume)
     fit = RemoteFit(
         type(trainer), _arguments(trainer), _settings(trainer, merged, directory), _portable(train_data), _portable(val_data),
@@ -111,6 +108,11 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
     if history is None or code == _PREEMPTED:
         raise TrainingInterrupted(signal.SIGTERM)
     return history
+
+
+def take_dir(*, is_search: bool = False) -> Path:
+    """The run directory of one more trainer whose workers are started here: absolute, the caller may change its own."""
+    return take_run_dir(lambda: choose_run_dir(script_name()).absolute(), is_search=is_search).absolute()
 
 
 def _check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data: Any) -> None:

@@ -21,6 +21,7 @@ from distributed.launching.processes import is_running
 
 _PROBE_BYTES = 64 * 1024  # more than the text files of a run need before its first checkpoint
 _LOCK = ".lock"
+SEARCH = "learning-rate"  # directory of a search for one, below that of the run; of further ones with a number
 _DYING_S = 5.0  # that workers may take to follow a launcher that was killed
 
 
@@ -81,7 +82,7 @@ class RunDirectory:
         self._create()
         if holder := self._live_holder():
             raise self._in_use(holder)
-        if not resume and any(entry.name != _LOCK for entry in self.path.iterdir()):
+        if not resume and self._names() - {_LOCK}:
             raise ConfigError(
                 f"{self._name} {str(self.path)!r} is not empty:"
                 f" add --resume to go on with its run, or name another with {self._flag}"
@@ -136,13 +137,18 @@ class RunDirectory:
     def check_resumable(self) -> None:
         """ConfigError where the directory holds files, and none of a run. A new one is fine: a first attempt may say
         `--resume` already, so that a scheduler can repeat the command as it is."""
-        names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+        names = self._names()
         if names and not names & {_LOCK, self.events.name, self.checkpoints.name}:
             inside = max((events.parent for events in self.path.glob(f"*/{self.events.name}")), default=None)
             hint = f"did you mean {str(inside)!r}? Name" if inside is not None else "name"
             raise ConfigError(
                 f"{self._name} {str(self.path)!r} holds no run to resume: {hint} the run itself with {self._flag}"
             )
+
+    def _names(self) -> set[str]:
+        """What lies in it but searches, which come before the run."""
+        names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+        return {name for name in names if not re.fullmatch(rf"{SEARCH}(-\d+)?", name)}
 
     def _create(self) -> None:
         try:

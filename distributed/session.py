@@ -65,11 +65,12 @@ class Session:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.backend = trainer, trainer.backend
-        self._reporter = Reporter(trainer.is_main_process, trainer.merged.config.verbose)
+        is_shown = trainer.is_main_process and not trainer.is_search  # whose epochs are no news either
+        self._reporter = Reporter(is_shown, trainer.merged.config.verbose)
         self.backend.report = self._reporter
         self.context: WorkerContext = self.backend.setup()
         atexit.register(_teardown, weakref.ref(self.backend))
-        self._files = TrainerFiles(trainer, self.backend, self.context, self._reporter)
+        self.files = TrainerFiles(trainer, self.backend, self.context, self._reporter)
         self._prepared_for: str | None = None  # "evaluation" or "fit"
         self._checkpoint: Path | None = None  # the newest one that this trainer saved or took up
         self._is_saved = False  # whether the state that training starts from lies in the store
@@ -88,7 +89,7 @@ class Session:
             leaving.callback(self._reporter.close)
             train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, train=True)))
             batch = train.batch  # a batch sampler's items set its size
-            run = self._files.open_run(in_effect(merged, batch, loader_batch_size))
+            run = self.files.open_run(in_effect(merged, batch, loader_batch_size))
             backend.run_dir = run.path
             val = None
             if val_data is not None:
@@ -96,7 +97,7 @@ class Session:
                 leaving.callback(val.close)
             notices = self._prepare(batch)
             callbacks = self._callbacks(merged)
-            store = self._files.open_store(merged, run)
+            store = self.files.open_store(merged, run)
             state, resumed = self._resume(merged, store, callbacks, run)
             merged = self._limit(merged, state)
             callbacks += loggers_of(LoggedFit(
@@ -195,10 +196,10 @@ class Session:
             return self._state, None
         path: Path | None = None
         source = merged.config.resume_from_checkpoint
-        if self._files.wants_resume(merged):
+        if self.files.wants_resume(merged):
             path = store.find()
             if path is None:
-                self._files.refuse_to_start_over(run, store)
+                self.files.refuse_to_start_over(run, store)
         if path is None and isinstance(source, str):
             path = store.open(source)
         if path is None:
@@ -264,10 +265,10 @@ class Session:
             notices = [*notices, f"resumed from {resumed}: step {state.step}, epoch {state.epoch}"]
             if state.epoch >= merged.config.epochs or state.step >= (merged.config.max_steps or math.inf):
                 notices.append("nothing is left to do: raise epochs (or max_steps) to go further")
-        elif self._files.wants_resume(merged):
+        elif self.files.wants_resume(merged):
             notices = [*notices, f"nothing to resume from in {fit.store.directory}: starting at step 0"]
         else:
-            notices = [*notices, *self._files.notices()]
+            notices = [*notices, *self.files.notices()]
         lines = started_lines(self.trainer.plan, self.context, batch, [*merged.notices, *notices])
         self._reporter({"kind": "started", "lines": lines})
         fit.result.write("running", state, self._checkpoint)

@@ -12,7 +12,7 @@ from typing import Any
 from distributed.errors import DistributedError
 from distributed.loggers import end_elsewhere
 from distributed.plan import BatchPlan, ProcessPlan
-from distributed.run_dir import RunDirectory
+from distributed.run_dir import SEARCH, RunDirectory
 from distributed.state import TrainState, WorkerContext
 from distributed.storage.durable import replace_text
 
@@ -74,7 +74,8 @@ class Result:
 def close_results(run: RunDirectory, code: int, error: str | None) -> None:
     """Give results that no worker closed their end, once the launcher leaves with `code`: nobody is left to do it."""
     end = {"status": "interrupted" if code in (130, 143) else "failed"} | ({} if error is None else {"error": error})
-    for path in (run.path / "result.json", *run.path.glob("fit-*/result.json")):
+    below = (path for part in ("fit-*", f"{SEARCH}*") for path in run.path.glob(f"{part}/result.json"))
+    for path in (run.path / "result.json", *below):
         content = read_result(path) or {}
         is_open = content.get("status") in (("running",) if code == 0 else (None, "running", "failed"))
         if is_open:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed import loggers
 from distributed.backends import (
@@ -26,6 +26,9 @@ from distributed.plan import ProcessPlan, choose_backend, plan_processes
 from distributed.settings import MergedConfig, Typed, for_evaluation, joined, merge, read_config_file, split_sweep
 from distributed.state import History
 from distributed.tuning.context import current
+
+if TYPE_CHECKING:
+    from distributed.learning_rate import LearningRateCurve
 
 
 class Trainer:
@@ -82,11 +85,14 @@ class Trainer:
         self.plan = self._plan(self.merged)
         self._check_backend()
         self._check_source()
+        _check_warmup(self.merged.config)
         loggers.check(self.merged)
         self.backend: Backend[Any] = make_backend(self.merged, self.plan)
         self._is_fit_in_workers = self._worker is None and self.backend.is_fit_in_workers
         self.backend.check(self.job, here=not self._is_fit_in_workers)
         self.history: History | None = None
+        self.is_search = False  # whether this is the copy that a search for a learning rate trains
+        self.search_dir: Path | None = None  # of that, where it starts workers itself
         self._session: Any = None  # distributed.session.Session of this process, made by the first fit or evaluate
         self._remote: Any = None  # what a fit in workers of our own left: distributed.remote.Remote
 
@@ -122,7 +128,7 @@ class Trainer:
         }
         merged = self._merge({name: value for name, value in given.items() if value is not None})
         loggers.check(merged)
-        if (trial := current()) is not None:
+        if (trial := current()) is not None and not self.is_search:
             trial.on_fit(self)
         if train_data is None:
             raise ConfigError("fit() got no training data: pass a DataLoader or a dataset")
@@ -134,6 +140,22 @@ class Trainer:
         else:
             self.history = self._open_session().fit(merged, train_data, val_data)
         return self.history
+
+    def find_learning_rate(
+        self, train_data: Any, *, min_rate: float = 1e-7, max_rate: float = 1.0, num_steps: int = 100
+    ) -> LearningRateCurve:
+        """Train a copy while its rate rises exponentially from `min_rate` to `max_rate`; the trainer stays as it is.
+
+        All ranks call it, before the first `fit`; outside a worker it starts the workers itself, as `fit` does. A short fit of
+        `num_steps` updates, ended early where the loss diverges, without validation, schedule and callbacks. Its files lie in
+        `learning-rate` below the run directory; a run that goes on takes the curve from there.
+
+        Returns the curve, the same on all ranks; its `suggestion` is a value for the setting `learning_rate`.
+        Raises ConfigError for a wrong range, and for a trainer that has trained; else as `fit`.
+        """
+        from distributed.rate_search import Request, find_learning_rate
+
+        return find_learning_rate(self, train_data, Request(min_rate, max_rate, num_steps))
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Loss and metrics over `data`, each sample once. All ranks call it; outside a worker it runs in this process."""
@@ -189,6 +211,8 @@ class Trainer:
     @property
     def on_epoch(self) -> Callable[[Mapping[str, Any]], None] | None:
         """What gets the row of each finished epoch in the process that called `fit`: the trial of a search, or the backend's."""
+        if self.is_search:
+            return None
         trial = current()
         return trial.report if trial is not None else self.backend.on_epoch
 
@@ -330,6 +354,11 @@ def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: 
     for name, value in (functions | {f"metrics[{name!r}]": value for name, value in (metrics or {}).items()}).items():
         if value is not None and not callable(value):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: pass a function")
+
+
+def _check_warmup(config: DistributedConfig) -> None:
+    if config.warmup_start is not None and not config.warmup_steps:
+        raise ConfigError(f"warmup_start={config.warmup_start:g} is for a warm-up: set warmup_steps too, or drop it")
 
 
 def _check_callbacks(callbacks: Any) -> None:

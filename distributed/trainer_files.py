@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.backends.base import Backend
 from distributed.checkpoint import CheckpointStore
@@ -16,7 +16,7 @@ from distributed.launcher import link
 from distributed.launching.identity import launch_identity
 from distributed.launching.tee import tee_output
 from distributed.plan import ProcessPlan
-from distributed.run_dir import RunDirectory, choose_run_dir, find_run_dir
+from distributed.run_dir import SEARCH, RunDirectory, choose_run_dir, find_run_dir
 from distributed.settings import MergedConfig, config_yaml
 from distributed.state import WorkerContext
 from distributed.storage.agreement import Agreement
@@ -27,25 +27,33 @@ from distributed.tuning.context import Trial, current
 if TYPE_CHECKING:
     from distributed.trainer import Trainer
 
+T = TypeVar("T")
+
 
 class _Taken:
     """What all trainers of this process share: the first one's run directory, and how many have one."""
 
     first: Path | None = None
     count = 0
+    num_searches = 0
     trial: Trial | None = None  # in which that is so: the next one begins anew
 
 
-def take_run_dir(choose: Callable[[], Path]) -> Path:
-    """The directory of one more trainer: what `choose` says for the first of this process, `fit-2`, `fit-3` below it next."""
+def take_run_dir(choose: Callable[[], Path], *, is_search: bool = False) -> Path:
+    """The directory of one more trainer: what `choose` says for the first of this process, `fit-2`, `fit-3` below it next.
+
+    Those of searches for a learning rate have numbers of their own, below it too.
+    """
     trial = current()
     if trial is not _Taken.trial:
-        _Taken.first, _Taken.count, _Taken.trial = None, 0, trial
-    _Taken.count += 1
+        _Taken.first, _Taken.count, _Taken.num_searches, _Taken.trial = None, 0, 0, trial
     if _Taken.first is None:
         _Taken.first = trial.directory if trial is not None else choose()
-        return _Taken.first
-    return _Taken.first / f"fit-{_Taken.count}"
+    if is_search:
+        _Taken.num_searches += 1
+        return _Taken.first / (SEARCH if _Taken.num_searches == 1 else f"{SEARCH}-{_Taken.num_searches}")
+    _Taken.count += 1
+    return _Taken.first if _Taken.count == 1 else _Taken.first / f"fit-{_Taken.count}"
 
 
 def is_trial_again() -> bool:
@@ -78,10 +86,11 @@ class TrainerFiles:
         context: WorkerContext,
         report: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._given, self._typed = trainer._given, trainer._typed
+        self._given, self._typed, self._is_search = trainer._given, trainer._typed, trainer.is_search
         self._worker, self._plan = trainer._worker, trainer.plan
         self._backend, self._context, self._report = backend, context, report
         self._agreement = Agreement(backend, context)
+        self._directory: Path | None = None
         self._run: RunDirectory | None = None
         self._is_store_open = False
 
@@ -100,10 +109,21 @@ class TrainerFiles:
             return []
         return ["this launcher's restarts begin at step 0: start it with --run-dir DIR --resume for them to go on"]
 
+    @property
+    def directory(self) -> Path:
+        """Which one is this trainer's; taken when first asked for."""
+        if self._directory is None:
+            self._directory = take_run_dir(self._choose, is_search=self._is_search)
+        return self._directory
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """As Agreement has it: what `action` gives on the main process, everywhere."""
+        return self._agreement.on_main(action)
+
     def open_run(self, merged: MergedConfig) -> RunDirectory:
         """This trainer's run directory, held by this process unless our launcher holds it. ConfigError where it cannot be."""
         if self._run is None:
-            directory = take_run_dir(self._choose)
+            directory = self.directory
             run = RunDirectory(directory)
             self._agreement.on_main(lambda: self._hold(run, merged))
             if directory == _Taken.first and self._is_foreign():

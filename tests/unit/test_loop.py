@@ -66,6 +66,23 @@ def timeless(row):
     return {name: value for name, value in row.items() if name != "samples_per_second"}
 
 
+class StopsAfter(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_log(self, state, split, metrics):
+        if state.step == self.step:
+            state.stop_reason = "enough"
+
+
+def test_a_callback_may_end_training_within_an_epoch():
+    saved = []
+    run = make(samples=20, callbacks=[StopsAfter(2)], saved=saved, log_every_n_steps=1)  # five updates an epoch
+    fit(run)
+    assert (run.state.step, run.state.epoch, run.state.stop_reason) == (2, 0, "enough")
+    assert [state.step for state in saved] == [2]
+
+
 def test_hooks_come_in_order_and_the_last_step_is_saved():
     recorder, saved = Recorder(), []
     run = make(callbacks=[recorder], saved=saved, checkpoint_frequency=None)

@@ -43,6 +43,16 @@ def test_a_name_says_script_and_time_and_is_never_the_same():
     assert first != second
 
 
+def test_a_search_before_the_run_does_not_make_it_an_earlier_one(tmp_path):
+    for name in ("learning-rate", "learning-rate-2"):
+        (tmp_path / name).mkdir()
+    RunDirectory(tmp_path).check(resume=False)
+    RunDirectory(tmp_path).check_resumable()
+    (tmp_path / "learning-rates").mkdir()
+    with pytest.raises(ConfigError, match="is not empty"):
+        RunDirectory(tmp_path).check(resume=False)
+
+
 def test_a_checked_directory_is_left_empty(tmp_path):
     run = RunDirectory(tmp_path / "a" / "b")
 

@@ -30,6 +30,7 @@ def own_place(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_Taken, "first", None)
     monkeypatch.setattr(_Taken, "count", 0)
+    monkeypatch.setattr(_Taken, "num_searches", 0)
     monkeypatch.setattr(sys, "argv", ["train.py"])
 
 
@@ -73,6 +74,31 @@ def test_a_further_fit_counts_from_where_it_starts():
     counts = [tuple(map(int, pair)) for pair in re.findall(r"(?:step|epoch) (\d+)/(\d+)", screen.getvalue())]
     assert {(2, 2), (4, 4), (6, 6)} <= set(counts)
     assert all(done <= total for done, total in counts)
+
+
+def test_a_search_comes_before_the_fit_below_its_run_and_shows_nothing(tmp_path):
+    runner = trainer(epochs=2)
+    with terminal() as screen:
+        curves = [runner.find_learning_rate(DATA, num_steps=20) for _ in range(2)]
+    assert screen.getvalue() == "" and curves[0] == curves[1] and len(curves[0].losses) == 20
+    runner.fit(DATA)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert sorted(results(tmp_path)) == sorted([run.name, "learning-rate", "learning-rate-2"])
+    with pytest.raises(ConfigError, match="this trainer has used it already: call it before fit"):
+        runner.find_learning_rate(DATA)
+
+
+def test_a_search_from_other_weights_than_the_fit_is_refused(monkeypatch):
+    monkeypatch.setattr("distributed.storage.manifest.check_source", lambda source: None)
+    with pytest.raises(ConfigError, match=r"='there' gives fit\(\) other weights"):
+        trainer(resume_from_checkpoint="there").find_learning_rate(DATA)
+
+
+def test_what_cannot_be_copied_is_asked_for_as_a_function():
+    model = torch.nn.Linear(2, 2)
+    model.kept = model(torch.ones(1, 2))  # no leaf of the graph
+    with pytest.raises(ConfigError, match=r"cannot be copied for the search \(Only Tensors created explicitly"):
+        Trainer(model, device="cpu").find_learning_rate(DATA)
 
 
 def test_an_error_gives_the_terminal_back_and_is_in_the_result(tmp_path):

@@ -33,12 +33,26 @@ def dumps(value: Any) -> bytes:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
-        if is_model(obj):
-            return _reduced_model(obj)
-        if is_optimizer(obj) or _is_keras(obj, "Loss") or _is_keras(obj, "Metric"):
-            with _without_tensorflow():
-                return _remade, (_public_class(type(obj)), obj.get_config())
-        return super().reducer_override(obj)
+        return _reduced(obj) or super().reducer_override(obj)
+
+
+def remade(value: Any) -> Any:
+    """A Keras model, optimizer, loss or metric once more, from its configuration and numbers; None for anything else.
+
+    TypeError for a model that says no configuration.
+    """
+    reduced = _reduced(value)
+    return None if reduced is None else reduced[0](*reduced[1])
+
+
+def _reduced(obj: Any) -> Reduced | None:
+    """How to make it again; None for what is not of Keras."""
+    if is_model(obj):
+        return _reduced_model(obj)
+    if is_optimizer(obj) or _is_keras(obj, "Loss") or _is_keras(obj, "Metric"):
+        with _without_tensorflow():
+            return _remade, (_public_class(type(obj)), obj.get_config())
+    return None
 
 
 def _is_keras(value: Any, name: str) -> bool:

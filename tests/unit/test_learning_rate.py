@@ -1,0 +1,98 @@
+"""The curve of a search for a learning rate: which rate it suggests, and when there is none."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from distributed import ConfigError
+from distributed.learning_rate import Divergence, LearningRateCurve
+from distributed.rate_search import LossRecorder, Request
+from distributed.state import TrainState
+
+STEPS = 100
+REQUEST = Request(1e-7, 1.0, STEPS)
+
+
+def falling(noise=0.0, until=STEPS, steepest=1e-3):
+    """A loss that falls from 2 to 1 around the rate `steepest`, and rises after 0.1."""
+    draw = random.Random(0)
+    losses = []
+    for i in range(until):
+        place = -7 + 7 * i / (STEPS - 1)  # log10 of the rate
+        fall = 1 / (1 + math.exp(-3 * (place - math.log10(steepest))))
+        losses.append(2 - fall + math.exp(6 * (place + 1)) / 100 + draw.gauss(0, noise))
+    return losses
+
+
+def test_the_rates_rise_by_the_same_factor_from_end_to_end():
+    rates = REQUEST.curve([1.0] * STEPS).rates
+    assert rates[0] == pytest.approx(1e-7) and rates[-1] == 1.0
+    assert {round(b / a, 9) for a, b in itertools.pairwise(rates)} == {round(1e7 ** (1 / 99), 9)}
+
+
+@pytest.mark.parametrize(("noise", "decades"), [(0.0, 0.08), (0.05, 0.4)])
+@pytest.mark.parametrize("steepest", [1e-4, 1e-3])
+def test_the_suggestion_is_where_the_loss_falls_steepest(noise, decades, steepest):
+    suggestion = REQUEST.curve(falling(noise, steepest=steepest)).suggestion
+    assert abs(math.log10(suggestion / steepest)) < decades
+
+
+def test_a_loss_that_only_wavers_or_rises_suggests_nothing():
+    draw = random.Random(0)
+    wavering = [2.3 + draw.gauss(0, 0.2) for _ in range(STEPS)]
+    rising = [2 + i / STEPS for i in range(STEPS)]
+    for losses in (wavering, rising):
+        with pytest.raises(ConfigError, match="falls nowhere between the rates 1e-07 and 1:"):
+            _ = REQUEST.curve(losses).suggestion
+    with pytest.raises(ConfigError, match=r"diverged after 3 updates, at rate 1.38e-07: lower min_rate"):
+        _ = REQUEST.curve([1.0, 2.0, 5.0]).suggestion
+    with pytest.raises(ConfigError, match=r"diverged after 0 updates: lower min_rate"):
+        _ = REQUEST.curve([]).suggestion
+
+
+def test_four_times_the_best_smoothed_loss_has_diverged_and_one_bad_batch_has_not():
+    divergence = Divergence()
+    assert not any(divergence.add(loss) for loss in [1.0] * 20 + [10.0] + [1.0] * 5)
+    assert divergence.add(100.0)
+    assert Divergence().add(math.nan) and Divergence().add(math.inf)
+
+
+def test_the_end_of_a_search_holds_after_a_restart():
+    recorder, state = LossRecorder(), TrainState()
+    for loss in (1.0, 1.0, math.nan):
+        recorder.on_log(state, "train", {"loss": loss})
+    assert recorder.losses == [1.0, 1.0] and state.stop_reason == "diverged"
+    again, state = LossRecorder(), TrainState()
+    again.load_state_dict(recorder.state_dict())
+    again.on_train_start(state)
+    assert again.losses == [1.0, 1.0] and state.stop_reason == "diverged"
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (Request(0.1, 0.1, 100), "min_rate=0.1 is not below max_rate=0.1"),
+        (Request(0, 1.0, 100), "min_rate=0 is no rate"),
+        (Request(1e-7, math.inf, 100), "max_rate=inf is no rate"),
+        (Request(1e-7, "1", 100), "max_rate='1' is no rate"),  # type: ignore[arg-type]
+        (Request(1e-7, 1.0, 19), "num_steps=19 is too few for a curve: give a whole number, at least 20"),
+        (Request(1e-7, 1.0, 30.0), "num_steps=30.0"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_range_is_refused(request_, said):
+    with pytest.raises(ConfigError, match=said):
+        request_.check()
+
+
+def test_the_plot_shows_the_curve_and_the_suggestion_where_there_is_one(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    curve = REQUEST.curve(falling())
+    (axes,) = curve.plot(str(tmp_path / "curve.png")).axes
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list(axes.lines[0].get_xdata()) == curve.rates and list(axes.lines[0].get_ydata()) == curve.losses
+    assert axes.lines[2].get_xdata()[0] == curve.suggestion and axes.get_xscale() == "log"
+    assert len(LearningRateCurve(curve.rates, curve.rates, STEPS).plot().axes[0].lines) == 2
