@@ -42,7 +42,22 @@ def remade(value: Any) -> Any:
     TypeError for a model that says no configuration.
     """
     reduced = _reduced(value)
-    return None if reduced is None else reduced[0](*reduced[1])
+    if reduced is None:
+        return None
+    make, arguments = reduced
+    if make is _remade_model:
+        arguments = (*arguments[:-1], _with_parts_remade(arguments[-1]))
+    return make(*arguments)
+
+
+def _with_parts_remade(compiled: Any) -> Any:
+    """What a model was compiled with, once more: the optimizer and the metrics are bound to the first model."""
+    if isinstance(compiled, dict):
+        return {name: _with_parts_remade(value) for name, value in compiled.items()}
+    if isinstance(compiled, (list, tuple)):
+        return [_with_parts_remade(value) for value in compiled]
+    again = remade(compiled)
+    return compiled if again is None else again
 
 
 def _reduced(obj: Any) -> Reduced | None:
