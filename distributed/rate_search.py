@@ -8,7 +8,7 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,18 +98,14 @@ class LossRecorder(Callback):
 def find_learning_rate(trainer: Trainer, train_data: Any, request: Request) -> LearningRateCurve:
     """What `Trainer.find_learning_rate` says. All ranks."""
     request.check()
-    if trainer._session is not None or trainer._remote is not None:
-        raise ConfigError(
-            "find_learning_rate() trains a copy of the model as it was given, and this trainer has used it already:"
-            " call it before fit, evaluate, predict and save, or of a new Trainer"
-        )
+    check_unused(trainer, "find_learning_rate()")
     if isinstance(trainer.merged.config.resume_from_checkpoint, str):
         raise ConfigError(
             f"resume_from_checkpoint={trainer.merged.config.resume_from_checkpoint!r} gives fit() other weights than"
             " find_learning_rate() starts from: search without it, with a model that has those weights"
         )
     recorder = LossRecorder()
-    search = _copied(trainer, request, recorder)
+    search = search_of(trainer, request.settings, job=_copied_job(trainer.job), callbacks=[recorder])
     directory, on_main, goes_on = _place(search, trainer)
     losses = on_main(lambda: _begin(directory, request, goes_on=goes_on))
     if losses is None:
@@ -151,21 +147,31 @@ def _finish(directory: Path, request: Request, losses: list[float]) -> None:
     shutil.rmtree(directory / "checkpoints", ignore_errors=True)
 
 
-def _copied(trainer: Trainer, request: Request, recorder: LossRecorder) -> Trainer:
-    """A trainer of a copy, with the settings of `trainer` but for those that `request` says and what is only for the user's
-    own fit: its checkpoints, loggers, schedule and callbacks."""
+def search_of(
+    trainer: Trainer, given: Mapping[str, Any], *, job: Job, callbacks: Sequence[Callback] = (), **sweep: Any
+) -> Trainer:
+    """A trainer of `job` with the settings of `trainer` but for `given` and what is only for the user's own fit: its
+    checkpoints, loggers, schedule and callbacks. `sweep`: settings that are stronger than what a DataLoader says."""
     search = copy.copy(trainer)
     search.is_search = True
-    search.job, search.callbacks = _copied_job(trainer.job), [recorder]
-    given = request.settings
+    search.job, search.callbacks = job, list(callbacks)
     dropped = {name for name, rule in rules(DistributedConfig).items() if rule.group in (MONITORING, CHECKPOINTS)}
-    dropped |= {*given, "monitor", "monitor_mode", "early_stopping_patience", "scheduler_interval"}
+    dropped |= {*given, *sweep, "monitor", "monitor_mode", "early_stopping_patience", "scheduler_interval"}
     search._typed = _without(trainer._typed, dropped)
-    search._sweep = _kept(trainer._sweep, dropped)
+    search._sweep = {**_kept(trainer._sweep, dropped), **sweep}
     search._code = {**_kept(trainer._code, dropped), **given}
     search.merged = search._merge({})
     search.backend = make_backend(search.merged, search.plan)
     return search
+
+
+def check_unused(trainer: Trainer, call: str) -> None:
+    """ConfigError where `trainer` has trained already, or has begun to."""
+    if trainer._session is not None or trainer._remote is not None:
+        raise ConfigError(
+            f"{call} trains a copy of the model as it was given, and this trainer has used it already:"
+            " call it before fit, evaluate, predict and save, or of a new Trainer"
+        )
 
 
 def _kept(settings: Mapping[str, Any], dropped: set[str]) -> dict[str, Any]:

@@ -12,8 +12,10 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.backends import row_in_use
 from distributed.callbacks import load_states
@@ -71,8 +73,14 @@ class RemoteFit:
 
     def __call__(self) -> None:
         linecache.cache.update({name: (0, None, lines, name) for name, lines in self.sources.items()})
-        trainer = self.trainer_class(**self.arguments, **self.settings)
+        self.fit(self.trainer_class(**self.arguments, **self.settings))
+
+    def fit(self, trainer: Trainer) -> None:
+        """What the workers do with their trainer."""
         trainer.fit(self.train_data, self.val_data)
+
+
+FitT = TypeVar("FitT", bound=RemoteFit)
 
 
 def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
@@ -80,28 +88,22 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
 
     After a signal they are taken back too, before KeyboardInterrupt or TrainingInterrupted is raised.
     """
-    _check_here(trainer, merged, train_data, val_data)
+    check_here(trainer, merged, train_data, val_data)
     before: Remote | None = trainer._remote
     directory = before.run_dir if before is not None else trainer.search_dir or take_dir()
     run = RunDirectory(os.path.relpath(directory))
     is_again = is_trial_again() and not trainer.is_search  # which begins anew
     resume = before is not None or merged.config.resume_from_checkpoint is not False or is_again
     run.check(resume=resume)
-    fit = RemoteFit(
-        type(trainer), _arguments(trainer), _settings(trainer, merged, directory), _portable(train_data), _portable(val_data),
-        _sources(),
-    )  # fmt: skip
+    fit = remote_fit(RemoteFit, trainer, merged, directory, train_data, val_data)
     events_before = _size(run.events)
-    with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
-        payload = Path(temporary) / "job"
-        payload.write_bytes(_pickled(fit))
-        _warn_of_profiler(merged.config.verbose)
-        try:
-            code = start_launcher(_request(trainer, merged, run, payload, resume), trainer.on_epoch)
-        except KeyboardInterrupt:
-            code = _INTERRUPTED
+    _warn_of_profiler(merged.config.verbose)
+    try:
+        code = run_in_workers(fit, trainer, merged, run, resume=resume)
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
     if code not in (0, _INTERRUPTED, _PREEMPTED):
-        raise _failure(code, run, events_before)
+        raise failure(code, run, events_before)
     history = _take_back(trainer, run, merged)
     if code == _INTERRUPTED:
         raise KeyboardInterrupt
@@ -110,12 +112,32 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
     return history
 
 
+def remote_fit(
+    kind: type[FitT], trainer: Trainer, merged: MergedConfig, directory: Path, train_data: Any, val_data: Any = None
+) -> FitT:
+    """A fit of `trainer` as it travels to workers whose run directory is `directory`."""
+    return kind(
+        type(trainer), _arguments(trainer), _settings(trainer, merged, directory), _portable(train_data), _portable(val_data),
+        _sources(),
+    )  # fmt: skip
+
+
+def run_in_workers(
+    job: RemoteFit, trainer: Trainer, merged: MergedConfig, run: RunDirectory, *, resume: bool = False
+) -> int:
+    """Call `job` in workers that are started for it; returns the exit code of their launcher."""
+    with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
+        payload = Path(temporary) / "job"
+        payload.write_bytes(_pickled(job))
+        return start_launcher(_request(trainer, merged, run, payload, resume), trainer.on_epoch)
+
+
 def take_dir(*, is_search: bool = False) -> Path:
     """The run directory of one more trainer whose workers are started here: absolute, the caller may change its own."""
     return take_run_dir(lambda: choose_run_dir(script_name()).absolute(), is_search=is_search).absolute()
 
 
-def _check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data: Any) -> None:
+def check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data: Any) -> None:
     """What the workers would refuse a second later."""
     if merged.config.num_nodes > 1:
         raise ConfigError(
@@ -204,15 +226,22 @@ def _request(trainer: Trainer, merged: MergedConfig, run: RunDirectory, payload:
     )  # fmt: skip
 
 
-def _failure(code: int, run: RunDirectory, events_before: int) -> DistributedError:
-    """The error of a launcher that ended with `code`, with the cause that this fit wrote into the journal."""
+def failure(
+    code: int,
+    run: RunDirectory,
+    events_before: int = 0,
+    kinds: Mapping[int, type[DistributedError]] = MappingProxyType({}),
+) -> DistributedError:
+    """The error of a launcher that ended with `code`, with the cause that this fit wrote into the journal. `kinds`: what
+    further codes mean."""
+    kinds = {**_KINDS, **kinds}
     lines = run.events.read_bytes()[events_before:].splitlines() if run.events.exists() else []
     failed = [event for line in lines if (event := json.loads(line))["event"] in _FAILURES]
     if not failed:
-        return _KINDS.get(code, TrainingError)(f"the launcher of the workers ended with code {code}: it said why")
+        return kinds.get(code, TrainingError)(f"the launcher of the workers ended with code {code}: it said why")
     cause = failed[-1]
-    if code in _KINDS:
-        return _KINDS[code](cause["cause"])
+    if code in kinds:
+        return kinds[code](cause["cause"])
     text = f"{cause['cause']} (whole log: {run.logs / 'rank-{rank}.log'.format(**cause)})"
     return TrainingError("\n".join([text, cause["traceback"]]) if cause.get("traceback") else text)
 

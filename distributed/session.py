@@ -237,6 +237,8 @@ class Session:
         return [*self.trainer.callbacks, *stopping]
 
     def _write_checkpoint(self, fit: _Fit) -> bool:
+        if not self.trainer.keeps_checkpoints:
+            return True
         state, config = fit.state, self.trainer.merged.config
         fit.stop_clock()
         state.callbacks = states(fit.callbacks)

@@ -92,6 +92,7 @@ class Trainer:
         self.backend.check(self.job, here=not self._is_fit_in_workers)
         self.history: History | None = None
         self.is_search = False  # whether this is the copy that a search for a learning rate trains
+        self.keeps_checkpoints = True  # not where a batch size is tried
         self.search_dir: Path | None = None  # of that, where it starts workers itself
         self._session: Any = None  # distributed.session.Session of this process, made by the first fit or evaluate
         self._remote: Any = None  # what a fit in workers of our own left: distributed.remote.Remote
@@ -156,6 +157,19 @@ class Trainer:
         from distributed.rate_search import Request, find_learning_rate
 
         return find_learning_rate(self, train_data, Request(min_rate, max_rate, num_steps))
+
+    def find_batch_size(self, train_data: Any, *, start: int = 8, max_size: int | None = None) -> int:
+        """The largest of `start`, twice that, and so on up to `max_size`, with which updates fit into the memory of every rank.
+
+        Each size is tried by a few updates in workers that are started for it, so it is called in a plain script, before the
+        first `fit`; the trainer stays as it is. On CPUs `max_size` must be given: memory is the whole machine's there.
+
+        Returns a value for the setting `batch_size`: samples of one micro-batch of one device.
+        Raises ResourceError where `start` does not fit, ConfigError where it cannot be tried; else as `fit`.
+        """
+        from distributed.size_search import find_batch_size
+
+        return find_batch_size(self, train_data, start=start, max_size=max_size)
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Loss and metrics over `data`, each sample once. All ranks call it; outside a worker it runs in this process."""

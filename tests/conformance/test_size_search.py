@@ -1,0 +1,25 @@
+"""A search for a batch size: the smallest memory of all ranks decides, and nobody waits for a rank that has too little."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+JOB = str(Path(__file__).parent / "jobs" / "size_search.py")
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_a_size_fits_when_it_does_on_every_rank(run_python, tmp_path):
+    done = run_python([JOB, "1"], timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.output[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("SEEN "))
+    seen = json.loads(line.removeprefix("SEEN "))
+    assert seen["several"] == 16
+    assert "batch_size=16: fits" in done.output
+    assert "batch_size=32: rank 1 is out of memory: " in done.output and "can't allocate memory" in done.output
+    assert seen["beyond the data"] == 100
+    said = "batch_size=200: the data gives the first update 100 samples, not 200"
+    assert said in done.output
+    assert seen["is_untouched"] and seen["left"] == [] and seen["trained"] == 1
