@@ -144,9 +144,14 @@ class Attempt(RemoteFit):
         except Exception as error:  # each engine has a class of its own for it
             if is_out_of_memory(error):
                 rank = trainer._worker.rank if trainer._worker is not None else 0
-                text = next(iter(str(error).splitlines()), type(error).__name__)
-                raise OutOfMemory(f"rank {rank} is out of memory: {text}") from error
+                raise OutOfMemory(f"rank {rank} is out of memory: {_text(error)}") from error
             raise
+
+
+def _text(error: Exception) -> str:
+    """The line of it that says what was asked for."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line.strip() for line in lines if any(word in line.lower() for word in ("oom", *_WORDS))), lines[0])
 
 
 class _Watch(Callback):

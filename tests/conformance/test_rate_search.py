@@ -67,21 +67,21 @@ def test_workers_that_the_search_starts_itself_find_the_same(workers, run_python
     seen = json.loads((tmp_path / "seen-0.json").read_text())
     for name in ("losses", "suggestion", "is_untouched", "user_callbacks"):
         assert seen[name] == one[name], name
-    assert seen["searched"]["weights"] == seen["plain"]["weights"] == one["plain"]["weights"]
+    assert seen["searched"]["weights"] == one["plain"]["weights"]
     (run,) = (tmp_path / "runs").iterdir()
     assert (run / "learning-rate" / "curve.json").exists() and (run / "checkpoints").is_dir()
     assert not (run / "learning-rate" / "checkpoints").exists()
 
 
 RESUMED = """
-import json, sys, torch
+import json, torch
 from torch.utils.data import TensorDataset
 from distributed import Trainer
 
 x = torch.randn(64, 4)  # other data and weights in each run
 data = TensorDataset(x, (x[:, 0] > 0).long())
 trainer = Trainer(torch.nn.Linear(4, 2), epochs=1, batch_size=16)
-curve = trainer.find_learning_rate(data, max_rate=float(sys.argv[1]), num_steps=20)
+curve = trainer.find_learning_rate(data, num_steps=20)
 trainer.fit(data)
 print("LOSSES", json.dumps(curve.losses))
 """
@@ -90,15 +90,13 @@ print("LOSSES", json.dumps(curve.losses))
 def test_a_run_that_goes_on_takes_the_curve_that_it_found(run_cli, tmp_path):
     (tmp_path / "train.py").write_text(RESUMED)
 
-    def losses(max_rate, *more):
+    def losses(*more):
         command = ["train", "--script", "train.py", "--run-dir", "run", "--nproc-per-node", "1", "--device", "cpu"]
-        done = run_cli([*command, *more, "--", max_rate], cwd=tmp_path)
+        done = run_cli([*command, *more], cwd=tmp_path)
         assert done.returncode == 0, done.output
         return next(line for line in done.stdout.splitlines() if line.startswith("LOSSES"))
 
-    first = losses("1.0")
-    assert losses("1.0", "--resume", "--epochs", "2") == first
-    assert losses("2.0", "--resume", "--epochs", "3") != first
+    assert losses() == losses("--resume", "--epochs", "2")
 
 
 KERAS = """

@@ -10,7 +10,7 @@ import pytest
 
 from distributed import ConfigError
 from distributed.learning_rate import Divergence, LearningRateCurve
-from distributed.rate_search import LossRecorder, Request
+from distributed.rate_search import LossRecorder, Request, _begin, _finish
 from distributed.state import TrainState
 
 STEPS = 100
@@ -70,6 +70,15 @@ def test_the_end_of_a_search_holds_after_a_restart():
     again.load_state_dict(recorder.state_dict())
     again.on_train_start(state)
     assert again.losses == [1.0, 1.0] and state.stop_reason == "diverged"
+
+
+def test_a_run_that_goes_on_takes_a_kept_curve_of_the_same_range_alone(tmp_path):
+    kept = tmp_path / "learning-rate"
+    kept.mkdir()
+    (kept / "config.yaml").touch()
+    _finish(kept, REQUEST, [2.0, 1.0])
+    assert _begin(kept, REQUEST, goes_on=True) == [2.0, 1.0]
+    assert _begin(kept, Request(1e-7, 2.0, STEPS), goes_on=True) is None and not kept.exists()
 
 
 @pytest.mark.parametrize(

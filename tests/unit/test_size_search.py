@@ -99,6 +99,14 @@ def test_what_counts_as_too_little_memory(error, is_it):
     assert is_out_of_memory(error) is is_it and is_out_of_memory(wrapped) is is_it
 
 
+def test_the_line_that_says_it_is_shown():
+    said = "OOM when allocating tensor with shape[70368744177664]"
+    assert size_search._text(
+        ResourceExhaustedError(f"Graph execution error:\n\nDetected at node\n  {said} and type float")
+    ) == (f"{said} and type float")
+    assert size_search._text(MemoryError()) == "MemoryError"
+
+
 def _around(error):
     raise KeyError("around it") from error
 
