@@ -114,7 +114,7 @@ AGAIN = """
 import json, sys
 from pathlib import Path
 from distributed.launcher import LaunchRequest, start_launcher
-from distributed.remote import _failure
+from distributed.remote import failure
 from distributed.run_dir import RunDirectory
 
 Path("run").mkdir()
@@ -125,7 +125,7 @@ request = LaunchRequest(
     launcher_options={"address": sys.argv[1], "cpus": 1.0},
 )
 code = start_launcher(request)
-print(code, _failure(code, RunDirectory("run"), 0))
+print(code, failure(code, RunDirectory("run"), 0))
 """
 
 
