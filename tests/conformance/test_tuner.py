@@ -18,7 +18,7 @@ from distributed.tuning.space import make_space
 from tests.conftest import Started, clean_environment, needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "tuner" / "searches.py"
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(920)
 
 
 @pytest.fixture(scope="module")

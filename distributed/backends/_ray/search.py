@@ -14,6 +14,7 @@ import secrets
 import shutil
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from distributed.backends._ray.cluster import LOCAL_OBJECT_STORE_BYTES, check_pl
 from distributed.backends._ray.joining import join
 from distributed.backends._ray.trial import Order, run
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
+from distributed.loggers.notebook import in_notebook
 from distributed.tuning.earlier import num_begun, primed
 from distributed.tuning.plan import SHARING, SearchPlan, check_fits, here, total
 from distributed.tuning.sweep import OPEN, score_of
@@ -124,7 +126,8 @@ def _read_token_again() -> None:
 @contextlib.contextmanager
 def _joined(plan: SearchPlan) -> Iterator[Any]:
     """Ray, connected: to what this process is connected to already, to a cluster by its address, or to one of its own."""
-    ray = import_library("ray", "ray")
+    with _without_advice():
+        ray = import_library("ray", "ray")
     if ray.is_initialized():
         yield ray
         return
@@ -189,7 +192,8 @@ class _Search:
         return {**self.__dict__, "_listen": None}
 
     def run(self) -> None:
-        from ray import tune
+        with _without_advice():
+            from ray import tune
 
         plan = self._plan
         left = plan.num_samples - sum(record.status not in OPEN for record in plan.earlier)
@@ -206,6 +210,7 @@ class _Search:
                 run_config=tune.RunConfig(
                     name="search", storage_path=str(plan.directory / ".tune"), verbose=0, callbacks=[_listener(self)],
                     stop=_stopper(self), failure_config=tune.FailureConfig(max_failures=plan.max_failures),
+                    progress_reporter=tune.CLIReporter() if in_notebook() else None,  # its own takes away what a cell shows
                 ),
             ).fit()  # fmt: skip
         if self._error is not None:
@@ -295,6 +300,20 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Around imports of Ray: in a notebook's kernel it advises to install widgets, in which nothing of ours is shown."""
+    advisor = logging.getLogger("ray.widgets")
+    before = advisor.level
+    advisor.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's
+            yield
+    finally:
+        advisor.setLevel(before)
 
 
 def _trainable(order: Order) -> Callable[[dict[str, Any]], None]:
