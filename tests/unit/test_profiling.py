@@ -137,6 +137,20 @@ def test_a_profiler_of_the_users_is_refused_and_left_alone(tmp_path, wait):
     assert "aten::sum" in {row.key for row in users.key_averages()} and told == []
 
 
+def test_horovods_timeline_begins_only_with_a_profiler_that_does(tmp_path):
+    from distributed.backends._horovod.timeline import WithTimeline
+
+    class Refusing(Recorder):
+        def start(self):
+            raise ConfigError("of your own")
+
+    begun = []
+    hvd = types.SimpleNamespace(start_timeline=begun.append)
+    with pytest.raises(ConfigError, match="of your own"):
+        WithTimeline(Refusing(), hvd, tmp_path, begun.append).start()
+    assert begun == []
+
+
 def test_a_count_of_operations_that_cannot_be_written_costs_the_count(tmp_path):
     import torch
 
