@@ -503,7 +503,7 @@ def test_the_best_of_a_script_from_code_can_be_run_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
 
-    def search(plan, sweep):
+    def search(plan, sweep, show):
         sweep.note(0, "started", config={"learning_rate": 0.2, "hidden": 8})
         sweep.note(0, "row", row={"epoch": 1, "val_loss": 0.25})
 
