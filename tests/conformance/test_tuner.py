@@ -15,10 +15,11 @@ from distributed.report import write_report
 from distributed.report.sweep import read_sweep, sweep_panels
 from distributed.tuning.proposals import make_proposals
 from distributed.tuning.space import make_space
+from tests import event_files
 from tests.conftest import Started, clean_environment, needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "tuner" / "searches.py"
-pytestmark = pytest.mark.timeout(920)
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def ended(tmp_path_factory):
         command = Started([sys.executable, str(JOB), out], cwd, cwd, clean_environment())
         place = Path(out)
         try:
-            command.wait_for(lambda: num_rows(place / "cut" / "trials.jsonl") >= 4, 700)
+            command.wait_for(lambda: reporting(place / "cut" / "trials.jsonl") >= {0, 1}, 1200)
             os.killpg(command.pid, signal.SIGINT)
             done = command.finish(150, grace=60)  # fails where a process is left
         finally:
@@ -39,8 +40,11 @@ def ended(tmp_path_factory):
         yield place, done
 
 
-def num_rows(journal):
-    return journal.read_text().count('"row": ') if journal.exists() else 0
+def reporting(journal):
+    """The trials that have ended an epoch."""
+    lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
+    events = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {event["trial"] for event in events if event["event"] == "row"}
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +206,13 @@ def test_mlflow_has_one_run_of_the_search_with_one_of_each_trial_below(found):
 
     (late,) = below["gone"]  # sent by `mlflow-sync`
     assert late["status"] == runs[parents["gone"]]["status"] == "FINISHED" and late["metrics"]["val_loss"] < 1
+
+
+def test_tensorboard_shows_the_trials_of_a_search_with_their_metrics(ended, found):
+    shown = event_files.sessions(ended[0] / "tracked" / "trials")
+    rates = {f"{trial['id']}/tensorboard": trial["config"]["lr"] for trial in found["tracked"]["trials"]}
+    assert {name: values["learning_rate"] for name, (values, _) in shown.items()} == rates
+    assert all(metrics["val/loss"] > 0 for _, metrics in shown.values())
 
 
 def test_processes_are_used_again_and_nothing_is_left(found):

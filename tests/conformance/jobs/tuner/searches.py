@@ -220,7 +220,8 @@ def tracked():
     """In MLflow, by an SQLite file: trials with a Trainer, some stopped early, trials without one, and a search whose server was
     gone."""
     space = {"lr": [0.3, 1e-6, 1e-7]}
-    first = tuner("tracked", trained, space, metric="val_loss", scheduler="asha", search="grid", mlflow_tracking=True)
+    both = {"mlflow_tracking": True, "tensorboard": True}
+    first = tuner("tracked", trained, space, metric="val_loss", scheduler="asha", search="grid", **both)
     first.tune()
     tuner("bowls", crashes_at_two, {"a": [1, 2]}, mode="max", search="grid", mlflow_tracking=True).tune()
     os.environ["MLFLOW_TRACKING_URI"] = "http://127.0.0.1:1"
