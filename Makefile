@@ -58,9 +58,11 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The constraints pin the build's own requirements too, hence the variable and not only the option. Python compiles what is
-# imported, once: compiling all of it here, as pip does by itself, takes longer than the rest of the installation.
+# imported, once: compiling all of it here, as pip does by itself, takes longer than the rest of the installation. Where Python was
+# told to keep nothing that it compiles, every process would compile all that it imports, and so it is done here.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-compile -e '.[all]'
+	$(if $(PYTHONDONTWRITEBYTECODE),$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib distributed || true)
 	touch $@

@@ -1,10 +1,20 @@
-"""Makes the pictures of the documentation from real runs, in a headless Chromium: docs/images/*.png. `make screenshots`."""
+"""Makes the pictures of the documentation from real runs, in a headless Chromium: docs/images/*.png. `make screenshots`.
+
+Three runs of examples/train.py on one, two and three processes, a search over it, and what reports, TensorBoard and MLflow show of
+them. Some minutes on two cores.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from browser import Browser
@@ -12,6 +22,18 @@ from browser import Browser
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 CLI = [sys.executable, "-m", "distributed.cli"]
+TRACKED = ["--tensorboard", "--mlflow-tracking"]
+SPACE = """\
+learning_rate: {loguniform: [1e-4, 1e-1]}
+batch_size: [32, 64, 128]
+"""
+# What a page shows, also inside of the elements that it is made of.
+TEXT = """(() => {
+    const text = (node) => [...node.childNodes].map((each) => each.nodeType === 3 ? each.data
+        : ["STYLE", "SCRIPT"].includes(each.nodeName) ? "" : text(each) + (each.shadowRoot ? text(each.shadowRoot) : "")).join(" ");
+    return text(document.body);
+})()"""
+START_S = 60.0
 
 
 def main() -> None:
@@ -21,11 +43,20 @@ def main() -> None:
         directory = Path(name)
         (directory / "examples").symlink_to(ROOT / "examples")  # the pages show paths as they were typed
         runs = [train(directory, world) for world in (1, 2, 3)]
-        subprocess.run([*CLI, "report", *(run.name for run in runs), "--compare"], cwd=directory, check=True)
+        run_cli(directory, "report", *(run.name for run in runs), "--compare")
+        sweep = search(directory)
+        run_cli(directory, "report", sweep.name)
         with Browser() as browser:
-            picture(browser, runs[1] / "report.html", "report")
-            picture(browser, runs[1] / "report.html", "report-phone", width=390, dark=True)
-            picture(browser, directory / "compare.html", "report-compare")
+            report(browser, runs[1] / "report.html", "report")
+            report(browser, runs[1] / "report.html", "report-phone", width=390, dark=True)
+            report(browser, directory / "compare.html", "report-compare")
+            report(browser, sweep / "report.html", "report-sweep")
+            with tensorboard(directory) as url:
+                app(browser, f"{url}#timeseries", "tensorboard", ["train/loss", "val/accuracy"])
+            with tensorboard(sweep / "trials") as url:
+                app(browser, f"{url}#hparams", "tensorboard-hparams", ["learning_rate", "val/loss"])
+            with mlflow(directory) as url:
+                app(browser, f"{url}#/experiments/1", "mlflow", ["digits-2"])
 
 
 def train(directory: Path, world: int) -> Path:
@@ -33,17 +64,95 @@ def train(directory: Path, world: int) -> Path:
     run = directory / f"digits-{world}"
     arguments = ["--script", "examples/train.py", "--nproc-per-node", str(world), "--backend", "pytorch-ddp"]
     more = ["--global-batch-size", "96", "--gradient-clipping", "5", "--log-every-n-steps", "3", "--run-dir", run.name]
-    subprocess.run([*CLI, "train", *arguments, *more], cwd=directory, check=True)
+    run_cli(directory, "train", *arguments, *more, *TRACKED)
     return run
 
 
-def picture(browser: Browser, file: Path, name: str, *, width: int = 1280, dark: bool = False) -> None:
+def search(directory: Path) -> Path:
+    """Sixteen trials of the same script; returns the directory of the search."""
+    (directory / "space.yaml").write_text(SPACE)
+    asked = ["--search-space", "space.yaml", "--num-samples", "16", "--metric", "val_loss", "--scheduler", "asha"]
+    run_cli(
+        directory, "tune", "--script", "examples/train.py", *asked, "--run-dir", "search", "--epochs", "9", *TRACKED
+    )
+    return directory / "search"
+
+
+def run_cli(directory: Path, *arguments: str) -> None:
+    subprocess.run([*CLI, *arguments], cwd=directory, check=True)
+
+
+def report(browser: Browser, file: Path, name: str, *, width: int = 1280, dark: bool = False) -> None:
     """The whole page as docs/images/NAME.png. Fails where the page says anything on its console."""
     page = browser.open(file, width=width, dark=dark)
     page.wait("document.body.dataset.drawn")
     page.screenshot(IMAGES / f"{name}.png")
     if page.problems:
         raise SystemExit(f"{name}: {page.problems}")
+
+
+def app(browser: Browser, url: str, name: str, words: list[str]) -> None:
+    """A page of another program as docs/images/NAME.png, once it shows all of `words`."""
+    page = browser.open(url)
+    for word in words:
+        page.wait(f"{TEXT}.includes({word!r})")
+    page.screenshot(IMAGES / f"{name}.png")
+
+
+@contextlib.contextmanager
+def tensorboard(logs: Path) -> Iterator[str]:
+    """TensorBoard of a directory; its URL."""
+    argv = [
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        str(logs),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--load_fast",
+        "false",
+    ]
+    with served(argv, r"at (http://127\.0\.0\.1:\d+/)") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def mlflow(directory: Path) -> Iterator[str]:
+    """MLflow's pages for the runs below a directory; their URL."""
+    argv = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", "0", "--workers", "1"]
+    with served(
+        [*argv, "--backend-store-uri", f"sqlite:///{directory / 'mlflow.db'}"], r"on (http://127\.0\.0\.1:\d+)"
+    ) as url:
+        yield url + "/"
+
+
+@contextlib.contextmanager
+def served(argv: list[str], pattern: str) -> Iterator[str]:
+    """`python ARGV`, until the block ends; what `pattern` finds in its output."""
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, *argv], stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+        try:
+            yield _found(process, output.fileno(), pattern)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _found(process: subprocess.Popen[bytes], output: int, pattern: str) -> str:
+    deadline = time.monotonic() + START_S
+    while True:
+        text = os.pread(output, 1 << 20, 0).decode(errors="replace")
+        if found := re.search(pattern, text):
+            return found[1]
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"no page to be shown: {text[-2000:]}")
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":
