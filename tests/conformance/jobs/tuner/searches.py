@@ -108,7 +108,9 @@ def grid():
 
 def optuna():
     space = {"a": {"uniform": [0, 10]}}
-    best = tuner("optuna", bowl, space, search="optuna", seed=1).tune(13)  # a few more than those that are drawn by chance
+    best = tuner("optuna", bowl, space, search="optuna", seed=1).tune(
+        13
+    )  # a few more than those that are drawn by chance
     return {"best": best["a"], "tried": [trial["config"]["a"] for trial in sweep_of("optuna")["trials"]]}
 
 
