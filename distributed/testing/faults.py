@@ -66,6 +66,8 @@ def _another(rule: Rule) -> Any:
     if str in rule.kinds:
         return "another"
     number = (rule.default or rule.minimum or 1) + 1
+    if rule.maximum is not None:
+        number = min(number, rule.maximum)
     return float(number) if float in rule.kinds else number
 
 

@@ -202,7 +202,10 @@ def main():
         with torch.no_grad():
             model(torch.ones(1, 4, dtype=torch.float64))
         assert "group has ended" in refused(model, torch.ones(1, 4, dtype=torch.float64))
-    print(json.dumps({**info, "argv": sys.argv[1:]}), flush=True)
+    sys.stdout.write(
+        json.dumps({**info, "argv": sys.argv[1:]}) + "\n"
+    )  # at once, where nothing is buffered: ranks write together
+    sys.stdout.flush()
 
 
 main()
