@@ -109,8 +109,9 @@ class Started:
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
+            where = stacks(self.alive())
             self.kill()
-            pytest.fail(f"not done after {timeout} s:\n{self.output}")
+            pytest.fail(f"not done after {timeout} s:\n{self.output}\n{where}")
         seconds, cpu_s = time.monotonic() - self._began, _children_cpu_s() - self._cpu_began_s
         out, err = (file.read_text(errors="replace") for file in self._files)
         try:
@@ -162,6 +163,19 @@ def describe(pids: Sequence[int]) -> str:
             command = "(gone)"
         lines.append(f"{pid}: {command}")
     return "; ".join(lines)
+
+
+def stacks(pids: Sequence[int]) -> str:
+    """Where each of these Python processes is, by py-spy; what it says where it cannot look."""
+    found = []
+    for pid in pids:
+        command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(pid)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"no stacks: {error}"
+        found.append(done.stdout + done.stderr)
+    return "\n".join(found)
 
 
 def needs_backend(name: str) -> None:

@@ -30,8 +30,9 @@ def test_a_process_left_behind_is_a_failure(start):
 def test_time_is_limited_and_nothing_survives(start):
     command = start([sys.executable, "-c", SLEEP])
 
-    with pytest.raises(pytest.fail.Exception, match="not done after"):
-        command.finish(timeout=0.2)
+    with pytest.raises(pytest.fail.Exception, match="not done after") as failed:
+        command.finish(timeout=2)
+    assert "(<string>:1)" in str(failed.value)  # where it was
     assert command.alive() == []
 
 
