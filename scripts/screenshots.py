@@ -33,6 +33,13 @@ TEXT = """(() => {
         : ["STYLE", "SCRIPT"].includes(each.nodeName) ? "" : text(each) + (each.shadowRoot ? text(each.shadowRoot) : "")).join(" ");
     return text(document.body);
 })()"""
+# What is drawn stays as it is for a second: curves glide to their places.
+SETTLED = """new Promise((done) => {
+    let timer = setTimeout(done, 1000);
+    new MutationObserver(() => { clearTimeout(timer); timer = setTimeout(done, 1000); })
+        .observe(document.body, {subtree: true, childList: true, attributes: true});
+    setTimeout(done, 10000);
+})"""
 START_S = 60.0
 
 
@@ -52,11 +59,18 @@ def main() -> None:
             report(browser, directory / "compare.html", "report-compare")
             report(browser, sweep / "report.html", "report-sweep")
             with tensorboard(directory) as url:
-                app(browser, f"{url}#timeseries", "tensorboard", ["train/loss", "val/accuracy"])
+                tags = "loss%7Caccuracy%7Ctime/step"
+                app(
+                    browser,
+                    f"{url}?tagFilter={tags}#timeseries",
+                    "tensorboard",
+                    shows("digits-2/tensorboard", "Smoothed", 4),
+                )
             with tensorboard(sweep / "trials") as url:
-                app(browser, f"{url}#hparams", "tensorboard-hparams", ["learning_rate", "val/loss"])
+                app(browser, f"{url}#hparams", "tensorboard-hparams", shows("00015/tensorboard", "val/loss", 1))
             with mlflow(directory) as url:
-                app(browser, f"{url}#/experiments/1", "mlflow", ["digits-2"])
+                drawn = "document.querySelectorAll('.js-plotly-plot').length > 5"
+                app(browser, f"{url}#/experiments/1/runs?compareRunsMode=CHART", "mlflow", drawn, width=1900)
 
 
 def train(directory: Path, world: int) -> Path:
@@ -91,12 +105,17 @@ def report(browser: Browser, file: Path, name: str, *, width: int = 1280, dark: 
         raise SystemExit(f"{name}: {page.problems}")
 
 
-def app(browser: Browser, url: str, name: str, words: list[str]) -> None:
-    """A page of another program as docs/images/NAME.png, once it shows all of `words`."""
-    page = browser.open(url)
-    for word in words:
-        page.wait(f"{TEXT}.includes({word!r})")
+def app(browser: Browser, url: str, name: str, is_drawn: str, *, width: int = 1280) -> None:
+    """A page of another program as docs/images/NAME.png, once the expression `is_drawn` is true there."""
+    page = browser.open(url, width=width, height=1000)
+    page.wait(is_drawn)
+    page.evaluate(SETTLED)
     page.screenshot(IMAGES / f"{name}.png")
+
+
+def shows(word: str, repeated: str, times: int) -> str:
+    """An expression: the page shows `word`, and `repeated` so many times."""
+    return f"((text) => text.includes({word!r}) && text.split({repeated!r}).length > {times})({TEXT})"
 
 
 @contextlib.contextmanager
