@@ -112,7 +112,9 @@ def main(name: str, out: Path, quick: bool) -> None:
     if dist.get_rank() == 0:
         rounds = f"{workload.rounds - 1} rounds of {workload.turn_steps} steps"
         about = f"batch {workload.batch_size} per rank, 2 gloo processes, 1 thread each, {rounds}"
-        out.write_text(json.dumps({"turns": turns, "digests": digests, "about": about}))
+        out.write_text(
+            json.dumps({"turns": turns, "digests": digests, "about": about, "turn_steps": workload.turn_steps})
+        )
     loops.clear()
     contestants.clear()
     gc.collect()  # torch 2.13 aborts in one process of eight when a DDP wrapper outlives its group

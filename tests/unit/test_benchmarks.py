@@ -148,14 +148,20 @@ def turns_of(**microseconds):
         ("mlp", {}, "aaaba", 1),
         ("gpt", {"ours": 1000, "full": 1200}, "aaaaa", 0),
         ("gpt", {"ours": 1010}, "aaaaa", 1),
-        ("gpt", {"tracked": 812}, "aaaaa", 1),
+        (
+            "gpt",
+            {"tracked": 875},
+            "aaaaa",
+            0,
+        ),  # a tenth of that, as there are nine steps without a line for each with one
+        ("gpt", {"tracked": 885}, "aaaaa", 1),
     ],
 )
 def test_overhead_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, capsys, workload, turns, digests, code):
     import overhead
 
     timed = turns_of(**turns)
-    result = {"turns": timed, "digests": dict(zip(timed, digests, strict=True)), "about": ""}
+    result = {"turns": timed, "digests": dict(zip(timed, digests, strict=True)), "about": "", "turn_steps": 5}
     monkeypatch.setattr(overhead, "measure", lambda name, quick: result)
     monkeypatch.setattr(sys, "argv", ["overhead.py", "--workload", workload])
 
