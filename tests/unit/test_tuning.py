@@ -19,6 +19,7 @@ import yaml
 from distributed import DistributedTuner
 from distributed import tuner as tuner_module
 from distributed.backends._ray import search as searching
+from distributed.backends._ray.schedulers import make_scheduler
 from distributed.backends._ray.trial import Order, Reports
 from distributed.errors import ConfigError, ResourceError
 from distributed.settings import Typed, read_config_file
@@ -324,7 +325,7 @@ def test_trials_may_save_for_longer_than_ten_seconds(tmp_path, scheduler):
     controller = types.SimpleNamespace(_actor_force_cleanup_timeout=10)
     trial = Trial("any", stub=True, config={"values": {"a": 1}})
     options = check_scheduler(scheduler, {})[1]
-    made = searching._scheduler(plan_of(tmp_path, scheduler=scheduler, scheduler_options=options))
+    made = make_scheduler(plan_of(tmp_path, scheduler=scheduler, scheduler_options=options))
     made.on_trial_add(TrialRunnerWrapper(controller, None), trial)
     assert controller._actor_force_cleanup_timeout == 60
 

@@ -13,7 +13,6 @@ import random
 import secrets
 import shutil
 import sys
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,16 +21,16 @@ from typing import Any
 from distributed.backends import import_library
 from distributed.backends._ray.cluster import LOCAL_OBJECT_STORE_BYTES, check_place, short_directory
 from distributed.backends._ray.joining import join
+from distributed.backends._ray.schedulers import STOPPING_S, make_scheduler
 from distributed.backends._ray.trial import Order, run
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
 from distributed.loggers.notebook import in_notebook
 from distributed.tuning.earlier import num_begun, primed
 from distributed.tuning.plan import SHARING, SearchPlan, check_fits, here, total
-from distributed.tuning.sweep import OPEN, score_of
+from distributed.tuning.sweep import OPEN
 
 Listen = Callable[[Mapping[str, Any]], None]  # gets lines of the journal: {"trial": 3, "event": "row", "row": {...}}
 _HOPELESS = 3  # trials that fail before any trial has reported anything
-_STOPPING_S = "60"  # for trials to save and leave once the search is stopped; then their actors are killed
 _QUIET = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
 
 
@@ -98,7 +97,7 @@ def _environment(is_own: bool) -> Iterator[None]:
     os.environ.update({
         "RAY_AIR_NEW_OUTPUT": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
         "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1", "TUNE_DISABLE_SIGINT_HANDLER": "1",
-        "TUNE_FORCE_TRIAL_CLEANUP_S": _STOPPING_S, "TUNE_GLOBAL_CHECKPOINT_S": "3600",
+        "TUNE_FORCE_TRIAL_CLEANUP_S": str(STOPPING_S), "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     })  # fmt: skip
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if is_own:  # nobody else's: no word with other clusters, and no token in the user's home
@@ -204,7 +203,7 @@ class _Search:
             tune.Tuner(
                 tune.with_resources(_trainable(order), tune.PlacementGroupFactory([dict(each) for each in plan.bundles])),
                 tune_config=tune.TuneConfig(
-                    num_samples=left, search_alg=_searcher(plan, self._num_live), scheduler=_scheduler(plan),
+                    num_samples=left, search_alg=_searcher(plan, self._num_live), scheduler=make_scheduler(plan),
                     reuse_actors=True,
                 ),
                 run_config=tune.RunConfig(
@@ -363,94 +362,6 @@ def _searcher(plan: SearchPlan, num_live: int) -> Any:
             """The journal has all."""
 
     return Ours()
-
-
-def _scheduler(plan: SearchPlan) -> Any:
-    """Ray Tune's scheduler of that name."""
-    from ray.tune import schedulers
-
-    options = {
-        name: int(value) if float(value).is_integer() else value for name, value in plan.scheduler_options.items()
-    }
-    if plan.scheduler is None:
-        return _patient(schedulers.FIFOScheduler)()
-    kinds = {"asha": schedulers.ASHAScheduler, "hyperband": schedulers.HyperBandScheduler}
-    kind = _patient(kinds.get(plan.scheduler) or _population(plan))
-    made = kind(time_attr="progress", metric="score", mode="min", **options)
-    if plan.scheduler == "asha":
-        _replay(made, plan)
-    return made
-
-
-def _patient(kind: Any) -> Any:
-    """At the end of a search Ray Tune waits 10 s for its actors, by a constant, and kills them. Some trials save for longer:
-    let it wait as long as for one that is stopped alone. A scheduler is what gets to see the controller."""
-
-    class Patient(kind):  # type: ignore[misc]
-        def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-            if tune_controller is not None:
-                tune_controller._tune_controller._actor_force_cleanup_timeout = int(_STOPPING_S)
-            super().on_trial_add(tune_controller, trial)
-
-    return Patient
-
-
-def _population(plan: SearchPlan) -> type:
-    """Ray Tune's population based training, in our space and with our numbers of trials."""
-    from ray.tune.schedulers import PopulationBasedTraining
-
-    mutations = {"values": _mutations(plan)}
-
-    class Ours(PopulationBasedTraining):  # type: ignore[misc]
-        def __init__(self, **options: Any) -> None:
-            super().__init__(hyperparam_mutations=mutations, **options)
-
-        def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-            # It takes no searcher, as one might learn from values that it changes. Ours then is no such one (check_pairing).
-            super().on_trial_add(types.SimpleNamespace(search_alg=None), trial)
-
-        def _get_new_config(self, trial: Any, trial_to_clone: Any) -> Any:
-            config, operations = super()._get_new_config(trial, trial_to_clone)
-            values = {name: plan.space[name].inside(value) for name, value in config["values"].items()}
-            return {**config, "values": values, "trial": trial.config["trial"]}, operations
-
-    return Ours
-
-
-def _mutations(plan: SearchPlan) -> dict[str, Any]:
-    """What population based training may change: every dimension, by Ray Tune's names."""
-    from ray import tune
-
-    made: dict[str, Any] = {}
-    for name, each in plan.space.items():
-        if each.kind == "choice":
-            made[name] = list(each.values)
-        elif each.kind == "randint":
-            made[name] = tune.randint(int(each.low), int(each.high))
-        elif each.is_searched and each.sampler is None:
-            made[name] = getattr(tune, each.kind)(each.low, each.high)
-    if not made:
-        raise ConfigError(
-            "scheduler='pbt' can change nothing in this space: write uniform, loguniform, randint or choice"
-        )
-    return made
-
-
-def _replay(scheduler: Any, plan: SearchPlan) -> None:
-    """Tell a scheduler what trials of an earlier process reached, so that later ones are held against them."""
-
-    class Earlier:
-        def __init__(self, number: int) -> None:
-            self.trial_id = f"earlier-{number}"
-
-    for record in plan.earlier:
-        if record.status in OPEN:
-            continue
-        trial = Earlier(record.number)
-        scheduler.on_trial_add(None, trial)
-        for row in record.rows:
-            score = score_of(row, plan.metric, plan.mode)
-            scheduler.on_trial_result(None, trial, {"progress": int(row.get("epoch", 1)), "score": score})
 
 
 def _listener(made: _Search) -> Any:

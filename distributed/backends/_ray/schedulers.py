@@ -1,0 +1,100 @@
+"""Ray Tune's schedulers, made for our plan of a search. Runs where Ray is installed."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from distributed.errors import ConfigError
+from distributed.tuning.plan import SearchPlan
+from distributed.tuning.sweep import OPEN, score_of
+
+STOPPING_S = 60  # for trials to save and leave once the search is stopped; then their actors are killed
+
+
+def make_scheduler(plan: SearchPlan) -> Any:
+    """The scheduler that `plan` names, with what trials of an earlier process reached."""
+    from ray.tune import schedulers
+
+    options = {
+        name: int(value) if float(value).is_integer() else value for name, value in plan.scheduler_options.items()
+    }
+    if plan.scheduler is None:
+        return _patient(schedulers.FIFOScheduler)()
+    kinds = {"asha": schedulers.ASHAScheduler, "hyperband": schedulers.HyperBandScheduler}
+    kind = _patient(kinds.get(plan.scheduler) or _population(plan))
+    made = kind(time_attr="progress", metric="score", mode="min", **options)
+    if plan.scheduler == "asha":
+        _replay(made, plan)
+    return made
+
+
+def _patient(kind: Any) -> Any:
+    """At the end of a search Ray Tune waits 10 s for its actors, by a constant, and kills them. Some trials save for longer:
+    let it wait as long as for one that is stopped alone. A scheduler is what gets to see the controller."""
+
+    class Patient(kind):  # type: ignore[misc]
+        def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+            if tune_controller is not None:
+                tune_controller._tune_controller._actor_force_cleanup_timeout = STOPPING_S
+            super().on_trial_add(tune_controller, trial)
+
+    return Patient
+
+
+def _population(plan: SearchPlan) -> type:
+    """Ray Tune's population based training, in our space and with our numbers of trials."""
+    from ray.tune.schedulers import PopulationBasedTraining
+
+    mutations = {"values": _mutations(plan)}
+
+    class Ours(PopulationBasedTraining):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(hyperparam_mutations=mutations, **options)
+
+        def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+            # It takes no searcher, as one might learn from values that it changes. Ours then is no such one (check_pairing).
+            super().on_trial_add(types.SimpleNamespace(search_alg=None), trial)
+
+        def _get_new_config(self, trial: Any, trial_to_clone: Any) -> Any:
+            config, operations = super()._get_new_config(trial, trial_to_clone)
+            values = {name: plan.space[name].inside(value) for name, value in config["values"].items()}
+            return {**config, "values": values, "trial": trial.config["trial"]}, operations
+
+    return Ours
+
+
+def _mutations(plan: SearchPlan) -> dict[str, Any]:
+    """What population based training may change: every dimension, by Ray Tune's names."""
+    from ray import tune
+
+    made: dict[str, Any] = {}
+    for name, each in plan.space.items():
+        if each.kind == "choice":
+            made[name] = list(each.values)
+        elif each.kind == "randint":
+            made[name] = tune.randint(int(each.low), int(each.high))
+        elif each.is_searched and each.sampler is None:
+            made[name] = getattr(tune, each.kind)(each.low, each.high)
+    if not made:
+        raise ConfigError(
+            "scheduler='pbt' can change nothing in this space: write uniform, loguniform, randint or choice"
+        )
+    return made
+
+
+def _replay(scheduler: Any, plan: SearchPlan) -> None:
+    """Tell a scheduler what trials of an earlier process reached, so that later ones are held against them."""
+
+    class Earlier:
+        def __init__(self, number: int) -> None:
+            self.trial_id = f"earlier-{number}"
+
+    for record in plan.earlier:
+        if record.status in OPEN:
+            continue
+        trial = Earlier(record.number)
+        scheduler.on_trial_add(None, trial)
+        for row in record.rows:
+            score = score_of(row, plan.metric, plan.mode)
+            scheduler.on_trial_result(None, trial, {"progress": int(row.get("epoch", 1)), "score": score})
