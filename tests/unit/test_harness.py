@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 
@@ -32,7 +33,9 @@ def test_time_is_limited_and_nothing_survives(start):
 
     with pytest.raises(pytest.fail.Exception, match="not done after") as failed:
         command.finish(timeout=2)
-    assert "(<string>:1)" in str(failed.value)  # where it was
+    assert re.search(
+        r"\(<string>:1\)|permission|Permission|root", str(failed.value)
+    )  # where it was, or why nobody may look
     assert command.alive() == []
 
 
