@@ -91,7 +91,7 @@ class Trainer:
         self._is_fit_in_workers = self._worker is None and self.backend.is_fit_in_workers
         self.backend.check(self.job, here=not self._is_fit_in_workers)
         self.history: History | None = None
-        self.is_search = False  # whether this is the copy that a search for a learning rate trains
+        self.is_search = False  # whether this is the copy that a search for a rate or a batch size trains
         self.keeps_checkpoints = True  # not where a batch size is tried
         self.search_dir: Path | None = None  # of that, where it starts workers itself
         self._session: Any = None  # distributed.session.Session of this process, made by the first fit or evaluate

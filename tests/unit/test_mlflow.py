@@ -15,9 +15,11 @@ from distributed.loggers import check, environ_of_run, environ_of_workers, is_on
 from distributed.loggers._mlflow import place
 from distributed.loggers._mlflow.run import grouped, metric_name
 from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
+from distributed.loggers._mlflow.sweep import SweepRun
 from distributed.loggers.mlflow import JoinedRun
 from distributed.run_dir import RunDirectory
 from distributed.settings import Typed, merge
+from distributed.tuning.sweep import Sweep
 
 
 @pytest.fixture(autouse=True)
@@ -208,3 +210,22 @@ def test_names_have_letters_that_mlflow_takes():
 )
 def test_names_have_the_form_of_a_path_that_mlflow_takes(name, taken):
     assert metric_name(name) == taken
+
+
+def test_a_search_is_told_the_values_of_its_best_moment(tmp_path):
+    """A population's trial has other values at its end."""
+    sweep = Sweep(tmp_path, "loss", "min")
+    for line in (
+        {"trial": 0, "event": "started", "config": {"lr": 0.1}, "time": 0.0},
+        {"trial": 0, "event": "row", "row": {"loss": 1.0}, "time": 1.0},
+        {"trial": 0, "event": "started", "config": {"lr": 0.9}, "time": 2.0},
+        {"trial": 0, "event": "row", "row": {"loss": 5.0}, "time": 3.0},
+    ):
+        sweep.apply(line)
+    run = SweepRun(sweep, {}, "any", print)
+    run._sender.start, run._sender.finish = run._sender.is_open.set, lambda: True
+    run.start()
+    run.close("FINISHED")
+    lines = (tmp_path / "mlflow.jsonl").read_text().splitlines()
+    tags = [each["values"] for line in lines if (each := json.loads(line))["kind"] == "tags"]
+    assert tags[-1] == {"best_trial": "00000", "best.lr": "0.1"}

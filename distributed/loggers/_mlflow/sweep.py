@@ -76,7 +76,8 @@ class SweepRun:
             return
         best = self._sweep.best()
         if best is not None:
-            values = {"best_trial": best.name, **{f"best.{name}": str(value) for name, value in best.config.items()}}
+            config = best.best_config(self._sweep.metric, self._sweep.mode)
+            values = {"best_trial": best.name, **{f"best.{name}": str(value) for name, value in config.items()}}
             self._put({"kind": "tags", "values": {metric_name(name): value for name, value in values.items()}})
         self._put({"kind": "status", "status": status, "time": _now()})
         for name in _FILES:
