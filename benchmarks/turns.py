@@ -91,10 +91,15 @@ def now() -> tuple[float, float]:
 
 
 def seconds_per_step(marks: Marks) -> dict[str, float]:
-    """Of one turn: CPU mean and 10th percentile, wall median."""
+    """Of one turn: CPU mean and 10th percentile, wall median and longest."""
     cpu = sorted(after[0] - before[0] for before, after in itertools.pairwise(marks))
     wall = [after[1] - before[1] for before, after in itertools.pairwise(marks)]
-    return {"mean": sum(cpu) / len(cpu), "p10": cpu[len(cpu) // 10], "wall": statistics.median(wall)}
+    return {
+        "mean": sum(cpu) / len(cpu),
+        "p10": cpu[len(cpu) // 10],
+        "wall": statistics.median(wall),
+        "slowest": max(wall),
+    }
 
 
 @contextlib.contextmanager
