@@ -70,7 +70,7 @@ class SearchPlan:
         only where resources keep it from running: `is_own` clusters stay as large as they are.
         """
         needs = total(self.bundles)
-        check_fits(needs, there, "the cluster" if self.address else "this machine")
+        check_fits(needs, there, "this machine" if is_own else "the cluster")
         fit = max(1, min((int(there[name] / amount + 1e-9) for name, amount in needs.items() if amount), default=1))
         most = self.max_concurrent or math.inf
         if self.search in CHANCE and (fit < most or (is_own and fit == most)):

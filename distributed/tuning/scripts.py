@@ -90,12 +90,13 @@ class Sweeping:
         self._notices = self._check_names(typed)
         check_libraries(merge(typed, {}))
         self.typed, self._address = self._of_trials(typed)
+        self._is_here = engine().has_own_cluster(self._address)
         self.directory = Path(asked.run_dir or choose_run_dir(f"tune-{Path(typed.script).stem}")).absolute()
         self._job = script_job(self.typed, asked.metric, self.mode, self.directory)
         self.typed = self._job.typed
         self.bundles = self._bundles()
         self.at_once = self._concurrency()
-        if self._address is None:  # what every trial would be refused for; of other machines only they know
+        if self._is_here:  # what every trial would be refused for; of other machines only they know
             launch_request(self._job.typed_with(self._first), None)
         engine().check_here(self._plan())
 
@@ -143,7 +144,7 @@ class Sweeping:
         return bundles_of({"cpu": cpus, "gpu": plan.nproc_per_node / per_gpu})
 
     def _concurrency(self) -> int | None:
-        if self._address is not None:
+        if not self._is_here:
             return None  # known when it is joined
         there, needs = here(), total(self.bundles)
         check_fits(needs, there, "this machine")

@@ -252,6 +252,11 @@ def test_what_cannot_be_is_refused_before_anything_starts(run_cli, place, flags,
     assert done.seconds < 60 and not (place / "sweep").exists()
 
 
+def test_a_cluster_that_the_environment_names_decides_what_fits(run_cli, place):
+    done = run_cli(command(place, "--nproc-per-node", "64"), cwd=place, env={"RAY_ADDRESS": "127.0.0.1:1"})
+    assert done.returncode == 3 and "RAY_ADDRESS='127.0.0.1:1' does not answer" in done.stderr, done.output
+
+
 def test_a_dry_run_shows_proposals_and_starts_nothing(run_cli, place):
     done = run_cli(command(place, "--dry-run"), cwd=place)
     assert done.returncode == 0 and "  00001  learning_rate=1e-06 --hidden 16" in done.stdout, done.output

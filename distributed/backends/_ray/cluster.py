@@ -213,7 +213,7 @@ def check_place(address: str | None, processes: int, cpus: float) -> None:
         scheme, _, rest = address.rpartition("://")
         host = re.sub(r":[^:\]]*\Z", "", rest) or "HOST"
         like = f"ray://{host}:10001" if scheme == "ray" else f"{host}:6379, ray://{host}:10001 or auto"
-        raise ConfigError(f"address={address!r} is not of the form HOST:PORT or ray://HOST:PORT: set it to {like}")
+        raise ConfigError(f"{_setting(address)} is not of the form HOST:PORT or ray://HOST:PORT: set it to {like}")
 
 
 def check_cpus(processes: int, cpus: float, there: float, where: str) -> None:
@@ -249,11 +249,17 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
     return (match[1].strip("[]"), int(match[2])) if match and int(match[2]) < 1 << 16 else None
 
 
+def _setting(address: str) -> str:
+    """The address beside the name of where it was given."""
+    name = "RAY_ADDRESS" if address == os.environ.get("RAY_ADDRESS") else "address"
+    return f"{name}={address!r}"
+
+
 def _unreached(address: str, said: str) -> ResourceError:
     """What to do about a cluster that Ray itself does not reach."""
     if address == "auto":
         return ResourceError(
-            "address='auto' finds no Ray cluster on this machine: start one with 'ray start --head', name one as HOST:PORT, or"
+            f"{_setting(address)} finds no Ray cluster on this machine: start one with 'ray start --head', name one as HOST:PORT, or"
             " drop it to use one of its own"
         )
     lines = [line for line in said.splitlines() if line.strip()]
@@ -269,18 +275,18 @@ def _reach(address: str, host: str, port: int) -> None:
         connection = socket.create_connection((host, port), timeout=_REACH_S)
     except socket.gaierror as error:
         raise ResourceError(
-            f"address={address!r} names no host that this machine knows ({error.strerror}): correct it, or drop it to use a"
+            f"{_setting(address)} names no host that this machine knows ({error.strerror}): correct it, or drop it to use a"
             " cluster of its own"
         ) from None
     except OSError as error:
         raise ResourceError(
-            f"address={address!r} does not answer ({error.strerror or error}): start a cluster there with 'ray start --head',"
+            f"{_setting(address)} does not answer ({error.strerror or error}): start a cluster there with 'ray start --head',"
             " or drop it to use one of its own"
         ) from None
     with connection:
         if os.environ.get("RAY_USE_TLS", "0") == "0" and not _speaks_grpc(connection):
             raise ResourceError(
-                f"address={address!r} is not Ray's: name the port that 'ray start --head' printed (6379), or ray://HOST:10001"
+                f"{_setting(address)} is not Ray's: name the port that 'ray start --head' printed (6379), or ray://HOST:10001"
             )
 
 
