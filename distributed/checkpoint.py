@@ -140,7 +140,7 @@ class CheckpointStore:
             backend=self.backend.plan.backend,
             world_size=self.context.world_size,
             sequence=self._files.next_sequence(),
-            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             monitor=self.monitor,
             monitor_mode=self.monitor_mode,
             monitor_value=None if best_value is None or not math.isfinite(best_value) else float(best_value),

@@ -40,7 +40,7 @@ def _mlmodel(model_class: str, run_id: str) -> str:
     from mlflow import __version__
 
     flavor = {"weights": WEIGHTS, "description": DESCRIPTION, "model_class": model_class}
-    made = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f")
+    made = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
     content = {
         "flavors": {"safetensors": flavor},
         "mlflow_version": __version__,
