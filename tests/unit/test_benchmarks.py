@@ -136,11 +136,11 @@ def turns_of(**microseconds):
     names = {"base": "hand-written", "again": "hand-written again", "ours": "Trainer, defaults"}
     names |= {"full": "Trainer, callbacks, metrics, log", "tracked": "Trainer, TensorBoard, MLflow"}
     given = {"base": 1000, "again": 1001, "ours": 800, "full": 805, "tracked": 803, **microseconds}
-    return {names[key]: [dict.fromkeys(("mean", "p10", "wall"), us / 1e6)] * 3 for key, us in given.items()}
+    return {names[key]: [dict.fromkeys(("mean", "p10", "wall", "slowest"), us / 1e6)] * 3 for key, us in given.items()}
 
 
 @pytest.mark.parametrize(
-    ("workload", "turns", "digests", "code"),
+    ("flags", "turns", "digests", "code"),
     [
         ("mlp", {}, "aaaaa", 0),
         ("mlp", {"ours": 860, "full": 860}, "aaaaa", 1),
@@ -155,17 +155,21 @@ def turns_of(**microseconds):
             0,
         ),  # a tenth of that, as there are nine steps without a line for each with one
         ("gpt", {"tracked": 885}, "aaaaa", 1),
+        ("gpt --mlflow-server gone", {"tracked": 879}, "aaaaa", 0),
+        ("gpt --mlflow-server mute", {"tracked": 882}, "aaaaa", 1),
     ],
 )
-def test_overhead_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, capsys, workload, turns, digests, code):
+def test_overhead_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, capsys, flags, turns, digests, code):
     import overhead
 
     timed = turns_of(**turns)
     result = {"turns": timed, "digests": dict(zip(timed, digests, strict=True)), "about": "", "turn_steps": 5}
-    monkeypatch.setattr(overhead, "measure", lambda name, quick: result)
-    monkeypatch.setattr(sys, "argv", ["overhead.py", "--workload", workload])
+    stores = []
+    monkeypatch.setattr(overhead, "measure", lambda name, quick, store: stores.append(store) or result)
+    monkeypatch.setattr(sys, "argv", ["overhead.py", "--workload", *flags.split()])
 
     assert overhead.main() == code
+    assert [list(store) for store in stores] == [["MLFLOW_TRACKING_URI"] if "--mlflow-server" in flags else []]
     shown = capsys.readouterr().out
     assert ("MISSED" in shown or "DIFFER" in shown) == (code == 1)
 
