@@ -76,20 +76,24 @@ class TensorBoard(Callback):
         self._directory, self._first_step = self._choose(), state.step + 1
         try:
             self._is_resumed = self._directory.is_dir() and bool(files_in(self._directory))
-            is_begun = self._is_resumed and cut(self._directory, lambda event: _is_before(event, state))
+            is_begun = self._is_resumed and cut(self._directory, lambda event: self._is_kept(event, state))
         except OSError as error:
             self._lose(error)
             return
-        self._has_graph = is_begun
+        self._fit.backend.keeps_batch = not self._has_graph
         if not is_begun:
             self.write(_session(_HPARAMS + "session_start_info", session_start_info=_start_info(self._fit)), 0)
-            self._fit.backend.keeps_batch = True
+
+    def _is_kept(self, event: Any, state: TrainState) -> bool:
+        """Whether an event of an earlier attempt stays."""
+        self._has_graph = self._has_graph or event.HasField("graph_def")
+        return _is_before(event, state)
 
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
-        self.write_scalars({f"{split}/{name}": value for name, value in metrics.items()}, state.step)
-        if not self._has_graph:
+        if not self._has_graph:  # before the figures: it stays at a resume, and what stands before it too
             self._has_graph = True
             self._write_graph()
+        self.write_scalars({f"{split}/{name}": value for name, value in metrics.items()}, state.step)
 
     def on_times(self, state: TrainState, seconds: Mapping[str, float]) -> None:
         split = {f"time/{name.removesuffix('_s')}": s for name, s in seconds.items() if not name.startswith("rank_")}

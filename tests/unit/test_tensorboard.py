@@ -27,9 +27,17 @@ from tests import event_files
 CONTEXT = WorkerContext(0, 1, 0, 1, 0, "cpu")
 
 
-class NoGraph:
+class Graph:
     keeps_batch = False
 
+    def graph(self):
+        from tensorboard.compat.proto.graph_pb2 import GraphDef
+        from tensorboard.compat.proto.node_def_pb2 import NodeDef
+
+        return GraphDef(node=[NodeDef(name="model")]).SerializeToString()
+
+
+class NoGraph(Graph):
     def graph(self):
         raise RuntimeError("cannot be traced\nat all")
 
@@ -38,10 +46,10 @@ def merged(**settings):
     return MergedConfig(DistributedConfig(**settings), dict.fromkeys(settings, "code"), {"depth": 3})
 
 
-def logger(directory, told=None, **settings):
+def logger(directory, told=None, backend=Graph, **settings):
     fit = types.SimpleNamespace(
         run=RunDirectory(directory), merged=merged(**{"tensorboard": True, **settings}), plan=ProcessPlan(1, 1, "cpu", "fake"),
-        batch=BatchPlan(4, 1, 1, 4), context=CONTEXT, backend=NoGraph(), report=(told if told is not None else []).append,
+        batch=BatchPlan(4, 1, 1, 4), context=CONTEXT, backend=backend(), report=(told if told is not None else []).append,
     )  # fmt: skip
     boards.append(tensorboard.TensorBoard(fit))
     return boards[-1]
@@ -72,6 +80,13 @@ def run(directory, start, steps, told=None, **settings):
     return board
 
 
+def points(directory):
+    """(step, tag) of all that a reader sees that knows nothing of restarts."""
+    contents = [path.read_bytes() for path in files_in(directory)]
+    events = [event for content in contents for _, event in event_file._events(content)]
+    return [(event.step, value.tag) for event in events for value in event.summary.value]
+
+
 @pytest.mark.parametrize(
     ("state", "train", "val"),
     [
@@ -89,11 +104,22 @@ def test_what_comes_again_after_a_resume_is_cut(tmp_path, state, train, val):
     run(tmp_path, state, [6, 8]).on_train_end(TrainState(step=8))
 
     board = event_files.read(tmp_path / "tensorboard")
-    assert event_files.steps(board, "train/loss") == [*range(2, train + 1, 2), 6, 8]
+    steps = [*range(2, train + 1, 2), 6, 8]
+    assert event_files.steps(board, "train/loss") == steps
     assert event_files.steps(board, "val/loss") == [step for step in (4, 8) if step <= val or step > 4]
-    assert event_files.steps(board, "time/slowest_rank") == [*range(2, train + 1, 2), 6, 8]
+    assert event_files.steps(board, "time/slowest_rank") == steps
     assert event_files.hyperparameters(board)["depth"] == 3
     assert event_files.status(board) == 1
+    assert event_files.graph(board) == ["model"]
+    found = points(tmp_path / "tensorboard")
+    assert len(found) == len(set(found)) and [step for step, tag in found if tag == "train/loss"] == steps
+
+
+def test_a_run_killed_before_its_first_log_line_has_its_graph_after_the_resume(tmp_path):
+    run(tmp_path, TrainState(), [])
+    board = run(tmp_path, TrainState(), [2])
+    assert board._fit.backend.keeps_batch and event_files.graph(event_files.read(tmp_path / "tensorboard")) == ["model"]
+    assert not run(tmp_path, TrainState(step=2), [4])._fit.backend.keeps_batch
 
 
 @pytest.mark.parametrize("state", [TrainState(step=4, epoch=1), TrainState()])
@@ -169,7 +195,7 @@ def test_a_directory_that_went_read_only_is_one_warning(tmp_path):
 
 def test_a_model_that_cannot_be_traced_is_one_notice(tmp_path):
     told = []
-    run(tmp_path, TrainState(), [2, 4], told)
+    run(tmp_path, TrainState(), [2, 4], told, backend=NoGraph)
     (notice,) = [each["text"] for each in told if each["kind"] == "notice"]
     assert "no graph" in notice and "(RuntimeError: cannot be traced)" in notice
 
