@@ -16,13 +16,14 @@ from pathlib import Path
 
 class Door(http.server.ThreadingHTTPServer):
     """Passes requests on to `port` as its `mode` says: "open", "late" (each after `late_s`), "slow" (none before `let_go`),
-    "shut" (no answer) or "denied" (401)."""
+    "shut" (no answer) or "denied" (401). Paths with `broken` in them are answered with 503."""
 
     daemon_threads = True
 
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", 0), _Passing)
         self.port, self.mode, self.num_asked, self.late_s = port, "open", 0, 0.0
+        self.broken = ""
         self._go = threading.Event()
 
     @property
@@ -53,6 +54,9 @@ class _Passing(http.server.BaseHTTPRequestHandler):
             self.connection.close()
             return
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.server.broken and self.server.broken in self.path:
+            self.send_error(503)
+            return
         if self.server.mode == "denied":
             self.send_error(401)
             return

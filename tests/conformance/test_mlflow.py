@@ -316,6 +316,26 @@ def test_what_a_server_missed_in_the_middle_is_sent_when_it_is_back_and_never_tw
     assert steps(client, sender.run_id, "loss") == [1, 2, 3] and len(warnings) == 1
 
 
+def test_files_that_find_no_place_hold_no_figures_up_and_are_sent_later(entrance, sending, tmp_path):
+    make, spool, warnings = sending
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    entrance.broken = "/mlflow-artifacts/"
+    spool.append({"kind": "artifact", "path": "config.yaml", "to": ""})
+    spool.append(metrics(1, loss=3.0))
+    sender = make(entrance.uri)
+    poll(lambda: warnings, 60, lambda: "no warning came")
+    spool.append(metrics(2, loss=2.0))
+    assert not sender.finish()
+    client = client_of(entrance.uri)
+    assert steps(client, sender.run_id, "loss") == [1, 2]
+    (warning,) = warnings
+    assert "does not take artifact config.yaml (" in warning and "503" in warning and WARNING in warning
+
+    entrance.broken = ""
+    assert make(entrance.uri).finish() and len(warnings) == 1
+    assert files(client, sender.run_id) == ["config.yaml"]
+
+
 def test_a_run_deleted_at_mlflow_is_one_warning_and_told_anew_by_the_next_attempt(entrance, sending, tmp_path):
     make, spool, warnings = sending
     spool.append(metrics(1, loss=3.0))

@@ -20,6 +20,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
 _REFUSALS_SHOWN = 3  # of an attempt
 _PATIENCE_S = 10.0  # that the end waits for each answer ...
 _BYTES_PER_S = 5e6  # ... and for an artifact as long as a slow line needs
+_OF_FILES = ("artifact", "model")  # kinds that are kept elsewhere than figures: that place may fail alone
+
+
+class _FilesLeft(Exception):
+    """Artifacts found no place, and all else was sent."""
 
 
 class _Gone(Exception):
@@ -47,6 +52,7 @@ class Sender:
         self._run: TrackedRun | None = None
         self._is_warned = not is_training
         self._num_refused = 0
+        self._failed: list[Entry] = []  # of this sending
         self.cause = ""  # why the newest sending failed
         self._patience_s = _PATIENCE_S
         self._patient_until, self._give_up_at = 0.0, math.inf
@@ -102,6 +108,7 @@ class Sender:
     def _work(self) -> None:
         pause = _FIRST_PAUSE_S
         while not (self._is_finishing.is_set() and self.left == 0):
+            is_last = self._is_finishing.is_set()
             try:
                 self._send()
             except _Gone:  # the next attempt, or mlflow-sync, tells another run everything
@@ -112,17 +119,21 @@ class Sender:
                     break
                 self._sleep(_LATER_S)
             except Exception as error:  # whatever a store and its libraries raise: it is kept, and tried again
-                logging.getLogger(__name__).debug("not sent", exc_info=True)
-                self.cause = _short(error)
-                self.warn_once(f"does not take what is logged ({self.cause})")
-                self.is_open.set()
-                if self._is_finishing.is_set():
+                self._say_failed(error)
+                if is_last or (self._is_finishing.is_set() and not isinstance(error, _FilesLeft)):
                     break
                 self._sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
                 pause = _FIRST_PAUSE_S
                 self._sleep(_EVERY_S)
+
+    def _say_failed(self, error: Exception) -> None:
+        logging.getLogger(__name__).debug("not sent", exc_info=error)
+        self.cause = _short(error)
+        what = ", ".join(map(_what, self._failed)) if isinstance(error, _FilesLeft) else "what is logged"
+        self.warn_once(f"does not take {what} ({self.cause})")
+        self.is_open.set()
 
     def _sleep(self, seconds: float) -> None:
         """Until there is an end to be sent, at most."""
@@ -137,11 +148,30 @@ class Sender:
             self._record.write(self._run_dir)
             self._run = run
             self.is_open.set()
+        self._failed = []
+        cause: Exception | None = None
         while batch := list(self._spool.read(self._record.sent, _LINES)):
+            if all(entry in self._failed for entry, _ in batch):
+                raise _FilesLeft from cause
             for entries, end in grouped(batch):
-                self._tell(self._run, entries)
+                cause = self._tell_or_put_back(self._run, entries) or cause
                 self._record.sent = end
                 self._record.write(self._run_dir)
+
+    def _tell_or_put_back(self, run: TrackedRun, entries: Sequence[Entry]) -> Exception | None:
+        """Files that find no place are put behind all else, once in a sending; then why is returned."""
+        entry, cause = entries[0], None
+        if entry not in self._failed:
+            try:
+                self._tell(run, entries)
+                return None
+            except Exception as error:  # as in `_work`
+                if entry["kind"] not in _OF_FILES or not run.is_there():
+                    raise
+                cause = error
+                self._failed.append(entry)
+        self._spool.append(entry)
+        return cause
 
     def _tell(self, run: TrackedRun, entries: Sequence[Entry]) -> None:
         try:
