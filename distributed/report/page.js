@@ -106,7 +106,7 @@
       y_axis_label: panel.y, y_axis_type: isLog ? "log" : "linear", ...(panel.x === "run" ? { x_range: shared } : {}),
       y_range: new Bokeh.DataRange1d({
         ...(panel.more.from === undefined ? {} : { start: panel.more.from }),
-        default_span: Math.max(...values.map(Math.abs), 0) || 1, // around a line that does not change
+        default_span: values.reduce((most, v) => Math.max(most, Math.abs(v)), 0) || 1, // around a line that does not change
       }),
     });
     numberAxes(fig, panel);

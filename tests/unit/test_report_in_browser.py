@@ -6,6 +6,8 @@ Screenshots go to TEST_ARTIFACTS where that is set, else to pytest's temporary d
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import os
 from pathlib import Path
 
@@ -151,6 +153,19 @@ def test_several_runs_are_drawn_over_each_other_with_their_scaling(browser, arti
             assert all(pixels(picture, colour) > 60 for colour in (BLUE, RED, GREEN)), (title, width)
         scaling = page.screenshot(tmp_path / "scaling.png", plot(page, "Scaling"))
         assert pixels(scaling, BLUE) > 100 and pixels(scaling, GREY) > 30  # measured, and what would be linear
+
+
+def test_many_long_curves_are_drawn_in_one_plot(browser, one, artifacts, tmp_path):
+    """Sixty trials of thousands of steps each: more numbers than a call of a function takes."""
+    text = one.read_text()
+    begin = text.index('id="page-data">') + len('id="page-data">')
+    end = text.index("</script>", begin)
+    data = json.loads(text[begin:end])
+    line = data["panels"][0]["lines"][0]
+    longer = {name: values * math.ceil(150_000 / len(values)) for name, values in line["data"].items()}
+    data["panels"] = [{**data["panels"][0], "lines": [{**line, "data": longer}]}]
+    (tmp_path / "many.html").write_text(text[:begin] + json.dumps(data).replace("<", "\\u003c") + text[end:])
+    opened(browser, tmp_path / "many.html", artifacts)
 
 
 def test_a_sweep_is_drawn(browser, artifacts, tmp_path):
