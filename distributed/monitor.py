@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distributed.config import DistributedConfig
@@ -16,9 +16,20 @@ _SMALLER_IS_BETTER = {
     "perplexity", "ppl", "bpc", "bpb", "entropy", "crossentropy", "divergence", "kl", "distance", "regret",
     "wer", "cer", "ter", "eer", "ece", "brier", "fid", "kid", "lpips",
 }  # fmt: skip
+# What a row of a run says beside the metrics of its user.
+_OWN = frozenset({"loss", "learning_rate", "grad_norm", "samples_per_second", "step", "epoch", "time", "split"})
 _NOT_JUDGED = {"epoch", "step", "learning_rate", "samples_per_second"}
 # A word in a name: of one case, or with a capital first.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """ConfigError for a metric of the user's that is named as something else in the rows of a run."""
+    if taken := sorted(_OWN.intersection(names)):
+        raise ConfigError(
+            f"a metric cannot be called {taken[0]!r}, which rows of a run use for something else"
+            f" ({', '.join(sorted(_OWN))}): give it another name"
+        )
 
 
 def is_larger_better(name: str) -> bool:

@@ -22,6 +22,7 @@ from distributed.callbacks import Callback
 from distributed.config import DistributedConfig, canonical
 from distributed.errors import ConfigError, nearest
 from distributed.launcher import WorkerEnvironment, handover, running_script, worker_environment
+from distributed.monitor import check_names
 from distributed.plan import ProcessPlan, choose_backend, plan_processes
 from distributed.settings import MergedConfig, Typed, for_evaluation, joined, merge, read_config_file, split_sweep
 from distributed.state import History
@@ -364,6 +365,7 @@ def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: 
             )
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics is a {type(metrics).__name__}: pass names and functions, metrics={{'top1': top1}}")
+    check_names(metrics or ())
     functions = {"loss_fn": loss_fn, "training_step": training_step}
     for name, value in (functions | {f"metrics[{name!r}]": value for name, value in (metrics or {}).items()}).items():
         if value is not None and not callable(value):

@@ -45,6 +45,7 @@ class Misspelt(Callback):
         ({"training_step": 3}, "training_step=3 is a int: pass a function"),
         ({"metrics": [len]}, "metrics is a list: pass names and functions"),
         ({"metrics": {"acc": "accuracy"}}, r"metrics\['acc'\]='accuracy' is a str: pass a function"),
+        ({"metrics": {"step": len}}, "a metric cannot be called 'step', which rows of a run use for something else"),
         ({"callbacks": Callback()}, r"callbacks is a Callback: pass a list, callbacks=\[...\]"),
         ({"warmup_start": 0.1}, "warmup_start=0.1 is for a warm-up: set warmup_steps too, or drop it"),
         ({"callbacks": [print]}, "is not a distributed.Callback"),

@@ -13,6 +13,7 @@ from distributed.backends._keras.batches import KerasBatch, unpacked
 from distributed.backends._keras.comparison import Comparison
 from distributed.backends._keras.losses import checked_metric, compiled_metrics, is_of_keras, metric_value, of_output
 from distributed.errors import ConfigError
+from distributed.monitor import check_names
 
 Rows = dict[str, tuple[Any, Any]]  # name -> (sum, count)
 
@@ -98,6 +99,7 @@ class Objective:
         if isinstance(value, Mapping):
             if "loss" not in value:
                 raise ConfigError(f"training_step returned a dict without 'loss' ({', '.join(value)}): add the loss")
+            check_names(name for name in value if name != "loss")
             metrics = {name: _row(_as_loss(each), num_samples) for name, each in value.items() if name != "loss"}
             value = value["loss"]
         elif hasattr(value, "loss"):

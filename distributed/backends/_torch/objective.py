@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from distributed.backends._torch.counted import ClassLoss, class_loss
 from distributed.backends.base import TARGET_NAMES
 from distributed.errors import ConfigError, TrainingError
+from distributed.monitor import check_names
 
 _EXAMPLE = (
     "give one, for example Trainer(model, loss_fn=torch.nn.functional.cross_entropy), or a training_step(model, batch)"
@@ -240,6 +241,7 @@ class Objective:
                     f"training_step returned the keys {', '.join(map(str, value))} without 'loss': add it"
                 )
             metrics = {name: entry for name, entry in value.items() if name != "loss"}
+            check_names(metrics)
             value = value["loss"]
         if value is None:
             raise ConfigError("training_step returned None: return the loss")

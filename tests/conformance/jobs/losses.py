@@ -358,6 +358,9 @@ CASES = {
     "step-now-and-then": case(layers, tuples, training_step=now_and_then),
     "step-none": case(layers, tuples, training_step=lambda model, batch: None),
     "step-without-loss": case(layers, tuples, training_step=lambda model, batch: {"error": model(batch[0]).sum()}),
+    "step-names-epoch": case(
+        layers, tuples, training_step=lambda model, batch: dict.fromkeys(("loss", "epoch"), model(batch[0]).sum())
+    ),
     "loss-is-a-sum": case(layers, tuples, loss_fn=torch.nn.CrossEntropyLoss(reduction="sum")),
     "step-part": case(
         layers,
