@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 _SHORT_NAMES = {"learning_rate": "lr"}
 _NOT_METRICS = {"epoch", "epochs", "step", "samples_per_second", "learning_rate"}
 _GAP = "  "
+_NEEDED = ("epoch", "samples/s", "loss", "ETA", "step")  # of a line that is too long, the first goes first
+_SHORTEST_BAR = 8
+_PLAIN = str.maketrans("━─", "#-")  # a bar where the terminal has no other letters than a typewriter
 
 
 class Display:
@@ -35,8 +39,8 @@ class Display:
     ) -> None:
         self._make_bar = bar if bar is not None or stream is not None else _cell_bar()
         self._stream = sys.stdout if stream is None else stream
-        self._live = self._make_bar is not None or _is_terminal(self._stream) if live is None else live
         self._is_terminal = _is_terminal(self._stream)
+        self._live = self._make_bar is not None or (self._is_terminal and _can_move()) if live is None else live
         self._verbose = verbose
         self._bar: Bar | None = None
         self._fresh_line = True  # nothing stands on the current line
@@ -140,15 +144,21 @@ class Display:
             return
         stream = sys.stderr if to_stderr else self._stream
         try:
-            stream.write(text)
-            stream.flush()
-        except UnicodeEncodeError:
-            encoding = stream.encoding or "ascii"
-            stream.write(text.encode(encoding, "replace").decode(encoding))
+            stream.write(printable(text, stream))
             stream.flush()
         except OSError:  # nobody reads any more; the logs and the run go on
             return
         self._fresh_line = text.endswith("\n")
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """`text` in the characters that `stream` has."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding, getattr(stream, "errors", None) or "strict")
+    except UnicodeEncodeError:
+        return text.translate(_PLAIN).encode(encoding, "replace").decode(encoding)
+    return text
 
 
 def wrapped(line: str, width: int) -> str:
@@ -175,14 +185,14 @@ def epoch_line(row: Mapping[str, Any]) -> str:
 
 
 def number(value: Any) -> str:
-    """A metric in at most four digits: `0.1234`, `1e-3`, `12.5`."""
+    """A metric in four digits, or all before the point: `0.1234`, `1e-3`, `12.5`, `12780`."""
     if not isinstance(value, float):
         return str(value)
     if value != 0 and abs(value) < 0.01:
         mantissa, _, exponent = f"{value:.3e}".partition("e")
         mantissa = mantissa.rstrip("0").rstrip(".")
         return f"{mantissa}e{int(exponent)}"
-    return f"{value:.4g}"
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
@@ -203,6 +213,11 @@ def _of(word: str, value: Any, total: Any) -> str:
 
 def _is_terminal(stream: TextIO) -> bool:
     return hasattr(stream, "isatty") and stream.isatty()
+
+
+def _can_move() -> bool:
+    """Whether a line can be written over."""
+    return os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 class Bar(Protocol):
@@ -229,6 +244,7 @@ class _TerminalBar:
         from rich.console import Console
         from rich.live import Live
 
+        self._stream = stream
         self._console: Console = Console(file=stream, highlight=False, soft_wrap=True)
         self._event: Mapping[str, Any] = {}
         self._live: Live = Live(
@@ -241,7 +257,7 @@ class _TerminalBar:
         self._event = event
 
     def print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, emoji=False)
+        self._console.print(printable(text, self._stream), markup=False, highlight=False, emoji=False)
 
     def stop(self) -> None:
         self._live.stop()
@@ -249,18 +265,30 @@ class _TerminalBar:
     def _line(self) -> Any:
         from rich.text import Text
 
-        return Text(bar_line(self._event, self._console.width), no_wrap=True, overflow="crop")
+        line = bar_line(self._event, self._console.width)
+        return Text(printable(line, self._stream), no_wrap=True, overflow="crop")
 
 
 def bar_line(event: Mapping[str, Any], width: int) -> str:
-    """A bar and the parts of `event` that fit into `width` columns, the last ones left out first."""
+    """A bar and the parts of `event` that fit into `width` columns, the least important left out first."""
     parts = progress_parts(event)
     step, total = event.get("step"), event.get("total_steps")
-    bar_width = 0 if not total or step is None or width < 40 else min(30, width // 5)
-    while parts and len(_GAP.join(parts)) + (bar_width + 2 if bar_width else 0) > width - 1:
-        parts.pop(-2 if len(parts) > 2 and parts[-1].startswith("ETA") else -1)
+    has_bar = bool(total) and step is not None and width >= 40
+    room = width - 1 - (_SHORTEST_BAR + len(_GAP) if has_bar else 0)
+    while parts and len(_GAP.join(parts)) > room:
+        parts.pop(_least(parts))
     text = _GAP.join(parts)
-    if not bar_width:
+    if not has_bar:
         return text
+    bar_width = min(30, width // 5, width - 1 - len(_GAP) - len(text))
     done = round(bar_width * min(1.0, step / total)) if step is not None and total else 0
     return "━" * done + "─" * (bar_width - done) + _GAP + text
+
+
+def _least(parts: Sequence[str]) -> int:
+    """The place of what is missed least: a metric other than the loss, then the epoch, the throughput, the loss."""
+    kinds = [next((kind for kind in _NEEDED if f" {part} ".count(f" {kind} ")), "") for part in parts]
+    for kind in ("", *_NEEDED):
+        if kind in kinds:
+            return len(kinds) - 1 - kinds[::-1].index(kind)
+    return len(parts) - 1

@@ -102,8 +102,42 @@ def test_the_bar_is_never_wider_than_the_terminal(width, total):
     assert "step 50" in line
 
 
+def test_what_a_short_line_leaves_out_is_other_metrics():
+    metrics = {"accuracy": 0.5, "f1": 0.25, "loss": 0.1, "learning_rate": 1e-3, "grad_norm": 12.5}
+
+    line = bar_line({**EVENT, "step": 1000, "total_steps": 23000, "metrics": metrics}, 80)
+
+    assert line.split("  ")[1:] == ["step 1000/23000", "epoch 1/5", "loss 0.1", "1234 samples/s", "ETA 12 s"]
+
+
+def test_a_terminal_that_cannot_move_gets_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    display = Display(stream)
+    display.handle({**EVENT, "kind": "progress"})
+    display.handle(EVENT)
+    assert " ".join(stream.getvalue().split()) == " ".join(LINE.split())
+
+
 def test_the_bar_fills():
     assert [bar_line({"step": step, "total_steps": 10}, 80).count("━") for step in (0, 5, 10)] == [0, 8, 16]
+
+
+def test_a_terminal_without_unicode_gets_a_plain_bar(monkeypatch):
+    class Old(io.TextIOWrapper):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    buffer = io.BytesIO()
+    display = Display(Old(buffer, encoding="latin-1", newline=""))
+    display.handle({**EVENT, "kind": "progress"})
+    display.print_output("größer ✓\n", False)
+    display.close()
+
+    text = buffer.getvalue().decode("latin-1")
+    assert "###---" in text and "größer ?\n" in text
 
 
 def test_a_terminal_shows_output_above_the_bar(monkeypatch):
@@ -131,6 +165,7 @@ def test_a_terminal_shows_output_above_the_bar(monkeypatch):
         (1e-3, "1e-3"),
         (3.25e-5, "3.25e-5"),
         (12.5, "12.5"),
+        (12780.4, "12780"),
         (0.0, "0"),
         (5, "5"),
         (float("nan"), "nan"),
