@@ -117,6 +117,16 @@ def test_the_store_lies_beside_the_runs_also_for_a_later_trainer(tmp_path):
     assert place.default_uri(tmp_path / "fit-2") == f"sqlite:///{tmp_path}/mlflow.db"
 
 
+def test_a_store_is_found_again_from_another_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(place.URI, "sqlite:///mlflow.db?timeout=9")
+    record, uri = Record.chosen(tmp_path / "run", None, "any")
+    assert uri == "sqlite:///mlflow.db?timeout=9"
+    assert record.tracking_uri == f"sqlite:///{tmp_path}/mlflow.db?timeout=9"
+    for whole in ("sqlite:////srv/mlflow.db", "http://host:1/a", "sqlite:///file:mlflow.db?uri=true"):
+        assert place.lasting(whole) == whole
+
+
 def test_a_password_is_never_shown():
     assert place.shown("https://me:secret@host:1/a?b") == "https://host:1/a?b"
     assert place.shown("sqlite:///a@b.db") == "sqlite:///a@b.db"

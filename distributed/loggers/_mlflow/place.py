@@ -101,6 +101,15 @@ def shown(uri: str) -> str:
     return uri if host == parts.netloc else uri.replace(parts.netloc, host, 1)
 
 
+def lasting(uri: str) -> str:
+    """The URI with the whole path of an SQLite file, for a file that is read elsewhere too."""
+    head, _, rest = uri.partition(":///")
+    if _scheme(uri) != "sqlite" or not rest or rest.startswith(("/", "file:")):
+        return uri
+    path, mark, options = rest.partition("?")
+    return f"{head}:///{Path(path).absolute()}{mark}{options}"
+
+
 def is_remote(uri: str) -> bool:
     """Whether it takes a server to answer."""
     return _scheme(uri) != "sqlite"

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.loggers._mlflow.place import default_uri, has_open_run, said_run, said_uri, shown, sweep_of
+from distributed.loggers._mlflow.place import default_uri, has_open_run, lasting, said_run, said_uri, shown, sweep_of
 from distributed.storage.durable import replace_text
 
 SPOOL, RECORD = "mlflow.jsonl", "mlflow.json"
@@ -66,7 +66,7 @@ class Record:
         if said is not None and record is not None and said[0] not in (record.wanted, record.run_id):
             record = None
         record = record or cls(name=run_dir.name, wanted=said[0] if said else None)
-        record.tracking_uri = None if uri == default else shown(uri)
+        record.tracking_uri = None if uri == default else lasting(shown(uri))
         if record.experiment_id is None and sweep is not None:
             record.experiment, record.experiment_id = sweep.experiment, sweep.experiment_id
         elif record.experiment_id is None:
