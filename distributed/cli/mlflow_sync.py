@@ -9,6 +9,8 @@ import typer
 
 from distributed.run_dir import RunDirectory
 
+_LOGGED = ("", "fit-*/", "trials/*/", "trials/*/fit-*/")  # a sweep before its trials, whose runs stand below its own
+
 
 def mlflow_sync(
     run: Annotated[Path, typer.Argument(help="a run directory, or that of a sweep")],
@@ -18,7 +20,7 @@ def mlflow_sync(
 
     directory = RunDirectory(run)
     directory.check_idle()
-    trials = sorted(file.parent for file in run.glob("trials/*/mlflow.json"))
-    for each in (run, *trials):  # the sweep first: its trials stand below it
+    logged = [file.parent for pattern in _LOGGED for file in sorted(run.glob(f"{pattern}mlflow.json"))]
+    for each in logged or [run]:
         uri = send_rest(each, lambda text: typer.echo(f"warning: {text}", err=True))
     typer.echo(f"{run}: all is at {uri}")

@@ -194,6 +194,19 @@ def test_a_directory_that_was_not_logged_to_mlflow_has_nothing_to_send(tmp_path)
         run(["mlflow-sync", str(tmp_path)])
 
 
+def test_the_runs_of_further_trainers_and_of_trials_are_sent_too(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr("distributed.loggers.mlflow.send_rest", lambda run, warn: sent.append(run))
+    for name in (".", "trials/1", "fit-2", "trials/1/fit-2"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "mlflow.json").touch()
+    run(["mlflow-sync", str(tmp_path)])
+    (tmp_path / "mlflow.json").unlink()
+    run(["mlflow-sync", str(tmp_path)])
+    below = [tmp_path / name for name in ("fit-2", "trials/1", "trials/1/fit-2")]
+    assert sent == [tmp_path, *below, *below]
+
+
 def test_the_rest_of_a_live_run_is_left_to_it(tmp_path):
     live = RunDirectory(tmp_path)
     live.lock()
