@@ -52,6 +52,11 @@ def short(value: Any) -> float | None:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
+def readable(value: float) -> str:
+    """A number in four digits, or as a whole one: `0.1234`, `12,780`."""
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
 def points(rows: Sequence[Row], name: str, scale: float = 1.0) -> dict[str, list[float | None]]:
     """`name` over the rows that have it: columns `step`, `time` and `y`, which is multiplied by `scale`; thinned."""
     having = [row for row in rows if name in row and isinstance(row[name], (int, float, type(None)))]

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distributed.report.curves import columns, num_not_finite, points, short, thinned
+from distributed.report.curves import columns, num_not_finite, points, readable, short, thinned
 from distributed.report.runs import POSITION, Row, RunData
 
 Columns = Mapping[str, Sequence[Any]]
@@ -121,7 +121,7 @@ def _metric(runs: Sequence[RunData], name: str, marks: Sequence[Mapping[str, Any
 
 def _last(rows: Sequence[Row], name: str) -> str:
     value = next((row[name] for row in reversed(rows) if isinstance(row.get(name), (int, float))), None)
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else readable(value)
 
 
 # ------------------------------------------------------------------ events
@@ -191,7 +191,8 @@ def _time_split(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
 
 def mean_times(run: RunData) -> dict[str, float]:
     """Seconds of an update by part, meaned over the updates of the run."""
-    weights, before = [], 0
+    weights = []
+    before = min((int(event["step"]) for event in run.events if event["event"] == "started"), default=0)
     for row in run.times:
         weights.append(max(int(row["step"]) - before, 0) or 1)
         before = int(row["step"])
@@ -245,13 +246,16 @@ def _ranks(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
         ]
         lines.append(Line(f"median of {len(means)} ranks", -1, points(middle, "median", _MS), is_dashed=True))
     slowest, ratio = next(iter(means)), _imbalance_of(means)
-    note = f"data and compute, without waiting for others; slowest: {slowest[:-2].replace('_', ' ')}, {ratio:.2f} x the median"
+    behind = f"{ratio:.2f} x the {'other' if len(means) == 2 else 'median of the others'}"
+    note = f"data and compute, without waiting for others; slowest: {slowest[:-2].replace('_', ' ')}, {behind}"
     return Panel("lines", "Time of each rank", "ms per update", lines=lines, note=note, marks=marks)
 
 
 def _imbalance_of(values: Mapping[str, float]) -> float:
-    middle = statistics.median_low(values.values())
-    return max(values.values()) / middle if middle else math.nan
+    """The slowest over the median of the others."""
+    *others, slowest = sorted(values.values())
+    middle = statistics.median(others) if others else 0.0
+    return slowest / middle if middle else math.nan
 
 
 def _imbalance(runs: Sequence[RunData]) -> Panel:
@@ -266,7 +270,7 @@ def _imbalance(runs: Sequence[RunData]) -> Panel:
         ]
         lines.append(Line(run.label, number, points(rows, "ratio"), label=f"{_imbalance_of(rank_means(run)):.2f}"))
     note = "1: all ranks need the same time for data and compute"
-    return Panel("lines", "Slowest rank", "times the median rank", lines=lines, note=note)
+    return Panel("lines", "Slowest rank", "times the median of the others", lines=lines, note=note)
 
 
 # ------------------------------------------------------------------ scaling

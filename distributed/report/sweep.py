@@ -178,7 +178,7 @@ def _parallel(sweep: Sweep) -> Panel:
 
 def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
     """Where each value lies between 0 and 1, and what is written beside the axis."""
-    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    numbers = [value for value in values if _is_finite(value)]  # else all are words
     if len(numbers) < len(values) or len(set(numbers)) <= 1:
         words = sorted({str(value) for value in values})
         places = [_between(words.index(str(value)), 0, len(words) - 1) for value in values]
@@ -199,6 +199,10 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
     ends = [low + (high - low) * part / 4 for part in range(5)]
     ticks = [(part / 4, f"{10**end if is_log else end:.3g}") for part, end in enumerate(ends)]
     return {"name": name, "places": [_between(each, low, high) for each in scaled], "ticks": ticks}
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _between(value: float, low: float, high: float) -> float:

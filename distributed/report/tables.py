@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed.loggers.console import duration
+from distributed.report.curves import readable
 from distributed.report.page import Section, escape, facts, folded, page, table
 from distributed.report.panels import EVENTS, mean_times, run_panels
 from distributed.report.runs import RunData
@@ -16,6 +17,7 @@ from distributed.report.sweep import Sweep, Trial, sweep_panels
 
 _FIT = {"finished": "good", "failed": "bad", "interrupted": "bad"}
 _PLACES = ("checkpoint_dir", "tensorboard_dir", "run_dir")
+_SHORT = ".4g"
 
 
 def run_page(run: RunData) -> str:
@@ -90,7 +92,7 @@ def _figures(run: RunData) -> dict[str, str]:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, (int, float)) else "not finite" if value is None else str(value)
+    return readable(value) if isinstance(value, (int, float)) else "not finite" if value is None else str(value)
 
 
 def _settings(run: RunData) -> str:
@@ -113,18 +115,15 @@ def _settings(run: RunData) -> str:
     )
 
 
-def _value(value: Any) -> str:
+def _value(value: Any, form: str = "") -> str:
+    """`form` is that of floats, which else have all their digits."""
     if value is None or value == {}:
         return "-"
     if isinstance(value, bool):
         return str(value).lower()
-    return (
-        json.dumps(value)
-        if isinstance(value, (dict, list))
-        else f"{value:.4g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:{form}}"
+    return json.dumps(value, default=str) if isinstance(value, (dict, list)) else str(value)
 
 
 def _journal(run: RunData) -> str:
@@ -181,7 +180,7 @@ def _sweep_facts(sweep: Sweep) -> str:
     if done:
         values[f"best {sweep.metric}"] = f"{done[0].value:.4g}"
         values["best trial"] = done[0].id
-        values |= {name: _value(done[0].config.get(name)) for name in sweep.varied}
+        values |= {name: _value(done[0].config.get(name), _SHORT) for name in sweep.varied}
     return facts(values)
 
 
@@ -191,7 +190,7 @@ def _trials(sweep: Sweep) -> str:
     names = sweep.varied
     rows = [
         (trial.id, _number(trial.value) if math.isfinite(trial.value) else "-", trial.status, trial.epochs or "",
-         *(_value(trial.config.get(name)) for name in names))
+         *(_value(trial.config.get(name), _SHORT) for name in names))
         for trial in order
     ]  # fmt: skip
     return table(

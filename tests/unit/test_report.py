@@ -100,13 +100,26 @@ def test_shares_of_the_time_are_means_over_updates_not_over_log_lines(tmp_path):
     assert mean_times(read_run(run))["data_s"] == pytest.approx((90 * 0.010 + 10 * 0.110) / 100)
 
 
+def test_a_run_that_began_at_a_checkpoint_of_another_counts_its_own_updates(tmp_path):
+    run = write_run(tmp_path / "run")
+    first = {"time": BEGAN, "event": "started", "step": 5000, "restart_count": 0}
+    write_lines(run / "events.jsonl", [first, {**first, "time": BEGAN + 1, "step": 5090, "restart_count": 1}])
+    rows = [{"step": 5090, "data_s": 0.010}, {"step": 5100, "data_s": 0.110}]
+    write_lines(run / "times.jsonl", [{"time": BEGAN, "epoch": 0, **row} for row in rows])
+
+    assert mean_times(read_run(run))["data_s"] == pytest.approx((90 * 0.010 + 10 * 0.110) / 100)
+
+
 def test_the_slowest_rank_is_named_with_how_far_it_is_behind(tmp_path):
     few = panel(run_panels([read_run(write_run(tmp_path / "few", world_size=3, slow_rank=1.5))]), "Time of each rank")
     many = panel(
         run_panels([read_run(write_run(tmp_path / "many", world_size=32, slow_rank=1.5))]), "Time of each rank"
     )
 
-    assert "slowest: rank 1, 1.50 x the median" in few.note and "slowest: rank 1, 1.50 x" in many.note
+    two = panel(run_panels([read_run(write_run(tmp_path / "two", slow_rank=1.5))]), "Time of each rank")
+
+    assert "slowest: rank 1, 1.50 x the other" in two.note and "slowest: rank 1, 1.50 x the median" in few.note
+    assert "slowest: rank 1, 1.50 x" in many.note
     assert [each.name for each in few.lines] == ["rank 0", "rank 1", "rank 2"]
     assert len(many.lines) == 4 and many.lines[0].name == "rank 1" and many.lines[3].name == "median of 32 ranks"
 
@@ -176,11 +189,11 @@ def test_one_world_size_or_two_engines_are_no_scaling(tmp_path):
 
 def test_a_comparison_shows_what_differs_and_nothing_else(tmp_path):
     slow = write_run(tmp_path / "slow", settings={"learning_rate": 0.001})
-    fast = write_run(tmp_path / "fast", settings={"learning_rate": 0.1})
+    fast = write_run(tmp_path / "fast", settings={"learning_rate": 0.00100001})
     text = report_text([slow, fast])
     rows = re.findall(r"<tr><td>(\w+)</td>(.*?)</tr>", text[text.index("Settings that differ") :])
 
-    assert rows == [("learning_rate", "<td>0.001</td><td>0.1</td>")]
+    assert rows == [("learning_rate", "<td>0.001</td><td>0.00100001</td>")]
     assert {each["name"] for each in data_of(text)["panels"][0]["lines"]} == {"slow", "fast"}
 
 
@@ -220,6 +233,19 @@ def test_parallel_axes_hold_every_finished_trial_best_first(tmp_path):
         place = (math.log10(trial.config["learning_rate"]) - min(rates)) / (max(rates) - min(rates))
         assert shown["y"][0] == pytest.approx(place, abs=1e-5)  # the axis is logarithmic
         assert shown["y"][2] == (0.0 if trial.config["optimizer"] == "adam" else 1.0)
+
+
+def test_a_parameter_without_an_end_is_a_word_on_its_axis(tmp_path):
+    path = write_sweep(tmp_path / "sweep", trials=20)
+    content = json.loads((path / "sweep.json").read_text())
+    for number, trial in enumerate(content["trials"]):
+        trial["config"]["gradient_clipping"] = math.inf if number % 2 else 1.0
+    (path / "sweep.json").write_text(json.dumps(content))
+    panels = data_of(report_text([path]))["panels"]
+    (parallel,) = [each["more"] for each in panels if each["title"] == "Parameters"]
+
+    (axis,) = [axis for axis in parallel["axes"] if axis["name"] == "gradient_clipping"]
+    assert axis["ticks"] == [[0.0, "1.0"], [1.0, "inf"]]
 
 
 def test_few_trials_have_no_importance_and_say_so(tmp_path):
