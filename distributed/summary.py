@@ -86,10 +86,10 @@ def close_results(run: RunDirectory, code: int, error: str | None) -> None:
 def read_result(path: Path) -> dict[str, Any] | None:
     """What a result.json says; None where there is none that can be read."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return content
+    return content if isinstance(content, dict) else None
 
 
 def write_result(path: Path, content: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -119,7 +120,8 @@ def _check(run: RunDirectory) -> None:
 
 
 def _read_rows(path: Path, needs: str = "step") -> list[Row]:
-    """The JSON objects of the lines that have `needs` and a time; half a line of a killed writer is left out."""
+    """The JSON objects of the lines that have `needs`, a time and no step that is no number; others are left out, as half a
+    line of a killed writer."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -127,8 +129,12 @@ def _read_rows(path: Path, needs: str = "step") -> list[Row]:
     return [
         row
         for row in _parsed(lines)
-        if isinstance(row, dict) and needs in row and isinstance(row.get("time"), (int, float))
+        if isinstance(row, dict) and needs in row and _is_finite(row.get("time")) and _is_finite(row.get("step", 0))
     ]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _parsed(lines: Sequence[bytes]) -> Iterator[Any]:

@@ -140,11 +140,17 @@ def test_events_stand_where_training_was_also_those_that_do_not_say(tmp_path):
 def test_a_half_line_and_foreign_lines_are_left_out(tmp_path):
     run = write_run(tmp_path / "run", steps=100, every=10)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('[1, 2]\n"text"\n{"step": 7}\n\xff\n{"step": 110, "time": 17')
+        file.write(
+            '[1, 2]\n"text"\n{"step": 7}\n\xff\n{"step": null, "time": 17}\n{"step": "8", "time": 17}\n{"step": 9, "time": NaN}\n'
+        )
+        file.write('{"step": 110, "time": 17')
     with (run / "events.jsonl").open("a") as file:
         file.write('{"time": 1')
 
+    (run / "result.json").write_text("[1]")
+
     assert [row["step"] for row in read_run(run).train] == list(range(10, 101, 10))
+    assert ">unknown<" in report_text([run])
 
 
 def test_what_a_user_typed_cannot_become_markup(tmp_path):
