@@ -12,6 +12,7 @@ import dataclasses
 import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.callbacks import Callback
@@ -110,14 +111,22 @@ def _try(trainer: Trainer, train_data: Any, size: int) -> DistributedError | Non
     attempt.num_samples = size * num_micro_batches * trainer.backend.data_parallel_size
     run = RunDirectory(directory)
     run.check(resume=False)
-    code = run_in_workers(attempt, search, search.merged, run)
-    if code == _PREEMPTED:
-        raise TrainingInterrupted(signal.SIGTERM)
+    try:
+        code = run_in_workers(attempt, search, search.merged, run)
+        if code == _PREEMPTED:
+            raise TrainingInterrupted(signal.SIGTERM)
+    except (KeyboardInterrupt, TrainingInterrupted):
+        _remove(directory)
+        raise
     reason = None if code == 0 else _reason(code, run)
+    _remove(directory)
+    return reason
+
+
+def _remove(directory: Path) -> None:
     shutil.rmtree(directory)
     with contextlib.suppress(OSError):  # it is not empty
         directory.parent.rmdir()
-    return reason
 
 
 def _reason(code: int, run: RunDirectory) -> DistributedError:

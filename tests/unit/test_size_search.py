@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distributed import ConfigError, ResourceError, Trainer, TrainingError, size_search
+from distributed import ConfigError, ResourceError, Trainer, TrainingError, TrainingInterrupted, size_search
 from distributed.run_dir import RunDirectory
 from distributed.size_search import NotThatSize, OutOfMemory, is_out_of_memory
 
@@ -135,3 +135,20 @@ def test_another_failure_is_raised(tmp_path):
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
     with pytest.raises(TrainingError, match="rank 0 failed with ValueError: no"):
         size_search._reason(1, RunDirectory(tmp_path))
+
+
+@pytest.mark.parametrize("interrupted", [KeyboardInterrupt(), 143])
+def test_an_attempt_that_is_interrupted_leaves_nothing(interrupted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run_in_workers(attempt, search, merged, run):
+        assert run.path.is_dir()
+        if isinstance(interrupted, int):
+            return interrupted
+        raise interrupted
+
+    monkeypatch.setattr(size_search, "run_in_workers", run_in_workers)
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
+    with pytest.raises((KeyboardInterrupt, TrainingInterrupted)):
+        trainer().find_batch_size(data, max_size=8)
+    assert list(tmp_path.iterdir()) == []
