@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 import math
 import random
@@ -104,15 +105,22 @@ def find_learning_rate(trainer: Trainer, train_data: Any, request: Request) -> L
             f"resume_from_checkpoint={trainer.merged.config.resume_from_checkpoint!r} gives fit() other weights than"
             " find_learning_rate() starts from: search without it, with a model that has those weights"
         )
+    try:
+        return request.curve(_losses(trainer, train_data, request))
+    finally:
+        gc.collect()  # the copy: what holds it goes round in circles, and the fit that follows needs its memory
+
+
+def _losses(trainer: Trainer, train_data: Any, request: Request) -> list[float]:
     recorder = LossRecorder()
     search = search_of(trainer, request.settings, job=_copied_job(trainer.job), callbacks=[recorder])
     directory, on_main, goes_on = _place(search, trainer)
-    losses = on_main(lambda: _begin(directory, request, goes_on=goes_on))
+    losses: list[float] | None = on_main(lambda: _begin(directory, request, goes_on=goes_on))
     if losses is None:
         search.fit(train_data)
         losses = recorder.losses
         on_main(lambda: _finish(directory, request, recorder.losses))
-    return request.curve(losses)
+    return losses
 
 
 def _place(search: Trainer, trainer: Trainer) -> tuple[Path, Callable[[Callable[[], Any]], Any], bool]:

@@ -43,7 +43,7 @@ def test_the_losses_are_those_of_updates_at_the_rates(workers):
 
 def test_a_trainer_that_has_searched_trains_as_one_that_has_not(workers):
     for seen in workers[0]:
-        assert seen["is_untouched"] and seen["user_callbacks"] == 0
+        assert seen["is_untouched"] and seen["user_callbacks"] == 0 and seen["num_models"] == 1
         assert seen["searched"]["weights"] == seen["plain"]["weights"]
         assert seen["searched"]["losses"] == seen["plain"]["losses"]
 

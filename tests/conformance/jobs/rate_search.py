@@ -5,6 +5,7 @@ With workers that are started from outside each of them writes, else this proces
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -60,12 +61,14 @@ def trained(one: Trainer) -> dict[str, Any]:
 
 
 def main(out: Path, settings: dict[str, Any]) -> None:
+    gc.disable()  # what the search leaves is not to be found by chance
     searching = trainer(**settings)
     before = state_of(searching.job.model)
     curve = searching.find_learning_rate(DataLoader(DATA, shuffle=True), max_rate=100.0)
+    num_models = sum(type(each) is torch.nn.BatchNorm1d for each in gc.get_objects())
     is_untouched = state_of(searching.job.model) == before and not searching.job.optimizer.state
     seen = {
-        "rates": curve.rates, "losses": curve.losses, "suggestion": curve.suggestion, "is_untouched": is_untouched,
+        "rates": curve.rates, "losses": curve.losses, "suggestion": curve.suggestion, "num_models": num_models, "is_untouched": is_untouched,
         "user_callbacks": Count.steps, "searched": trained(searching),
     }  # fmt: skip
     if "nproc_per_node" not in settings:  # the same as there, and it takes another start of workers here
