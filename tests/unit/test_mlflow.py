@@ -237,18 +237,21 @@ def test_names_have_the_form_of_a_path_that_mlflow_takes(name, taken):
 
 def test_a_search_is_told_the_values_of_its_best_moment(tmp_path):
     """A population's trial has other values at its end."""
-    sweep = Sweep(tmp_path, "loss", "min")
+    sweep = Sweep(tmp_path, "loss@5", "min")  # MLflow takes no @
     for line in (
         {"trial": 0, "event": "started", "config": {"lr": 0.1}, "time": 0.0},
-        {"trial": 0, "event": "row", "row": {"loss": 1.0}, "time": 1.0},
+        {"trial": 0, "event": "row", "row": {"loss@5": 1.0}, "time": 1.0},
         {"trial": 0, "event": "started", "config": {"lr": 0.9}, "time": 2.0},
-        {"trial": 0, "event": "row", "row": {"loss": 5.0}, "time": 3.0},
+        {"trial": 0, "event": "row", "row": {"loss@5": 5.0}, "time": 3.0},
     ):
         sweep.apply(line)
     run = SweepRun(sweep, {}, "any", print)
     run._sender.start, run._sender.finish = run._sender.is_open.set, lambda: True
     run.start()
+    run.hear({"trial": 0, "event": "ended"})
     run.close("FINISHED")
-    lines = (tmp_path / "mlflow.jsonl").read_text().splitlines()
-    tags = [each["values"] for line in lines if (each := json.loads(line))["kind"] == "tags"]
+    entries = [json.loads(line) for line in (tmp_path / "mlflow.jsonl").read_text().splitlines()]
+    tags = [entry["values"] for entry in entries if entry["kind"] == "tags"]
     assert tags[-1] == {"best_trial": "00000", "best.lr": "0.1"}
+    (metrics,) = [entry["values"] for entry in entries if entry["kind"] == "metrics"]
+    assert metrics["best_loss_5"] == 1.0

@@ -66,7 +66,8 @@ class SweepRun:
         trial = self._sweep.records[line["trial"]]
         best = self._sweep.best()
         row = {} if best is None else best.best_row(self._sweep.metric, self._sweep.mode) or {}
-        values = {f"best_{self._sweep.metric}": row.get(self._sweep.metric), "trial_hours": self._sweep.trial_hours}
+        name = metric_name(f"best_{self._sweep.metric}")
+        values = {name: row.get(self._sweep.metric), "trial_hours": self._sweep.trial_hours}
         self._put({"kind": "metrics", "time": _now(), "step": self._num_ended, "values": _numbers(values)})
         self._trials.submit(self._end_trial, trial)
 
