@@ -41,8 +41,8 @@ class FunctionJob:
         os.environ.update(self.environ)
         trial = dataclasses.replace(trial, settings=self.settings)
         with (
-            open(f"{trial.directory}.log", "a", encoding="utf-8", buffering=1) as log, inside(trial),
-            contextlib.redirect_stdout(log), contextlib.redirect_stderr(log),
+            open(f"{trial.directory}.log", "a", encoding="utf-8", buffering=1) as _Actor.output.log, inside(trial),
+            contextlib.redirect_stdout(_Actor.output), contextlib.redirect_stderr(_Actor.output),
         ):  # fmt: skip
             return self.train_fn(dict(values))
 
@@ -147,10 +147,20 @@ class _StopWatch:
         self._thread.join()
 
 
+class _Output:
+    """Where a function prints: the log of the trial that runs. A handler of `logging` keeps the stream that it was made with."""
+
+    log: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.log, name)
+
+
 class _Actor:
     """What stays in the process of a trial for the next one."""
 
     nursery: Nursery | None = None
+    output: Any = _Output()
 
 
 def _nursery(preload: tuple[str, ...]) -> Nursery:

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import io
 import json
+import logging
 import math
 import statistics
 import subprocess
@@ -24,6 +25,7 @@ from distributed.backends._ray.trial import Order, Reports
 from distributed.errors import ConfigError, ResourceError
 from distributed.settings import Typed, read_config_file
 from distributed.tuning import proposals as proposing
+from distributed.tuning.context import Trial
 from distributed.tuning.earlier import num_begun, primed
 from distributed.tuning.jobs import FunctionJob
 from distributed.tuning.plan import (
@@ -572,6 +574,20 @@ def test_a_function_that_returns_no_metric_is_told_so(tmp_path, returned, said):
     with pytest.raises(ConfigError) as caught:
         reports.finish(returned)
     assert said in str(caught.value)
+
+
+def test_a_handler_of_logging_writes_to_the_trial_that_runs(tmp_path):
+    """It keeps the stream that it was made with, in the process of several trials."""
+    handlers = []
+
+    def train_fn(values):
+        if not handlers:
+            handlers.append(logging.StreamHandler())
+        handlers[0].emit(logging.makeLogRecord({"msg": f"trial {values['a']}"}))
+
+    for number in (0, 1):
+        FunctionJob(train_fn, 0).run(Trial(tmp_path / str(number), False, print), {"a": number}, 1.0)
+    assert [(tmp_path / f"{number}.log").read_text() for number in (0, 1)] == ["trial 0\n", "trial 1\n"]
 
 
 def test_nobody_else_takes_a_sweep_that_runs(tmp_path):
