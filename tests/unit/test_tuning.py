@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 import io
@@ -20,9 +21,10 @@ import yaml
 from distributed import DistributedTuner
 from distributed import tuner as tuner_module
 from distributed.backends._ray import search as searching
+from distributed.backends._ray import trial as running
 from distributed.backends._ray.schedulers import make_scheduler
 from distributed.backends._ray.trial import Order, Reports
-from distributed.errors import ConfigError, ResourceError
+from distributed.errors import ConfigError, ResourceError, TrainingError
 from distributed.settings import Typed, read_config_file
 from distributed.tuning import proposals as proposing
 from distributed.tuning.context import Trial
@@ -574,6 +576,26 @@ def test_a_function_that_returns_no_metric_is_told_so(tmp_path, returned, said):
     with pytest.raises(ConfigError) as caught:
         reports.finish(returned)
     assert said in str(caught.value)
+
+
+def test_a_function_that_exits_is_told_by_what_it_said(tmp_path, monkeypatch):
+    """Not as a process that died."""
+    monkeypatch.setattr(running, "_prepare", lambda order: None)
+    monkeypatch.setattr(running, "_take_over", lambda plan, number: None)
+    (tmp_path / "trials").mkdir()
+
+    def leave(values):
+        raise values["how"]
+
+    plan = dataclasses.replace(plan_of(tmp_path), job=FunctionJob(leave, 0))
+    order, told = Order(plan, str(tmp_path), is_shared=False), tmp_path / "trials" / "00000.error.json"
+    for code in (0, "no data"):
+        with pytest.raises(TrainingError, match=f"SystemExit: {code}"):
+            running.run(order, {"trial": 0, "values": {"how": SystemExit(code)}})
+        assert json.loads(told.read_text()) == {"error": f"SystemExit: {code}", "is_fatal": False}
+    with pytest.raises(running.Stopped):  # by the scheduler
+        running.run(order, {"trial": 0, "values": {"how": running.Stopped(0)}})
+    assert not told.exists()
 
 
 def test_a_handler_of_logging_writes_to_the_trial_that_runs(tmp_path):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.errors import ConfigError
+from distributed.errors import ConfigError, TrainingError
 from distributed.monitor import unknown_metric
 from distributed.storage.durable import replace_text
 from distributed.tuning.context import Trial
@@ -26,6 +26,10 @@ from distributed.tuning.sweep import score_of
 _THREAD_S = "600"  # for a trial that was stopped to save and leave, before its actor takes another
 _COPY_S = 30.0  # for a trial whose state is taken over to write its first checkpoint
 _SOURCE = "source.json"
+
+
+class Stopped(SystemExit):
+    """Raised out of a report: Tune stops or pauses the trial."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +55,17 @@ def run(order: Order, config: Mapping[str, Any]) -> None:
             reports.catch_up(directory)
         trial = Trial(directory, is_again, reports.epoch)
         reports.finish(plan.job.run(trial, config["values"], total(plan.bundles).get("CPU", 1.0)))
-    except Exception as error:  # the top frame of a trial: who reads the table must hear of it
+    except BaseException as error:  # the top frame of a trial: who reads the table must hear of it
+        if isinstance(error, Stopped) or (isinstance(error, SystemExit) and plan.stop_file.exists()):
+            raise
         text = "".join(traceback.format_exception(error))
         fatal = isinstance(error, UnknownMetric)
         error_file.write_text(json.dumps({"error": one_line(error), "is_fatal": fatal}))
         with open(f"{directory}.log", "a", encoding="utf-8") as log:
             log.write(text)
-        raise
+        if isinstance(error, Exception):
+            raise
+        raise TrainingError(one_line(error)) from error  # Ray takes sys.exit() for the end of the process
 
 
 def _prepare(order: Order) -> None:
@@ -82,7 +90,7 @@ class Reports:
         self._names: dict[str, Any] = {}  # of all that was reported
 
     def epoch(self, row: Mapping[str, Any]) -> None:
-        """A finished epoch. Raises SystemExit where Tune stops or pauses the trial."""
+        """A finished epoch. Raises Stopped where Tune stops or pauses the trial."""
         row = _plain(row)
         self._names |= row
         self._rows += 1
@@ -121,12 +129,15 @@ class Reports:
             "row": row, "end": end, "cloned": self._cloned,
         }  # fmt: skip
         replace_text(self._file, json.dumps(shown))
-        if not self._order.is_shared:
-            tune.report(news)
-            return
-        with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
-            Path(temporary, _SOURCE).write_text(json.dumps({"trial": self._number}))
-            tune.report(news, checkpoint=tune.Checkpoint.from_directory(temporary))
+        try:
+            if not self._order.is_shared:
+                tune.report(news)
+                return
+            with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
+                Path(temporary, _SOURCE).write_text(json.dumps({"trial": self._number}))
+                tune.report(news, checkpoint=tune.Checkpoint.from_directory(temporary))
+        except SystemExit:
+            raise Stopped(0) from None
 
     def _unknown(self) -> UnknownMetric:
         if self._names:
