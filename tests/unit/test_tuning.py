@@ -578,6 +578,28 @@ def test_a_function_that_returns_no_metric_is_told_so(tmp_path, returned, said):
     assert said in str(caught.value)
 
 
+class Several:
+    """As a tensor of several numbers."""
+
+    def __float__(self):
+        raise RuntimeError("only one element tensors can be converted")
+
+    def __repr__(self):
+        return "several"
+
+
+def test_one_number_is_the_metric_whoever_made_it(tmp_path):
+    import numpy
+
+    plan = dataclasses.replace(plan_of(tmp_path), metric="score")
+    told = []
+    for returned in (0.5, numpy.float32(0.5), {"score": numpy.float32(0.5), "all": Several()}):
+        reports = Reports(Order(plan, str(tmp_path), is_shared=False), 0, None, tmp_path / "last.json")
+        reports._tell = lambda row, end: told.append((row, end))
+        reports.finish(returned)
+    assert told == [({"score": 0.5}, True), ({"score": 0.5}, True), ({"score": 0.5, "all": "several"}, True)]
+
+
 def test_a_function_that_exits_is_told_by_what_it_said(tmp_path, monkeypatch):
     """Not as a process that died."""
     monkeypatch.setattr(running, "_prepare", lambda order: None)

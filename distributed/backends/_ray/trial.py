@@ -148,7 +148,8 @@ class Reports:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether it is one number: of Python, NumPy or a framework."""
+    return not isinstance(value, (bool, Mapping)) and isinstance(_value(value), (int, float))
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +162,7 @@ def _value(value: Any) -> Any:
         return value
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last one of tensors
         return str(value)
 
 
