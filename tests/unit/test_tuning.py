@@ -403,6 +403,32 @@ def test_what_is_optimised_must_have_a_name_and_a_direction():
         check_metric("", "min")
 
 
+def test_trials_at_work_are_not_ended_by_others_that_fail(tmp_path):
+    """Four begin at once. Only when the last of them has failed as well the search is hopeless."""
+    made = searching._Search(plan_of(tmp_path), lambda line: None, 4)
+    trials = [types.SimpleNamespace(config={"trial": number, "values": {}}) for number in range(5)]
+    for trial in trials[:4]:
+        made.started(trial)
+    for trial in trials[1:]:  # a fifth one begins meanwhile
+        made.failed(trial)
+        assert not made.is_over()
+    made.failed(trials[0])
+    assert made.is_over() and "all 5 trials failed before any metric" in str(made._error)
+
+
+def test_a_search_fails_where_every_trial_does(tmp_path):
+    """Also one that had reported before."""
+    made = searching._Search(plan_of(tmp_path), lambda line: None, 4)
+    trials = [types.SimpleNamespace(config={"trial": number, "values": {}}) for number in range(2)]
+    for trial in trials:
+        made.started(trial)
+        made.result(trial, {"row": {"val_loss": 1.0}, "cloned": None})
+    made.failed(trials[0])
+    assert not made._has_failed()
+    made.failed(trials[1])
+    assert made._has_failed() and str(made._all_failed()).startswith("all 2 trials failed: the process")
+
+
 # ------------------------------------------------------------------ the files
 
 

@@ -182,7 +182,8 @@ class _Search:
         self._plan, self._listen, self._num_live = plan, listen, num_live
         self._started: set[int] = set()
         self._ended: set[int] = set()  # trials whose job came to its end
-        self._failures: list[str] = []
+        self._failures: dict[int, str] = {}  # trial -> its cause
+        self._judged: set[int] = set()  # trials that had begun when enough had failed
         self._num_rows = sum(len(record.rows) for record in plan.earlier)
         self._error: DistributedError | None = None  # why the search as a whole ends
 
@@ -214,8 +215,14 @@ class _Search:
             ).fit()  # fmt: skip
         if self._error is not None:
             raise self._error
-        if self._failures and not self._ended and not self._num_rows and not plan.stop_file.exists():
+        if self._has_failed() and not plan.stop_file.exists():
             raise self._all_failed()
+
+    def _has_failed(self) -> bool:
+        """Whether every trial failed, those of an earlier process too, or those that did not had nothing to say."""
+        is_mute = not self._num_rows and not self._ended
+        others = any(record.status not in (*OPEN, "failed") for record in self._plan.earlier)
+        return bool(self._failures) and (is_mute or (self._started <= self._failures.keys() and not others))
 
     # what Tune tells
 
@@ -241,12 +248,19 @@ class _Search:
         if self._plan.stop_file.exists():  # it left before Tune told it to
             return
         cause = self._cause(trial)
-        self._failures.append(cause["error"])
+        self._failures.setdefault(trial.config["trial"], cause["error"])
         self._note(trial, "ended", status="failed", error=cause["error"])
         if cause["is_fatal"]:
             self._error = self._error or ConfigError(cause["error"])
-        elif len(self._failures) >= _HOPELESS and not self._num_rows and not self._ended:
+        elif self._is_hopeless():
             self._error = self._error or self._all_failed()
+
+    def _is_hopeless(self) -> bool:
+        """Whether enough trials failed, no other one had anything to say, and none that began before is still at work."""
+        if len(self._failures) < _HOPELESS or self._num_rows or self._ended:
+            return False
+        self._judged = self._judged or set(self._started)
+        return self._judged <= self._failures.keys()
 
     def is_over(self) -> bool:
         """Whether all trials are to stop now."""
@@ -269,8 +283,9 @@ class _Search:
     def _all_failed(self) -> TrainingError:
         several = len(self._failures) > 1
         which = f"all {len(self._failures)} trials" if several else "the trial"
+        when = "" if self._num_rows or self._ended else " before any metric"
         return TrainingError(
-            f"{which} failed before any metric: {self._failures[0]} ({self._plan.directory / 'trials'} has the logs)"
+            f"{which} failed{when}: {next(iter(self._failures.values()))} ({self._plan.directory / 'trials'} has the logs)"
         )
 
 
