@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from distributed.tuning.context import Trial, inside
 from distributed.tuning.sweep import as_arguments
 
 _POLL_S = 0.2  # between two looks whether all trials are to stop
+_STAMP = r"^\[rank \d+ [\d:]+\] "  # of a line in the log of a rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,10 +181,16 @@ def cause_of(code: int, run: RunDirectory, events_before: int, log: Path) -> str
     lines = run.events.read_bytes()[events_before:].splitlines() if run.events.exists() else []
     for event in map(json.loads, reversed(lines)):
         if event["event"] in ("worker_failed", "not_started"):
-            trace = [line for line in (event.get("traceback") or "").splitlines() if line.strip()]
-            return f"{event['cause']}: {trace[-1].strip()}" if trace else str(event["cause"])
+            return _told(event, run)
     said = list(_words(log))
     return said[-1].removeprefix("error: ") if said else f"the launcher ended with code {code}"
+
+
+def _told(event: Mapping[str, Any], run: RunDirectory) -> str:
+    """Its cause; where a process just left, with the last thing that it said."""
+    cause = str(event["cause"])
+    said = list(_words(run.logs / f"rank-{event['rank']}.log")) if " exited with code " in cause else []
+    return f"{cause}: {re.sub(_STAMP, '', said[-1])}" if said else cause
 
 
 def _words(log: Path) -> Iterator[str]:

@@ -25,11 +25,12 @@ from distributed.backends._ray import trial as running
 from distributed.backends._ray.schedulers import make_scheduler
 from distributed.backends._ray.trial import Order, Reports
 from distributed.errors import ConfigError, ResourceError, TrainingError
+from distributed.run_dir import RunDirectory
 from distributed.settings import Typed, read_config_file
 from distributed.tuning import proposals as proposing
 from distributed.tuning.context import Trial
 from distributed.tuning.earlier import num_begun, primed
-from distributed.tuning.jobs import FunctionJob
+from distributed.tuning.jobs import FunctionJob, cause_of
 from distributed.tuning.plan import (
     SearchPlan,
     bundles_of,
@@ -427,6 +428,23 @@ def test_a_search_fails_where_every_trial_does(tmp_path):
     assert not made._has_failed()
     made.failed(trials[1])
     assert made._has_failed() and str(made._all_failed()).startswith("all 2 trials failed: the process")
+
+
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [
+        ("rank 0 failed with ValueError: no", "rank 0 failed with ValueError: no"),
+        ("rank 0 exited with code 2", "rank 0 exited with code 2: train.py: error: unrecognized arguments: --hidden 8"),
+        ("rank 1 exited with code 2", "rank 1 exited with code 2"),
+    ],
+)
+def test_a_cause_is_said_once_and_with_the_last_words_of_who_just_left(tmp_path, cause, told):
+    run = RunDirectory(tmp_path)
+    run.logs.mkdir()
+    said = "[rank 0 10:29:48] usage: train.py [-h]\n[rank 0 10:29:48] train.py: error: unrecognized arguments: --hidden 8\n"
+    (run.logs / "rank-0.log").write_text(said)
+    run.event("worker_failed", rank=int(cause[5]), cause=cause, traceback="Traceback\nValueError: no")
+    assert cause_of(1, run, 0, tmp_path / "log") == told
 
 
 # ------------------------------------------------------------------ the files
