@@ -156,6 +156,11 @@ def test_crashes_are_told_by_their_own_cause(found):
         ("unknown", "ConfigError", "metric='val_los' is not reported (did you mean 'val_loss'?): choose one of"),
         ("too much", "ResourceError", "a trial needs 64 CPU"),
         ("no gpus", "ResourceError", "a trial needs 1 GPU, and the largest node of the cluster has 0"),
+        (
+            "a lock",
+            "ConfigError",
+            "cannot be sent to the processes of its trials (cannot pickle '_thread.lock' object)",
+        ),
         ("misspelt", "ConfigError", "did you mean 'scheduler'?"),
         ("shared", "ConfigError", "checkpoint_dir would be shared by all trials"),
         ("early", "ConfigError", "there are results after tune()"),

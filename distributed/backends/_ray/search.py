@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import random
+import re
 import secrets
 import shutil
 import sys
@@ -200,7 +201,7 @@ class _Search:
         if left <= 0:
             return
         order = Order(plan, str(Path.cwd()), is_shared=plan.scheduler in SHARING)
-        with _own_generators(plan.seed), _without_warnings():
+        with _own_generators(plan.seed), _without_warnings(), _said_shortly():
             tune.Tuner(
                 tune.with_resources(_trainable(order), tune.PlacementGroupFactory([dict(each) for each in plan.bundles])),
                 tune_config=tune.TuneConfig(
@@ -302,6 +303,20 @@ def _own_generators(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python)
         numpy.random.set_state(arrays)
+
+
+@contextlib.contextmanager
+def _said_shortly() -> Iterator[None]:
+    """Ray tells in forty lines what of a function cannot be sent."""
+    try:
+        yield
+    except TypeError as error:
+        reason = re.search(r"FAIL\S* serialization: (.+)", str(error))
+        if reason is None:
+            raise
+        raise ConfigError(
+            f"train_fn cannot be sent to the processes of its trials ({reason[1]}): make what it holds inside of it"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import urllib.parse
 from fractions import Fraction
@@ -73,6 +74,14 @@ def crashes_at_two(config):
 def slow(config):
     time.sleep(0.2)
     return {"score": config["a"], "pid": float(os.getpid())}
+
+
+lock = threading.Lock()
+
+
+def holds_a_lock(config):
+    with lock:
+        return float(config["a"])
 
 
 def tuner(name, train_fn, space, **settings):
@@ -193,6 +202,7 @@ def refusals():
         "unknown": told(lambda: tuner("unknown", trained, {"lr": [0.1, 0.2]}, metric="val_los", search="grid").tune()),
         "too much": told(lambda: tuner("much", bowl, {"a": [1]}, resources_per_trial={"cpu": 64}, search="grid").tune()),
         "no gpus": told(lambda: tuner("gpus", bowl, {"a": [1]}, num_gpus=32, search="grid").tune()),
+        "a lock": told(lambda: tuner("lock", holds_a_lock, {"a": [1]}, search="grid").tune()),
         "misspelt": told(lambda: tuner("misspelt", bowl, {"a": [1]}, schedulr="asha")),
         "shared": told(lambda: tuner("shared", bowl, {"a": [1]}, checkpoint_dir="here")),
         "early": told(lambda: tuner("early", bowl, {"a": [1]}).best_params),
