@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import numbers
 import os
 import signal
 import threading
@@ -102,9 +103,8 @@ class DistributedTuner:
         self.space: Space = make_space(search_space)
         self.scheduler, self.scheduler_options = check_scheduler(scheduler, scheduler_options or {})
         check_pairing(self.scheduler, search, max_concurrent)
-        for name, value, least in (("max_concurrent", max_concurrent, 1), ("max_failures", max_failures, 0)):
-            if value is not None and value < least:
-                raise ConfigError(f"{name}={value} is less than {least}: set it to {least} or more")
+        _check_numbers(num_gpus=num_gpus, seed=seed, max_concurrent=max_concurrent, max_failures=max_failures)
+        self._settings = _checked(settings, type(self).__init__.__kwdefaults__ or ())
         is_here = engine().has_own_cluster(address)
         if num_gpus and not is_here and self.scheduler in SHARING:
             raise ConfigError(
@@ -118,7 +118,6 @@ class DistributedTuner:
         self._max_concurrent = min(filter(None, (max_concurrent, at_once)), default=None)
         self._seed, self._search, self._max_failures = seed, search, max_failures
         self._run_dir, self._resume, self._address = run_dir, resume, address
-        self._settings = _checked(settings, type(self).__init__.__kwdefaults__ or ())
         self._sweep: Sweep | None = None
 
     def tune(self, num_samples: int | None = None) -> dict[str, Any]:
@@ -265,6 +264,18 @@ def _checked(settings: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
         raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
     check_libraries(merge(Typed(), {}, sweep=named))
     return named
+
+
+def _check_numbers(**given: Any) -> None:
+    """Raises ConfigError for what is no whole number, or too small. Two of them may be left out."""
+    for name, value in given.items():
+        if value is None and name in ("num_gpus", "max_concurrent"):
+            continue
+        least = 1 if name == "max_concurrent" else 0
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+            raise ConfigError(
+                f"{name}={value!r} is no whole number from {least} on: set {name}={max(least, 1)} or more"
+            )
 
 
 def _gpus(num_gpus: int | None, trials_per_gpu: int, resources: Any, is_here: bool) -> tuple[float, int | None]:

@@ -355,6 +355,22 @@ def test_gpus_are_shared_out(monkeypatch, given, visible, bundle, at_once):
     assert made._bundles == (bundle,) and made._max_concurrent == at_once
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"seed": None},
+        {"seed": -1},
+        {"max_concurrent": "2"},
+        {"max_failures": 1.5},
+        {"num_gpus": -1},
+        {"num_gpus": True},
+    ],
+)
+def test_what_is_no_whole_number_is_refused(given):
+    with pytest.raises(ConfigError, match="is no whole number from"):
+        DistributedTuner(bowl, SPACE, **given)
+
+
 def test_gpus_that_cannot_be_shared_out_are_refused(monkeypatch):
     monkeypatch.setattr(tuner_module, "visible_gpus", lambda: 2)
     with pytest.raises(ResourceError, match="num_gpus=8 is more than the 2"):
