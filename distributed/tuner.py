@@ -111,10 +111,11 @@ class DistributedTuner:
                 f"num_gpus={num_gpus} has no effect with scheduler={self.scheduler!r} on a cluster, where its trials take turns on"
                 " all there is: drop it"
             )
-        gpus, at_once = _gpus(num_gpus, trials_per_gpu, resources_per_trial, is_here)
-        self._bundles = bundles_of(resources_per_trial, gpus)
+        processes = 1 if callable(train_fn) else int(self._settings.get("nproc_per_node") or 1)
+        gpus, at_once = _gpus(num_gpus, trials_per_gpu, resources_per_trial, is_here, processes)
+        self._bundles = bundles_of({"cpu": processes} if resources_per_trial is None else resources_per_trial, gpus)
         is_open = num_gpus is None and resources_per_trial is None and not gpus
-        self._gpus_if_any = 1.0 if is_open and not is_here else 0.0
+        self._gpus_if_any = float(processes) if is_open and not is_here else 0.0
         self._max_concurrent = min(filter(None, (max_concurrent, at_once)), default=None)
         self._seed, self._search, self._max_failures = seed, search, max_failures
         self._run_dir, self._resume, self._address = run_dir, resume, address
@@ -278,12 +279,18 @@ def _check_numbers(**given: Any) -> None:
             )
 
 
-def _gpus(num_gpus: int | None, trials_per_gpu: int, resources: Any, is_here: bool) -> tuple[float, int | None]:
-    """(the part of a GPU that each trial has beside its `resources`, the trials at once that follow from `num_gpus`). Of a
-    cluster nothing is known yet."""
+def _gpus(
+    num_gpus: int | None, trials_per_gpu: int, resources: Any, is_here: bool, processes: int
+) -> tuple[float, int | None]:
+    """(the GPUs that each trial of so many processes has beside its `resources`, the trials at once that follow from
+    `num_gpus`). Of a cluster nothing is known yet."""
     if isinstance(trials_per_gpu, bool) or not isinstance(trials_per_gpu, int) or trials_per_gpu < 1:
         raise ConfigError(
             f"trials_per_gpu={trials_per_gpu!r} is less than 1: set 1, or more for trials that share a GPU"
+        )
+    if trials_per_gpu > 1 and processes > 1:
+        raise ConfigError(
+            f"trials_per_gpu={trials_per_gpu} needs trials of one process: drop it, or set nproc_per_node=1"
         )
     visible = visible_gpus() if num_gpus != 0 and is_here else 0
     if is_here and (num_gpus or 0) > visible:
@@ -294,7 +301,8 @@ def _gpus(num_gpus: int | None, trials_per_gpu: int, resources: Any, is_here: bo
     wanted = visible if num_gpus is None else num_gpus
     if not is_here and num_gpus is None and trials_per_gpu > 1:
         return 1.0 / trials_per_gpu, None
-    return (1.0 / trials_per_gpu, wanted * trials_per_gpu) if wanted else (0.0, None)
+    each = processes / trials_per_gpu
+    return (each, max(1, int(wanted / each + 1e-9))) if wanted else (0.0, None)
 
 
 def _gpus_in(resources: Any) -> float:

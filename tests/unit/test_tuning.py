@@ -355,6 +355,20 @@ def test_gpus_are_shared_out(monkeypatch, given, visible, bundle, at_once):
     assert made._bundles == (bundle,) and made._max_concurrent == at_once
 
 
+def test_a_trial_of_a_script_has_a_cpu_for_each_of_its_processes(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    for gpus, bundle, at_once in ((0, {"CPU": 2.0}, None), (4, {"CPU": 2.0, "GPU": 2.0}, 2)):
+        monkeypatch.setattr(tuner_module, "visible_gpus", lambda found=gpus: found)
+        made = DistributedTuner(script, SPACE, nproc_per_node=2)
+        assert made._bundles == (bundle,) and made._max_concurrent == at_once
+        assert DistributedTuner(script, SPACE, nproc_per_node=2, resources_per_trial={"cpu": 1})._bundles == (
+            {"CPU": 1.0},
+        )
+    with pytest.raises(ConfigError, match="trials_per_gpu=2 needs trials of one process"):
+        DistributedTuner(script, SPACE, nproc_per_node=2, trials_per_gpu=2)
+
+
 @pytest.mark.parametrize(
     "given",
     [
