@@ -19,7 +19,7 @@ from distributed.config import canonical
 from distributed.errors import ConfigError, ResourceError
 from distributed.gpus import visible_gpus
 from distributed.launcher import check_script
-from distributed.loggers import check_libraries, environ_of_trials, run_of_sweep
+from distributed.loggers import check_directories, check_libraries, environ_of_trials, run_of_sweep
 from distributed.loggers.notebook import in_notebook
 from distributed.monitor import is_larger_better
 from distributed.run_dir import choose_run_dir
@@ -137,6 +137,7 @@ class DistributedTuner:
             gpus_if_any=self._gpus_if_any,
         )  # fmt: skip
         engine().check_here(plan)  # before there is a directory, which would be in the way of the corrected call
+        check_directories(self._merged())
         sweep = open_sweep(directory, self.metric, self.mode, self._asked(number), self._resume)
         sweep.recall(self.space)
         self._sweep = sweep

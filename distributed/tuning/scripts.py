@@ -21,7 +21,7 @@ from distributed.launcher import check_script
 from distributed.launching.guarded import Guarded, Report
 from distributed.launching.processes import STOP_SIGNALS
 from distributed.launching.stopping import Signals
-from distributed.loggers import check_libraries, run_of_sweep
+from distributed.loggers import check_directories, check_libraries, run_of_sweep
 from distributed.monitor import is_larger_better
 from distributed.plan import plan_processes
 from distributed.run_dir import choose_run_dir
@@ -193,6 +193,7 @@ class Sweeping:
             "settings": {**self.typed.file, **self.typed.flag}, "search_space": _space_text(str(self._asked.search_space)),
             "search": self._asked.search, "scheduler": self.scheduler, "num_samples": self.num_samples,
         }  # fmt: skip
+        check_directories(merge(self.typed, {}))
         sweep = open_sweep(self.directory, self._asked.metric, self.mode, asked, self._asked.resume)
         sweep.recall(self.space)
         plan = self._plan(sweep)

@@ -234,6 +234,7 @@ def test_a_script_that_always_crashes_is_told_by_its_cause(run_cli, place, clust
         (["--nproc-per-node", "64"], SPACE, 3, "a trial needs 64 CPU"),
         (["--learning-rate", "1"], SPACE, 2, "learning_rate is in the search space and typed as 1.0 too"),
         (["--checkpoint-dir", "x"], SPACE, 2, "would be shared by all trials"),
+        (["--tensorboard-dir", "/proc/none"], SPACE, 2, "tensorboard_dir '/proc/none' cannot be written"),
         (["--mode", "low"], SPACE, 2, "choose min or max"),
         (["--scheduler", "pbt", "--max-concurrent", "1"], SPACE, 2, "max_concurrent=1 has no effect with scheduler='pbt'"),
         (["--global-batch-size", "10", "--batch-size", "4"], SPACE, 2, "is not a multiple of batch_size=4"),
