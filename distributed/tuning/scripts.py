@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import re
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +41,7 @@ from distributed.tuning.plan import (
 )
 from distributed.tuning.proposals import check_search, make_proposals
 from distributed.tuning.search import engine, note_line
-from distributed.tuning.space import read_space
+from distributed.tuning.space import Dimension, read_space
 from distributed.tuning.sweep import Sweep, as_arguments, open_sweep, scores
 from distributed.tuning.table import Table
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 
 _LEAVING_S = 90.0  # for trials to save and leave after a stop; then all is killed
 _SHOWN = 5  # proposals of a dry run
+_BETWEEN = math.sqrt(2) - 1  # of a way: at no whole number where the ends are such
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +118,9 @@ class Sweeping:
                     f"{name} is in the search space and typed as {typed.flag[name]!r} too: drop one of them"
                 )
         for name, each in self.space.items():
-            for value in each.values or (each.low, each.high):
-                DistributedConfig(**split_sweep({name: value})[0])  # refuses a wrong value
+            _check_values(name, each)
+        _check_argument_names(others)
+        _check_once([split_sweep({name: value})[0] for name, value in self._first.items()], list(self.space))
         if "checkpoint_dir" in {**typed.file, **typed.flag}:
             raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
         arguments = [f"{name} is no setting: the script gets it as --{name}" for name in others]
@@ -221,6 +225,36 @@ class Sweeping:
         if end.error is not None:
             sys.stderr.write(f"error: {end.error}\n")
         return end.exit_code
+
+
+def _check_values(name: str, each: Dimension) -> None:
+    """ConfigError for a value that the setting of this name, where it is one, cannot have."""
+    for value in each.values or (each.low, each.high):
+        DistributedConfig(**split_sweep({name: value})[0])
+    if each.kind in ("uniform", "loguniform"):
+        try:
+            DistributedConfig(**split_sweep({name: each.at(_BETWEEN)})[0])
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}, or in the search space a list or randint in the place of {each.kind}"
+            ) from None
+
+
+def _check_argument_names(names: Iterable[str]) -> None:
+    for name in names:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ConfigError(
+                f"{name!r} in the search space is no name of an argument: write one of letters, '_' and '-'"
+            )
+
+
+def _check_once(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """ConfigError where two of `names` are one setting, such as lr and learning_rate."""
+    named: dict[str, str] = {}
+    for given, name in zip(settings, names, strict=True):
+        for setting, value in given.items():
+            if not isinstance(value, Mapping) and (other := named.setdefault(setting, name)) != name:
+                raise ConfigError(f"{other} and {name} in the search space are one setting: drop one of them")
 
 
 def _space_text(path: str) -> Any:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,10 @@ def read_space(path: str | os.PathLike[str]) -> dict[str, Dimension]:
 
     where = f"search space {str(path)!r}"
     try:
-        content = yaml.safe_load(Path(path).read_bytes())
+        loader = yaml.SafeLoader(Path(path).read_bytes())
+        node = loader.get_single_node()
+        _check_once(where, node)
+        content = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise ConfigError(f"{where} cannot be read ({error.strerror}): name another") from None
     except yaml.YAMLError as error:
@@ -90,6 +94,18 @@ def read_space(path: str | os.PathLike[str]) -> dict[str, Dimension]:
         line = f", line {mark.line + 1}," if mark else ""
         raise ConfigError(f"{where}{line} is not YAML: write lines such as '{_EXAMPLE}'") from None
     return make_space(content, where)
+
+
+def _check_once(where: str, node: Any) -> None:
+    """YAML lets the last of two equal names win without a word: here an error."""
+    lines: dict[str, int] = {}
+    for key, _ in node.value if getattr(node, "id", "") == "mapping" else ():
+        line = key.start_mark.line + 1
+        if key.id == "scalar" and key.value in lines:
+            raise ConfigError(
+                f"{where} has {key.value!r} in line {lines[key.value]} and again in line {line}: drop one"
+            )
+        lines[str(key.value)] = line
 
 
 def make_space(content: Any, where: str = "search_space") -> dict[str, Dimension]:
@@ -149,7 +165,7 @@ def _range(kind: str) -> Callable[[str, Any], Dimension]:
 def _ends(where: str, kind: str, arguments: Any) -> tuple[float, float]:
     ends = [_number(each) for each in arguments] if isinstance(arguments, (list, tuple)) else []
     is_pair = len(ends) == 2 and all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in ends)
-    if not is_pair or not all(map(math.isfinite, ends)):
+    if not is_pair or not all(abs(end) <= sys.float_info.max for end in ends):
         raise ConfigError(f"{where}: {kind} takes two numbers, not {arguments!r}: write {kind}: [1, 10]")
     if ends[0] >= ends[1]:
         raise ConfigError(f"{where}: {kind} from {ends[0]:g} to {ends[1]:g} holds nothing: write the smaller one first")

@@ -244,6 +244,9 @@ def test_a_script_that_always_crashes_is_told_by_its_cause(run_cli, place, clust
         ([], "learning_rate: {logunifrm: [1, 2]}", 2, "did you mean 'loguniform'?"),
         ([], "nproc_per_node: [1, 2]", 2, "nproc_per_node cannot be searched"),
         ([], "batch_size: [8, 0]", 2, "batch_size=0"),
+        (["--search", "random", "--num-samples", "2"], "batch_size: {uniform: [16, 64]}", 2, "or randint in the place of uniform"),
+        ([], "lr: [0.1]\nlearning_rate: [0.2]", 2, "lr and learning_rate in the search space are one setting"),
+        ([], "'my x': [1, 2]", 2, "'my x' in the search space is no name of an argument"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(run_cli, place, flags, space, code, said):

@@ -105,6 +105,7 @@ def test_domains_of_ray_tune_are_spaces_too():
         ({"a": {"uniform": [1, 0]}}, "holds nothing: write the smaller one first"),
         ({"a": {"uniform": 3}}, "takes two numbers, not 3"),
         ({"a": {"uniform": [0, math.inf]}}, "takes two numbers"),
+        ({"a": {"uniform": [0, 10**400]}}, "takes two numbers"),
         ({"a": {"loguniform": [0, 1]}}, "begin above 0"),
         ({"a": {"randint": [0, 1.5]}}, "needs whole numbers"),
         ({"a": []}, "has no values"),
@@ -119,7 +120,15 @@ def test_a_malformed_space_is_one_line(content, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "said"), [("a: [1", "line"), ("", "is empty"), (None, "cannot be read")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [1", "line"),
+        ("", "is empty"),
+        (None, "cannot be read"),
+        ("a: [1]\nb: 2\na: [3]", "has 'a' in line 1 and again in line 3"),
+    ],
+)
 def test_a_file_that_is_no_space_is_named(tmp_path, text, said):
     file = tmp_path / "space.yaml"
     if text is not None:
