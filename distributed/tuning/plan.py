@@ -80,6 +80,8 @@ class SearchPlan:
 
 def check_scheduler(name: str | None, options: Mapping[str, Any]) -> tuple[str | None, dict[str, float]]:
     """The scheduler and its options, with its defaults. Raises ConfigError."""
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"scheduler_options is a {type(options).__name__}: write {{'grace_period': 2}}")
     if name in (None, "none", "fifo"):
         if options:
             raise ConfigError(f"scheduler option {next(iter(options))!r} has no effect without a scheduler: drop it")
@@ -94,8 +96,10 @@ def check_scheduler(name: str | None, options: Mapping[str, Any]) -> tuple[str |
             raise ConfigError(
                 f"{option} is no option of scheduler {name}{nearest(option, defaults)}: it has {', '.join(defaults)}"
             )
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise ConfigError(f"{option}={value!r} of scheduler {name} is not above 0: set it to {defaults[option]:g}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ConfigError(
+                f"{option}={value!r} of scheduler {name} is no number above 0: set it to {defaults[option]:g}"
+            )
     if options.get("reduction_factor", 2) <= 1:
         raise ConfigError(f"reduction_factor={options['reduction_factor']:g} keeps every trial: set more than 1")
     chosen = {**defaults, **options}
@@ -141,6 +145,8 @@ def check_metric(metric: Any, mode: Any) -> None:
 def bundles_of(resources: Any, gpus: float = 0.0) -> tuple[Bundle, ...]:
     """What a trial takes, as bundles: a dict is one, a list of dicts are several, a placement group factory has its own."""
     given = getattr(resources, "bundles", resources)
+    if not isinstance(given, (Mapping, list, tuple, type(None))):
+        raise ConfigError(f"resources_per_trial is a {type(given).__name__}: write {{'cpu': 1}}, or a list of such")
     listed = [{"CPU": 1.0}] if given is None else [given] if isinstance(given, Mapping) else list(given)
     bundles = tuple(_bundle(each) for each in listed)
     if not bundles or not any(total(bundles).values()):
@@ -177,5 +183,5 @@ def check_fits(needs: Bundle, there: Bundle, where: str) -> None:
         if amount > there.get(name, 0.0):
             raise ResourceError(
                 f"a trial needs {amount:g} {name}, and {where} has {there.get(name, 0.0):g}: ask for less, by"
-                " resources_per_trial or, for a script, by its processes (--nproc-per-node)"
+                " resources_per_trial or, for a script, by --cpus-per-trial or its processes (--nproc-per-node)"
             )

@@ -271,7 +271,7 @@ def test_resources_are_bundles_in_every_form():
         check_fits(total(several), {"CPU": 2.0}, "here")
 
 
-@pytest.mark.parametrize("wrong", [{}, {"cpu": -1}, {"cpu": "two"}, [1], []])
+@pytest.mark.parametrize("wrong", [{}, {"cpu": -1}, {"cpu": "two"}, [1], [], 3])
 def test_resources_that_are_none_are_refused(wrong):
     with pytest.raises(ConfigError, match="resources_per_trial"):
         bundles_of(wrong)
@@ -283,12 +283,14 @@ def test_a_scheduler_has_its_own_options_and_no_others():
     for name, options, said in (
         ("ahsa", {}, "did you mean 'asha'?"),
         ("asha", {"grace_perio": 2}, "did you mean 'grace_period'?"),
-        ("pbt", {"quantile_fraction": -1}, "is not above 0"),
+        ("pbt", {"quantile_fraction": -1}, "is no number above 0"),
+        ("asha", {"grace_period": math.nan}, "grace_period=nan of scheduler asha is no number above 0"),
         ("asha", {"reduction_factor": 1}, "keeps every trial"),
         ("asha", {"grace_period": 5, "max_t": 3}, "grace_period=5 is above max_t=3"),
         ("pbt", {"quantile_fraction": 0.6}, "quantile_fraction=0.6 of scheduler pbt is above 0.5"),
         ("pbt", {"resample_probability": 1.5}, "is above 1: set it"),
         (None, {"grace_period": 2}, "without a scheduler"),
+        ("asha", "grace_period=2", "scheduler_options is a str"),
     ):
         with pytest.raises(ConfigError) as caught:
             check_scheduler(name, options)
