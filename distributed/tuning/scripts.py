@@ -322,6 +322,8 @@ class _Watch:
             if self._end.signum:
                 return True
             self._end.signum = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            if all(record.status != "running" for record in self._sweep.all):  # nobody has anything to save
+                return True
             self._deadline = time.monotonic() + _LEAVING_S
             self._plan.stop_file.touch()
             self._table.say("stopping: trials save and leave; once more to end at once")

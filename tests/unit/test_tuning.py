@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import math
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from distributed.errors import ConfigError, ResourceError, TrainingError
 from distributed.run_dir import RunDirectory
 from distributed.settings import Typed, read_config_file
 from distributed.tuning import proposals as proposing
+from distributed.tuning import scripts
 from distributed.tuning.context import Trial
 from distributed.tuning.earlier import num_begun, primed
 from distributed.tuning.jobs import FunctionJob, cause_of
@@ -486,6 +488,19 @@ def test_a_cause_is_said_once_and_with_the_last_words_of_who_just_left(tmp_path,
     (run.logs / "rank-0.log").write_text(said)
     run.event("worker_failed", rank=int(cause[5]), cause=cause, traceback="Traceback\nValueError: no")
     assert cause_of(1, run, 0, tmp_path / "log") == told
+
+
+def test_a_stop_before_any_trial_waits_for_nobody(tmp_path):
+    sweep = sweep_of(tmp_path / "s")
+
+    def waits():
+        watch = scripts._Watch(plan_of(tmp_path), sweep, None, None, types.SimpleNamespace(say=print), None)
+        return not watch._stops([signal.SIGINT])
+
+    assert not waits()
+    sweep.note(0, "started", config={"lr": 1})
+    assert waits()
+    sweep.run.unlock()
 
 
 # ------------------------------------------------------------------ the files
