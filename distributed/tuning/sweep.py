@@ -133,7 +133,8 @@ class Sweep:
         """What an earlier process wrote. Trials that it did not end go on."""
         content = self.journal.read_text(encoding="utf-8", errors="replace") if self.journal.exists() else ""
         for text in content.splitlines():
-            with contextlib.suppress(ValueError):  # half a line of a killed writer
+            # Half a line of a killed writer is no JSON, and another hand may have written any.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
                 self.apply(json.loads(text))
         if content and not content.endswith("\n"):  # what is written next is a line of its own
             with self.journal.open("a", encoding="utf-8") as file:
@@ -275,17 +276,29 @@ def open_sweep(directory: Path, metric: str, mode: str, asked: Mapping[str, Any]
     sweep.run.check(resume=resume)
     text = yaml.safe_dump(_as_yaml({"metric": metric, "mode": mode, **asked}), sort_keys=False)
     if resume and file.exists():
-        _check_same(yaml.safe_load(file.read_text(encoding="utf-8")), yaml.safe_load(text), directory)
+        _check_same(_asked_before(file), yaml.safe_load(text), directory)
     sweep.run.lock()
     sweep.read()
+    (directory / "trials").mkdir(exist_ok=True)
     for record in sweep.records.values():  # what a trial reported and nobody wrote down is to come again
         last = sweep.trial_dir(record.number).with_name(f"{record.name}.last.json")
         last.unlink(missing_ok=True)
         if record.rows:
             replace_text(last, json.dumps(record.rows[-1]))
-    (directory / "trials").mkdir(exist_ok=True)
     replace_text(file, text)
     return sweep
+
+
+def _asked_before(file: Path) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(file.read_bytes())
+    except (OSError, yaml.YAMLError):
+        content = None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{file} is damaged, so what was asked is not known: begin anew with another --run-dir")
+    return content
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:

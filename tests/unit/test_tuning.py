@@ -634,6 +634,21 @@ def test_the_best_settings_are_as_strong_as_flags_and_the_rest_are_arguments(tmp
     sweep.run.unlock()
 
 
+def test_a_damaged_sweep_is_one_line_or_does_no_harm(tmp_path):
+    sweep = sweep_of(tmp_path / "s")
+    sweep.note(0, "started", config={"lr": 1})
+    sweep.run.unlock()
+    with sweep.journal.open("a") as file:
+        file.write('[1]\n{"trial": 0}\n')
+    again = sweep_of(tmp_path / "s", resume=True)
+    assert list(again.records) == [0]
+    again.run.unlock()
+    for text in ("", "a: [", "- 1"):
+        (tmp_path / "s" / "sweep.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"sweep\.yaml is damaged.*begin anew"):
+            sweep_of(tmp_path / "s", resume=True)
+
+
 def test_a_sweep_that_goes_on_must_be_the_same(tmp_path):
     sweep_of(tmp_path / "s").run.unlock()
     for changed, said in (
