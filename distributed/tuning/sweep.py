@@ -303,7 +303,7 @@ def _asked_before(file: Path) -> Mapping[str, Any]:
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
     """A sweep that goes on is the same one, of as many trials or more."""
-    for name in before.keys() | now.keys():
+    for name in {**now, **before}:  # as typed: what follows from another comes behind it
         one, other = before.get(name), now.get(name)
         if name == "num_samples":
             if int(one or 0) > int(other or 0):

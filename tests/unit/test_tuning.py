@@ -653,7 +653,7 @@ def test_a_sweep_that_goes_on_must_be_the_same(tmp_path):
     sweep_of(tmp_path / "s").run.unlock()
     for changed, said in (
         ({"num_samples": 3}, "num_samples=3 is less than the 4"),
-        ({"search": "grid"}, 'search="grid" is not the "random"'),
+        ({"search": "grid", "a": 1, "b": 1, "c": 1}, 'search="grid" is not the "random"'),
         ({"search_space": {"lr": [1, 3]}}, "search_space="),
     ):
         with pytest.raises(ConfigError) as caught:
