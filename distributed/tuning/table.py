@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +73,29 @@ class Table:
         sweep = self._sweep
         names = list(dict.fromkeys(name for record in sweep.all for name in record.config))
         table = Rich(caption=self._counts() if caption else None, caption_justify="left", box=None, pad_edge=False)
-        for head in ("trial", "status", "epochs", sweep.metric, *names):
-            table.add_column(head, no_wrap=True, justify="left" if head in ("trial", "status") else "right")
         ordered = sorted(sweep.all, key=lambda record: (sweep.score(record), record.number))
-        for record in ordered[: max(3, self._console.height - _ROOM)]:
-            row = record.best_row(sweep.metric, sweep.mode) or {}
-            config = self._config(record)
-            values = [number(config.get(name, "")) for name in names]
-            metric = number(row[sweep.metric]) if row else ""
-            table.add_row(record.name, record.status, str(record.epochs), metric, *values)
+        rows = [self._row(record, names) for record in ordered[: max(3, self._console.height - _ROOM)]]
+        heads = ["trial", "status", "epochs", sweep.metric, *names]
+        num_shown = _num_fitting([heads, *rows], self._console.width)
+        for place, head in enumerate(heads[:num_shown]):
+            table.add_column(head, no_wrap=True, justify="left" if place < 2 else "right")
+        if num_shown < len(heads):
+            table.add_column("…")
+        for row in rows:
+            table.add_row(*row[:num_shown])
         return table
+
+    def _row(self, record: Record, names: Sequence[str]) -> list[str]:
+        row = record.best_row(self._sweep.metric, self._sweep.mode) or {}
+        config = self._config(record)
+        metric = number(row[self._sweep.metric]) if row else ""
+        return [
+            record.name,
+            record.status,
+            str(record.epochs),
+            metric,
+            *(number(config.get(name, "")) for name in names),
+        ]
 
     def _counts(self) -> str:
         counts: dict[str, int] = {}
@@ -102,6 +115,14 @@ class Table:
         if best is not None and (record := self._sweep.best()) is not None:
             self.say(f"best: {self.line_of(record)}")
             self.say(f"its settings, for train --config: {best}")
+
+
+def _num_fitting(rows: Sequence[Sequence[str]], width: int) -> int:
+    """How many columns have room. What a trial tries comes last, and stands in the lines that stay too."""
+    widths = [max(map(len, column)) + len(_GAP) for column in zip(*rows, strict=True)]
+    if sum(widths) - len(_GAP) <= width:
+        return len(widths)
+    return max((num for num in range(4, len(widths)) if sum(widths[:num]) + 1 <= width), default=4)
 
 
 def in_words(config: Mapping[str, Any]) -> str:

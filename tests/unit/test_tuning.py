@@ -803,6 +803,21 @@ def test_trials_are_shown_as_they_end_and_the_best_at_last(tmp_path, monkeypatch
     sweep.run.unlock()
 
 
+def test_a_narrow_terminal_shows_fewer_values_and_every_metric(tmp_path, monkeypatch):
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    sweep = sweep_of(tmp_path / "s")
+    note_line(sweep, {"trial": 0, "event": "started", "config": {f"setting_{number}": 1.5 for number in range(7)}})
+    note_line(sweep, {"trial": 0, "event": "row", "row": {"val_loss": 0.12345}})
+    Table(sweep, 1, []).close(None)
+    (head,) = [line for line in out.getvalue().splitlines() if "status" in line][-1:]
+    assert "val_loss" in head and "setting_0" in head and "setting_6" not in head and "…" in head
+    assert "0.1235" in out.getvalue() and "00000" in out.getvalue()
+    sweep.run.unlock()
+
+
 class Growing(Record):
     """A record that the search adds another to while it is looked at."""
 
