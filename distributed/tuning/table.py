@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -40,10 +41,11 @@ class Table:
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        if self._live is not None:
-            self._console.print(line, markup=False, highlight=False, emoji=False)
-        else:
-            print(line, flush=True)  # noqa: T201 - the display of a command
+        with contextlib.suppress(OSError):  # a terminal or a pipe that has gone: the search goes on
+            if self._live is not None:
+                self._console.print(line, markup=False, highlight=False, emoji=False)
+            else:
+                print(line, flush=True)  # noqa: T201 - the display of a command
 
     def show(self, line: Mapping[str, Any]) -> None:
         """Something happened, and is in the sweep already."""

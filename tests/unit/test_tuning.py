@@ -818,6 +818,18 @@ def test_a_narrow_terminal_shows_fewer_values_and_every_metric(tmp_path, monkeyp
     sweep.run.unlock()
 
 
+def test_a_terminal_that_has_gone_ends_no_search(tmp_path, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    sweep = sweep_of(tmp_path / "s")
+    monkeypatch.setattr(sys, "stdout", Gone())
+    table = Table(sweep, 1, ["1 trial"])
+    table.close(None)
+    sweep.run.unlock()
+
+
 class Growing(Record):
     """A record that the search adds another to while it is looked at."""
 
