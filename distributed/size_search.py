@@ -115,10 +115,10 @@ def _try(trainer: Trainer, train_data: Any, size: int) -> DistributedError | Non
         code = run_in_workers(attempt, search, search.merged, run)
         if code == _PREEMPTED:
             raise TrainingInterrupted(signal.SIGTERM)
-    except (KeyboardInterrupt, TrainingInterrupted):
+        reason = None if code == 0 else _reason(code, run)
+    except (KeyboardInterrupt, TrainingInterrupted, ConfigError, ResourceError):  # which point to no log
         _remove(directory)
         raise
-    reason = None if code == 0 else _reason(code, run)
     _remove(directory)
     return reason
 

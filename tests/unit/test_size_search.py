@@ -137,8 +137,8 @@ def test_another_failure_is_raised(tmp_path):
         size_search._reason(1, RunDirectory(tmp_path))
 
 
-@pytest.mark.parametrize("interrupted", [KeyboardInterrupt(), 143])
-def test_an_attempt_that_is_interrupted_leaves_nothing(interrupted, tmp_path, monkeypatch):
+@pytest.mark.parametrize("interrupted", [KeyboardInterrupt(), 143, 2, 3])
+def test_an_attempt_that_is_interrupted_or_refused_leaves_nothing(interrupted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run_in_workers(attempt, search, merged, run):
@@ -149,6 +149,6 @@ def test_an_attempt_that_is_interrupted_leaves_nothing(interrupted, tmp_path, mo
 
     monkeypatch.setattr(size_search, "run_in_workers", run_in_workers)
     data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
-    with pytest.raises((KeyboardInterrupt, TrainingInterrupted)):
+    with pytest.raises((KeyboardInterrupt, TrainingInterrupted, ConfigError, ResourceError)):
         trainer().find_batch_size(data, max_size=8)
     assert list(tmp_path.iterdir()) == []
