@@ -36,9 +36,14 @@ class LearningRateCurve:
         """
         half = self._half_window
         lines = self.lines
+        if not self.losses:
+            raise ConfigError(
+                "the loss is no number at the first update, before any rate had an effect: look at the model, the loss and the data"
+            )
         if len(lines) <= half:
-            where = f", at rate {self.rates[-1]:.3g}" if self.rates else ""
-            raise ConfigError(f"the loss diverged after {len(self.losses)} updates{where}: lower min_rate")
+            raise ConfigError(
+                f"the loss diverged after {len(self.losses)} updates, at rate {self.rates[-1]:.3g}: lower min_rate"
+            )
         lowest = min(range(len(lines)), key=lambda i: lines[i].mean)
         falling = lines[: lowest + 1]  # what rises behind it is no noise
         # By a few times what the mean of a window deviates by chance.
