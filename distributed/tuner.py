@@ -105,6 +105,8 @@ class DistributedTuner:
         check_pairing(self.scheduler, search, max_concurrent)
         _check_numbers(num_gpus=num_gpus, seed=seed, max_concurrent=max_concurrent, max_failures=max_failures)
         self._settings = _checked(settings, type(self).__init__.__kwdefaults__ or ())
+        if not callable(train_fn):
+            _check_names(self.space, self._settings)
         is_here = engine().has_own_cluster(address)
         if num_gpus and not is_here and self.scheduler in SHARING:
             raise ConfigError(
@@ -266,6 +268,13 @@ def _checked(settings: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
         raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
     check_libraries(merge(Typed(), {}, sweep=named))
     return named
+
+
+def _check_names(space: Space, settings: Mapping[str, Any]) -> None:
+    """What the command refuses to search of a script."""
+    from distributed.tuning.scripts import check_names
+
+    check_names(space, Typed(flag=settings))
 
 
 def _check_numbers(**given: Any) -> None:

@@ -41,7 +41,7 @@ from distributed.tuning.plan import (
 )
 from distributed.tuning.proposals import check_search, make_proposals
 from distributed.tuning.search import engine, note_line
-from distributed.tuning.space import Dimension, read_space
+from distributed.tuning.space import Dimension, Space, read_space
 from distributed.tuning.sweep import Sweep, as_arguments, open_sweep, scores
 from distributed.tuning.table import Table
 
@@ -90,7 +90,7 @@ class Sweeping:
         self.num_samples = check_search(asked.search, self.space, asked.num_samples)
         self.scheduler, self.scheduler_options = check_scheduler(asked.scheduler, asked.scheduler_options)
         check_pairing(self.scheduler, asked.search, asked.max_concurrent)
-        self._notices = self._check_names(typed)
+        self._first, self._notices = check_names(self.space, typed)
         check_libraries(merge(typed, {}))
         self.typed, self._address = self._of_trials(typed)
         self._is_here = engine().has_own_cluster(self._address)
@@ -102,29 +102,6 @@ class Sweeping:
         if self._is_here:  # what every trial would be refused for; of other machines only they know
             launch_request(self._job.typed_with(self._first), None)
         engine().check_here(self._plan())
-
-    def _check_names(self, typed: Typed) -> list[str]:
-        """Names that are swept: settings that may be, and not typed as well."""
-        self._first = {name: (each.grid() or (each.at(0.5),))[0] for name, each in self.space.items()}
-        settings, others, notices = split_sweep(self._first)
-        known = rules(DistributedConfig)
-        for name in settings:
-            if known[name].group == "Resources" or name in ("checkpoint_dir", "resume_from_checkpoint"):
-                raise ConfigError(
-                    f"{name} cannot be searched, as trials differ in what they learn with: give it as a flag"
-                )
-            if name in typed.flag and not isinstance(settings[name], Mapping):
-                raise ConfigError(
-                    f"{name} is in the search space and typed as {typed.flag[name]!r} too: drop one of them"
-                )
-        for name, each in self.space.items():
-            _check_values(name, each)
-        _check_argument_names(others)
-        _check_once([split_sweep({name: value})[0] for name, value in self._first.items()], list(self.space))
-        if "checkpoint_dir" in {**typed.file, **typed.flag}:
-            raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
-        arguments = [f"{name} is no setting: the script gets it as --{name}" for name in others]
-        return [*typed.notices, *notices, *arguments]
 
     def _of_trials(self, typed: Typed) -> tuple[Typed, str | None]:
         """What every trial is given, and the cluster that they run on."""
@@ -227,9 +204,40 @@ class Sweeping:
         return end.exit_code
 
 
+def check_names(space: Space, typed: Typed) -> tuple[dict[str, Any], list[str]]:
+    """Values of a first trial of a script, and notices. ConfigError for settings that cannot be searched, or are typed too."""
+    first = {name: _some(each)[0] for name, each in space.items()}
+    settings, others, notices = split_sweep(first)
+    known = rules(DistributedConfig)
+    for name in settings:
+        if known[name].group == "Resources" or name in ("checkpoint_dir", "resume_from_checkpoint"):
+            raise ConfigError(
+                f"{name} cannot be searched, as trials differ in what they learn with: give it to all of them"
+            )
+        if name in typed.flag and not isinstance(settings[name], Mapping):
+            raise ConfigError(f"{name} is in the search space and typed as {typed.flag[name]!r} too: drop one of them")
+    for name, each in space.items():
+        _check_values(name, each)
+    _check_argument_names(others)
+    _check_once([split_sweep({name: value})[0] for name, value in first.items()], list(space))
+    if "checkpoint_dir" in {**typed.file, **typed.flag}:
+        raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
+    arguments = [f"{name} is no setting: the script gets it as --{name}" for name in others]
+    return first, [*typed.notices, *notices, *arguments]
+
+
+def _some(each: Dimension) -> tuple[Any, ...]:
+    """Values that it may have: all, the ends, or one that a library draws."""
+    if each.sampler is not None:
+        import numpy
+
+        return (each.sampler(numpy.random.RandomState(0)),)
+    return each.values or (each.low, each.high)
+
+
 def _check_values(name: str, each: Dimension) -> None:
     """ConfigError for a value that the setting of this name, where it is one, cannot have."""
-    for value in each.values or (each.low, each.high):
+    for value in _some(each):
         DistributedConfig(**split_sweep({name: value})[0])
     if each.kind in ("uniform", "loguniform"):
         try:

@@ -383,6 +383,27 @@ def test_a_trial_of_a_script_has_a_cpu_for_each_of_its_processes(tmp_path, monke
 
 
 @pytest.mark.parametrize(
+    ("space", "settings", "said"),
+    [
+        ({"nproc_per_node": [1, 2]}, {}, "nproc_per_node cannot be searched"),
+        ({"batch_size": [8, 0]}, {}, "batch_size=0"),
+        (
+            {"learning_rate": [0.1, 0.2]},
+            {"learning_rate": 3},
+            "learning_rate is in the search space and typed as 3 too",
+        ),
+    ],
+)
+def test_a_script_from_code_is_checked_as_that_of_the_command(tmp_path, space, settings, said):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    with pytest.raises(ConfigError, match=said):
+        DistributedTuner(script, space, num_gpus=0, **settings)
+    drawn = types.SimpleNamespace(sample=lambda random_state: 8)  # a domain that only its library knows
+    assert DistributedTuner(script, {"batch_size": drawn}, num_gpus=0).space["batch_size"].kind == "sampler"
+
+
+@pytest.mark.parametrize(
     "given",
     [
         {"seed": None},
