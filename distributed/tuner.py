@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import numbers
 import os
@@ -16,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from distributed.config import canonical
-from distributed.errors import ConfigError, ResourceError
+from distributed.errors import ConfigError, ResourceError, TrainingInterrupted
 from distributed.gpus import visible_gpus
 from distributed.launcher import check_script
 from distributed.loggers import check_directories, check_libraries, environ_of_trials, run_of_sweep
@@ -127,7 +126,8 @@ class DistributedTuner:
         """Run that many trials (None: all combinations of search="grid"); returns the best one's values.
 
         Raises TrainingError where every trial fails, with the first one's cause, ConfigError where nobody reports the metric,
-        and KeyboardInterrupt after Ctrl-C, when the trials have saved and `sweep.json` is written.
+        and KeyboardInterrupt after Ctrl-C, TrainingInterrupted (an exit with 143) after SIGTERM, both when the trials have saved
+        and `sweep.json` is written.
         """
         number = check_search(self._search, self.space, num_samples)
         directory = Path(self._run_dir if self._run_dir is not None else choose_run_dir(script_name())).absolute()
@@ -160,7 +160,7 @@ class DistributedTuner:
                 each.close(status)
             sweep.run.unlock()
         if seen:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if seen[0] == signal.SIGINT else TrainingInterrupted(seen[0])
         return self.best_params
 
     def _job(self, directory: Path) -> FunctionJob | ScriptJob:
@@ -182,7 +182,8 @@ class DistributedTuner:
         space = {name: _written(each) for name, each in self.space.items()}
         return {
             "search": self._search, "scheduler": self.scheduler, "seed": self._seed, "num_samples": number,
-            "search_space": space, **({"settings": self._settings} if self._settings else {}),
+            "search_space": space, **({"scheduler_options": dict(self.scheduler_options)} if self.scheduler_options else {}),
+            **({"settings": self._settings} if self._settings else {}),
         }  # fmt: skip
 
     # ------------------------------------------------------------------ what came of it
@@ -350,7 +351,7 @@ def _written(each: Any) -> Any:
 
 @contextlib.contextmanager
 def _stopping(stop_file: Path) -> Iterator[list[int]]:
-    """Ctrl-C has the trials save and leave; a second one ends this process as usual. Gives a list that then is not empty."""
+    """Ctrl-C and SIGTERM have the trials save and leave; a second Ctrl-C ends this process as usual. Gives a list of what came."""
     seen: list[int] = []
     stop_file.unlink(missing_ok=True)
     if threading.current_thread() is not threading.main_thread():
@@ -358,14 +359,15 @@ def _stopping(stop_file: Path) -> Iterator[list[int]]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if seen:
+        if seen and number == signal.SIGINT:
             raise KeyboardInterrupt
         seen.append(number)
-        stop_file.write_text(json.dumps({"signal": number}))
+        stop_file.touch()
 
-    before = signal.signal(signal.SIGINT, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield seen
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         stop_file.unlink(missing_ok=True)

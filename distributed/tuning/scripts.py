@@ -173,6 +173,7 @@ class Sweeping:
             "script": Path(str(self.typed.script)).name, "script_args": list(self.typed.script_args),
             "settings": {**self.typed.file, **self.typed.flag}, "search_space": _space_text(str(self._asked.search_space)),
             "search": self._asked.search, "scheduler": self.scheduler, "num_samples": self.num_samples,
+            **({"scheduler_options": dict(self.scheduler_options)} if self.scheduler_options else {}),
         }  # fmt: skip
         check_directories(merge(self.typed, {}))
         sweep = open_sweep(self.directory, self._asked.metric, self.mode, asked, self._asked.resume)

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.timeout(1500)
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """(where the searches were, what the command said). The last search, on a cluster of its own, gets a Ctrl-C of the terminal,
-    which is for all processes of the command."""
+    """(where the searches were, what the command said). The last searches are on clusters of their own: one gets a Ctrl-C of the
+    terminal, which is for all processes of the command, and one SIGTERM, which is for the command's own process."""
     needs_backend("ray")
     cwd = tmp_path_factory.mktemp("cwd")
     with tempfile.TemporaryDirectory(prefix="tuner-") as out:  # short: sockets lie in it
@@ -34,6 +34,8 @@ def ended(tmp_path_factory):
         try:
             command.wait_for(lambda: reporting(place / "cut" / "trials.jsonl") >= {0, 1}, 1200)
             os.killpg(command.pid, signal.SIGINT)
+            command.wait_for(lambda: reporting(place / "preempted" / "trials.jsonl") >= {0, 1}, 150)
+            os.kill(command.pid, signal.SIGTERM)
             done = command.finish(150, grace=60)  # fails where a process is left
         finally:
             command.kill()
@@ -49,7 +51,7 @@ def reporting(journal):
 
 @pytest.fixture(scope="module")
 def found(ended):
-    return json.loads(ended[1].stdout.splitlines()[-1])
+    return json.loads(ended[1].stdout.splitlines()[-2])
 
 
 def test_a_grid_of_a_function_that_returns_metrics(found):
@@ -75,18 +77,19 @@ def test_a_cluster_of_its_own_runs_one_trial_at_a_time(found):
     assert found["own"]["happened"] == [[number, event] for number in range(3) for event in one]
 
 
-def test_ctrl_c_has_all_trials_save_and_leaves_no_process(ended):
-    """In the second search on a cluster of its own of one process, after that was connected to another one."""
+@pytest.mark.parametrize("name", ["cut", "preempted"])
+def test_a_signal_has_all_trials_save_and_leaves_no_process(ended, name):
+    """In searches on clusters of their own of one process, after that was connected to another one."""
     place, done = ended
-    assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr.splitlines()[-1], done.output[
-        -6000:
-    ]
-    sweep = json.loads((place / "cut" / "sweep.json").read_text())
+    assert done.returncode == 128 + signal.SIGTERM and done.stdout.splitlines()[-1] == "KeyboardInterrupt()", (
+        done.output[-6000:]
+    )
+    sweep = json.loads((place / name / "sweep.json").read_text())
     assert [trial["status"] for trial in sweep["trials"]] == ["interrupted"] * 2  # and no third one began
-    runs = [place / "cut" / trial["run_dir"] for trial in sweep["trials"]]
+    runs = [place / name / trial["run_dir"] for trial in sweep["trials"]]
     assert [json.loads((run / "result.json").read_text())["status"] for run in runs] == ["interrupted"] * 2
     assert all(list((run / "checkpoints").glob("step-*")) for run in runs)
-    assert (place / "cut" / "best.yaml").exists() and not (place / "cut" / ".stop").exists()
+    assert (place / name / "best.yaml").exists() and not (place / name / ".stop").exists()
 
 
 def test_the_report_of_a_search_shows_its_parameters_and_their_importance(ended, tmp_path):

@@ -670,6 +670,17 @@ def test_a_damaged_sweep_is_one_line_or_does_no_harm(tmp_path):
             sweep_of(tmp_path / "s", resume=True)
 
 
+def test_a_resume_with_other_options_of_the_scheduler_is_refused(tmp_path):
+    first, other = (
+        DistributedTuner(bowl, SPACE, scheduler="asha", scheduler_options={"grace_period": epochs})._asked(4)
+        for epochs in (1, 2)
+    )
+    open_sweep(tmp_path / "s", "val_loss", "min", first, False).run.unlock()
+    with pytest.raises(ConfigError, match="scheduler_options"):
+        open_sweep(tmp_path / "s", "val_loss", "min", other, True)
+    open_sweep(tmp_path / "s", "val_loss", "min", first, True).run.unlock()
+
+
 def test_a_sweep_that_goes_on_must_be_the_same(tmp_path):
     sweep_of(tmp_path / "s").run.unlock()
     for changed, said in (

@@ -13,7 +13,9 @@ import random
 import re
 import secrets
 import shutil
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -132,6 +134,9 @@ def _joined(plan: SearchPlan) -> Iterator[Any]:
         yield ray
         return
     scratch: Path | None = None
+    on_sigterm = signal.getsignal(
+        signal.SIGTERM
+    )  # Ray puts one of its own in its place, which ends the process at once
     try:
         if (address := _address(plan)) is not None:
             join(ray, address, **_QUIET)
@@ -143,6 +148,8 @@ def _joined(plan: SearchPlan) -> Iterator[Any]:
                 object_store_memory=LOCAL_OBJECT_STORE_BYTES,
                 _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False}, **_QUIET,
             )  # fmt: skip
+        if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
         yield ray
     finally:
         ray.shutdown()

@@ -285,7 +285,16 @@ def main():
     found["groups left"] = [group["state"] for group in groups if group["state"] != "REMOVED"]
     ray.shutdown()
     print(json.dumps(found, default=str), flush=True)
-    tuner("cut", endless, {"lr": [0.1, 0.2, 0.3]}, metric="val_loss", search="grid", max_concurrent=2).tune()
+    try:
+        stopped("cut")
+    except KeyboardInterrupt as interrupt:
+        print(repr(interrupt), flush=True)
+        stopped("preempted")
+
+
+def stopped(name):
+    """By a signal, once two trials have ended an epoch."""
+    tuner(name, endless, {"lr": [0.1, 0.2, 0.3]}, metric="val_loss", search="grid", max_concurrent=2).tune()
 
 
 if __name__ == "__main__":
