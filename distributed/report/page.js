@@ -154,40 +154,50 @@
     return name.length <= length ? name : `${name.slice(0, Math.ceil(length / 2) - 1)}…${name.slice(-Math.floor(length / 2))}`;
   }
 
-  function categories(fig, names) {
-    const length = innerWidth < 600 ? 14 : 30;
-    first(fig.yaxis).major_label_overrides = new Map(names.map((name) => [name, short(name, length)]));
+  // Each name as short as the screen needs it; Bokeh takes no other label for a category than its name.
+  function shortened(names) {
+    const found = new Map();
+    for (const name of names) {
+      let text = short(name, innerWidth < 600 ? 14 : 30);
+      while ([...found.values()].includes(text)) text += "\u200b"; // cannot be seen
+      found.set(name, text);
+    }
+    return found;
+  }
+
+  function categories(fig) {
     first(fig.ygrid).grid_line_color = null;
     first(fig.yaxis).major_tick_line_color = null;
   }
 
   function bars(panel) {
-    const names = [...panel.more.rows].reverse();
-    const fig = newFigure(panel, 84 + 30 * names.length, {
-      y_range: new Bokeh.FactorRange({ factors: names }), x_range: new Bokeh.DataRange1d({ start: 0 }), min_border_left: 10,
+    const names = shortened([...panel.more.rows].reverse());
+    const fig = newFigure(panel, 84 + 30 * names.size, {
+      y_range: new Bokeh.FactorRange({ factors: [...names.values()] }), x_range: new Bokeh.DataRange1d({ start: 0 }), min_border_left: 10,
     });
-    categories(fig, names);
+    categories(fig);
     first(fig.xaxis).formatter = new Bokeh.PrintfTickFormatter({ format: "%.4g" });
     const ends = new Map();
     for (const line of panel.lines.filter((each) => !hidden.has(each.name))) {
       const left = line.data.y.map((name) => ends.get(name) ?? 0);
       const right = line.data.x.map((v, i) => (v ?? 0) + left[i]);
       line.data.y.forEach((name, i) => ends.set(name, right[i]));
-      const its = source({ left, right, y: line.data.y, own: line.data.x, name: right.map(() => line.name), x: right }, "x");
+      const y = line.data.y.map((name) => names.get(name));
+      const its = source({ left, right, y, row: line.data.y, own: line.data.x, name: right.map(() => line.name), x: right }, "x");
       const bar = fig.hbar({ y: { field: "y" }, left: { field: "left" }, right: { field: "right" }, height: 0.7, source: its, fill_color: colour(line.color), line_color: css("--card") });
-      hover(fig, [bar], [["", "@y"], ["@name", "@own{%.4g}"]], { formatters: { "@own": "printf" } });
+      hover(fig, [bar], [["", "@row"], ["@name", "@own{%.4g}"]], { formatters: { "@own": "printf" } });
     }
     return fig;
   }
 
   function events(panel, shared) {
-    const names = [...panel.more.rows].reverse();
-    const fig = newFigure(panel, 74 + 24 * names.length, { y_range: new Bokeh.FactorRange({ factors: names }), x_range: shared, min_border_left: 10 });
-    categories(fig, names);
+    const names = shortened([...panel.more.rows].reverse());
+    const fig = newFigure(panel, 74 + 24 * names.size, { y_range: new Bokeh.FactorRange({ factors: [...names.values()] }), x_range: shared, min_border_left: 10 });
+    categories(fig);
     numberAxes(fig, { ...panel, y: "" });
     first(fig.yaxis).formatter = new Bokeh.CategoricalTickFormatter();
     const drawn = panel.lines.map((line) => {
-      const its = source({ ...scaled(line, panel), y: line.data.step.map(() => line.name) }, "x");
+      const its = source({ ...scaled(line, panel), y: line.data.step.map(() => names.get(line.name)) }, "x");
       its.data.marker = line.data.kind.map((kind) => markers[kind] ?? "square_pin");
       return fig.scatter({ field: "x" }, { field: "y" }, {
         source: its, marker: { field: "marker" }, size: 11, color: colour(line.color), fill_alpha: 0.6, line_width: 2, visible: !hidden.has(line.name),

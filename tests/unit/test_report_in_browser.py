@@ -182,6 +182,19 @@ def test_a_sweep_is_drawn(browser, artifacts, tmp_path):
     opened(browser, file, artifacts, width=390, dark=True)
 
 
+def test_long_names_leave_room_for_what_they_name(browser, artifacts, tmp_path):
+    sweep = write_sweep(tmp_path / "sweep")
+    long = "optimizer.groups.of_the_head.learning_rate_at_the_start"
+    (sweep / "sweep.json").write_text((sweep / "sweep.json").read_text().replace('"learning_rate"', f'"{long}"'))
+    page = opened(browser, write_report([sweep], tmp_path / "names.html"), artifacts, width=390)
+    importance = page.screenshot(tmp_path / "importance.png", plot(page, "Importance of the parameters"))
+    assert pixels(importance, BLUE) > 1000
+    run = write_run(tmp_path / ("a-metric" * 3))
+    lines = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(lines.replace('"accuracy"', f'"{"x" * 150}"'))
+    opened(browser, write_report([run], tmp_path / "metric.html"), artifacts, width=390)
+
+
 def test_a_run_of_100000_log_lines_opens_fast_and_shows_its_spike(browser, artifacts, tmp_path):
     run = write_run(tmp_path / "run", steps=100_000, every=1, spikes={34_567: 50.0})
     file = write_report([run], tmp_path / "long.html")
