@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distributed.backends._torch.waits import Waits
 from distributed.backends.base import If, Job, Refusals
 from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
 from distributed.errors import ConfigError
@@ -87,6 +88,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
             )
         self._hook: CommHook | None = None
         self._watched: _Watch | None = None
+        self._waits = Waits()
 
     def _check_hook(self) -> None:
         options, name = self.options, self.options.comm_hook
@@ -133,7 +135,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
                 static_graph=options.static_graph,
                 bucket_cap_mb=capacity,
             )
-        self._is_first_group = True
+        self._is_first_group, self._waits = True, Waits()
         if options.comm_hook is not None:
             hook = self._hook = self._hook or self._make_hook(options.comm_hook, model)
             # DDP compares annotations with its own types, and ours are words (`from __future__ import annotations`).
@@ -242,9 +244,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
 
     def waited_s(self) -> float | None:
         """By torch's own clock, which it reads in the first ten updates of a wrapper and in one of a hundred."""
-        times = self._wrapped._get_ddp_logging_data()  # type: ignore[operator]
-        exchange, overlap = (times.get(f"avg_backward_{name}_time") for name in ("comm", "compute_comm_overlap"))
-        return None if exchange is None or overlap is None else max(exchange - overlap, 0) / 1e9
+        return self._waits.take(self._wrapped._get_ddp_logging_data())  # type: ignore[operator]
 
     def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         super()._on_non_finite(group, losses, result)
