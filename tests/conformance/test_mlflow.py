@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from distributed.cli.__main__ import run as run_command
 from distributed.errors import ResourceError
 from distributed.loggers._mlflow import sender as sender_module
+from distributed.loggers._mlflow.database import make_whole
 from distributed.loggers._mlflow.spool import Record, Spool
 from distributed.loggers._mlflow.system import SystemSampler
 from tests.conftest import poll
@@ -415,6 +417,25 @@ def test_what_mlflow_refuses_is_named_and_the_rest_is_sent(entrance, sending):
     assert run.data.metrics == {"loss": 2.0} and steps(client, sender.run_id, "loss") == [1, 2, 3, 4]
     assert [each in warning for each, warning in zip(("epochs=1", "a?b", "p?q"), warnings, strict=True)] == [True] * 3
     assert warnings[2].endswith("it is left out, and so is what else it refuses")
+
+
+def test_a_new_database_is_whole_or_not_there(tmp_path, monkeypatch):
+    """Also where a process was killed while it made one, and where two begin together."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+    def killed(engine):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mlflow.store.db.utils._upgrade_db", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make_whole(uri)
+    assert [path.name for path in tmp_path.iterdir()] != ["mlflow.db"]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(make_whole, [uri, uri]))
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+    (default,) = client_of(uri).search_experiments()
+    assert default.name == "Default"
 
 
 def test_a_monitor_that_fails_costs_its_own_figures_alone(monkeypatch):

@@ -110,6 +110,12 @@ def lasting(uri: str) -> str:
     return f"{head}:///{Path(path).absolute()}{mark}{options}"
 
 
+def file_of(uri: str) -> Path | None:
+    """The file of an SQLite store; None for another one, and for SQLite's own words."""
+    rest = uri.partition(":///")[2].partition("?")[0]
+    return Path(rest) if _scheme(uri) == "sqlite" and rest and not rest.startswith((":", "file:")) else None
+
+
 def is_remote(uri: str) -> bool:
     """Whether it takes a server to answer."""
     return _scheme(uri) != "sqlite"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.loggers._mlflow.database import make_whole
 from distributed.loggers._mlflow.place import beside, default_uri
 from distributed.loggers._mlflow.spool import Record
 
@@ -42,6 +43,7 @@ class TrackedRun:
         self._on_request = on_request
         self._run_dir, self._record, self.uri = run_dir, record, uri
         with _without_migration_lines():
+            make_whole(uri)
             self._client = MlflowClient(tracking_uri=uri)
         self.id = ""
 
