@@ -40,6 +40,14 @@ SETTLED = """new Promise((done) => {
         .observe(document.body, {subtree: true, childList: true, attributes: true});
     setTimeout(done, 10000);
 })"""
+# Takes MLflow's assistant away, which opens by itself, and chooses a few of its charts.
+FEW_CHARTS = """(() => {
+    document.querySelector('[data-component-id="mlflow.assistant.chat_panel.close"]')?.click();
+    const field = document.querySelector('input[placeholder="Search metric charts"]');
+    const charts = "^(loss|accuracy|val_loss|throughput|speedup|scaling_efficiency)$";
+    Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value").set.call(field, charts);
+    field.dispatchEvent(new Event("input", {bubbles: true}));
+})()"""
 START_S = 60.0
 
 
@@ -70,7 +78,8 @@ def main() -> None:
                 app(browser, f"{url}#hparams", "tensorboard-hparams", shows("00015/tensorboard", "val/loss", 1))
             with mlflow(directory) as url:
                 drawn = "document.querySelectorAll('.js-plotly-plot').length > 5"
-                app(browser, f"{url}#/experiments/1/runs?compareRunsMode=CHART", "mlflow", drawn, width=1900)
+                runs = f"{url}#/experiments/1/runs?compareRunsMode=CHART"
+                app(browser, runs, "mlflow", drawn, then=FEW_CHARTS, width=1500)
 
 
 def train(directory: Path, world: int) -> Path:
@@ -105,11 +114,14 @@ def report(browser: Browser, file: Path, name: str, *, width: int = 1280, dark: 
         raise SystemExit(f"{name}: {page.problems}")
 
 
-def app(browser: Browser, url: str, name: str, is_drawn: str, *, width: int = 1280) -> None:
-    """A page of another program as docs/images/NAME.png, once the expression `is_drawn` is true there."""
+def app(browser: Browser, url: str, name: str, is_drawn: str, *, then: str = "", width: int = 1280) -> None:
+    """A page of another program as docs/images/NAME.png, once the expression `is_drawn` is true there, and after `then`."""
     page = browser.open(url, width=width, height=1000)
     page.wait(is_drawn)
     page.evaluate(SETTLED)
+    if then:
+        page.evaluate(then)
+        page.evaluate(SETTLED)
     page.screenshot(IMAGES / f"{name}.png")
 
 
