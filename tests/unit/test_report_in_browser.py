@@ -1,6 +1,6 @@
 """report.html in a real headless Chromium: it draws, says nothing on its console and asks the network for nothing.
 
-Screenshots go to TEST_ARTIFACTS where that is set, else to pytest's temporary directory.
+Screenshots are kept in build/screenshots, or in TEST_ARTIFACTS where that is set.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def artifacts(tmp_path_factory):
-    named = os.environ.get("TEST_ARTIFACTS")
-    directory = Path(named) if named else tmp_path_factory.mktemp("screenshots")
+def artifacts():
+    directory = Path(os.environ.get("TEST_ARTIFACTS") or BROWSER.parents[1] / "build" / "screenshots")
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
