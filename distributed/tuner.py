@@ -333,10 +333,18 @@ def _trials_on(num_gpus: int, each: float) -> int:
 def _row(sweep: Sweep, record: Record) -> dict[str, Any]:
     metrics = record.best_row(sweep.metric, sweep.mode) or {}
     config = record.best_config(sweep.metric, sweep.mode)
+    first = {"trial": record.name, "status": record.status}
+    last = {
+        "epochs": record.epochs,
+        "seconds": record.seconds,
+        "error": record.error,
+        "run_dir": str(sweep.trial_dir(record.number)),
+    }
+    taken = {*first, *last, sweep.metric}
+    values = {f"config.{name}" if name in taken else name: value for name, value in config.items()}
     return {
-        "trial": record.name, "status": record.status, **config, sweep.metric: metrics.get(sweep.metric),
-        **{name: value for name, value in metrics.items() if name not in config}, "epochs": record.epochs,
-        "seconds": record.seconds, "error": record.error, "run_dir": str(sweep.trial_dir(record.number)),
+        **first, **values, sweep.metric: metrics.get(sweep.metric),
+        **{name: value for name, value in metrics.items() if name not in values}, **last,
     }  # fmt: skip
 
 
@@ -369,5 +377,5 @@ def _stopping(stop_file: Path) -> Iterator[list[int]]:
         yield seen
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         stop_file.unlink(missing_ok=True)

@@ -28,6 +28,7 @@ from distributed.backends._ray.trial import Order, Reports
 from distributed.errors import ConfigError, ResourceError, TrainingError
 from distributed.run_dir import RunDirectory
 from distributed.settings import Typed, read_config_file
+from distributed.tuner import _row
 from distributed.tuning import proposals as proposing
 from distributed.tuning import scripts
 from distributed.tuning.context import Trial
@@ -554,6 +555,14 @@ def test_a_sweep_is_written_and_goes_on(tmp_path):
     assert content["trials"][2]["metrics"]["val_loss"] is None and content["trials"][2]["error"] == "ValueError: no"
     assert content["trials"][0]["run_dir"] == "trials/00000"
     again.run.unlock()
+
+
+def test_a_value_that_is_named_like_a_column_of_the_results_has_another_name_there(tmp_path):
+    sweep = sweep_of(tmp_path / "s")
+    sweep.note(0, "started", config={"epochs": 5, "lr": 0.1})
+    sweep.note(0, "row", row={"epoch": 1, "val_loss": 0.5, "lr": 0.2})
+    row = _row(sweep, sweep.records[0])
+    assert (row["epochs"], row["config.epochs"], row["lr"], row["val_loss"]) == (1, 5, 0.1, 0.5)
 
 
 def test_what_is_written_after_half_a_line_is_read_again(tmp_path):
