@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import math
+import numbers
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -41,17 +42,18 @@ class Request:
     max_rate: float
     num_steps: int
 
-    def check(self) -> None:
-        """ConfigError for what is no range."""
+    def checked(self) -> Request:
+        """The same in Python's own numbers. ConfigError for what is no range."""
         for name in ("min_rate", "max_rate"):
             if not _is_number(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no rate: give a number above 0, such as 1e-7")
         if self.min_rate >= self.max_rate:
             raise ConfigError(f"min_rate={self.min_rate:g} is not below max_rate={self.max_rate:g}: lower min_rate")
-        if type(self.num_steps) is not int or self.num_steps < _LEAST_STEPS:
+        if not isinstance(self.num_steps, numbers.Integral) or self.num_steps < _LEAST_STEPS:
             raise ConfigError(
                 f"num_steps={self.num_steps!r} is too few for a curve: give a whole number, at least {_LEAST_STEPS}"
             )
+        return Request(float(self.min_rate), float(self.max_rate), int(self.num_steps))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -98,7 +100,7 @@ class LossRecorder(Callback):
 
 def find_learning_rate(trainer: Trainer, train_data: Any, request: Request) -> LearningRateCurve:
     """What `Trainer.find_learning_rate` says. All ranks."""
-    request.check()
+    request = request.checked()
     check_unused(trainer, "find_learning_rate()")
     if isinstance(trainer.merged.config.resume_from_checkpoint, str):
         raise ConfigError(
@@ -212,4 +214,4 @@ def _copied_job(job: Job) -> Job:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < float(value) < math.inf

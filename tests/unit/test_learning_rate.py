@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
 import random
 
+import numpy
 import pytest
 
 from distributed import ConfigError
@@ -94,7 +97,12 @@ def test_a_run_that_goes_on_takes_a_kept_curve_of_the_same_range_alone(tmp_path)
 )
 def test_what_is_no_range_is_refused(request_, said):
     with pytest.raises(ConfigError, match=said):
-        request_.check()
+        request_.checked()
+
+
+def test_numbers_of_numpy_are_numbers():
+    found = Request(numpy.float32(0.5), numpy.float64(1), numpy.int64(30)).checked()  # type: ignore[arg-type]
+    assert found == Request(0.5, 1.0, 30) and json.dumps(dataclasses.asdict(found))
 
 
 def test_the_plot_shows_the_curve_and_the_suggestion_where_there_is_one(tmp_path):
