@@ -183,6 +183,22 @@ def test_a_count_of_operations_that_cannot_be_written_costs_the_count(tmp_path):
     assert "No space left on device" in found.lost and "aten::sum" in found.operators
 
 
+def test_the_operators_are_torchs_and_no_annotations(tmp_path):
+    import torch
+
+    from distributed.backends._torch.profiler import TorchProfiler
+
+    profiler = TorchProfiler(tmp_path, 0, torch.device("cpu"), 1, 1)
+    profiler.start()
+    for _ in range(2):
+        with torch.profiler.record_function("mine"):
+            torch.ones(2).sum()
+        profiler.step()
+    found = profiler.stop()
+
+    assert "aten::sum" in found.operators and "mine" not in found.operators
+
+
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path):
     lost = Profile(FOUND.seconds, FOUND.operators, None, "CPU", lost="No space left on device")
     _, told = run(tmp_path, 20, found=lost)

@@ -67,7 +67,7 @@ class TorchProfiler:
         operators = {}
         for row in profile.key_averages():
             own = row.self_device_time_total if self._has_gpu else row.self_cpu_time_total
-            if own and not row.key.startswith((_STEP, *_COLLECTIVES)):
+            if own and not getattr(row, "is_user_annotation", False) and not row.key.startswith((_STEP, *_COLLECTIVES)):
                 operators[row.key] = (own / 1e6, row.count)
         return Profile(
             seconds=self._ended - self._began,
