@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distributed.common_step import CommonStep
-from distributed.launching.processes import heeded_signals
+from distributed.launching.processes import heeded_signals, raise_kept
 from distributed.state import WorkerContext
 
 
@@ -31,6 +31,7 @@ def stop_on_signals(common: CommonStep, in_worker: bool) -> Iterator[None]:
             common.request(f"signal {signum}")
         seen.append(signum)
 
+    raise_kept()
     before = {number: signal.signal(number, stop) for number in heeded_signals()}
     try:
         yield

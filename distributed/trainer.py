@@ -22,6 +22,7 @@ from distributed.callbacks import Callback
 from distributed.config import DistributedConfig, canonical
 from distributed.errors import ConfigError, nearest
 from distributed.launcher import WorkerEnvironment, handover, running_script, worker_environment
+from distributed.launching.processes import interrupts_kept
 from distributed.monitor import check_names
 from distributed.plan import ProcessPlan, choose_backend, plan_processes
 from distributed.settings import MergedConfig, Typed, for_evaluation, joined, merge, read_config_file, split_sweep
@@ -100,6 +101,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ what users call
 
+    @interrupts_kept()
     def fit(
         self,
         train_data: Any,
@@ -159,6 +161,7 @@ class Trainer:
 
         return find_learning_rate(self, train_data, Request(min_rate, max_rate, num_steps))
 
+    @interrupts_kept()
     def find_batch_size(self, train_data: Any, *, start: int = 8, max_size: int | None = None) -> int:
         """The largest of `start`, twice that, and so on up to `max_size`, with which updates fit into the memory of every rank.
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # save and leave
 
@@ -17,6 +21,43 @@ def heeded_signals() -> tuple[signal.Signals, ...]:
     """The stop signals that mean something here: the end of the terminal does not to what `nohup` started."""
     is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in STOP_SIGNALS if not (is_deaf and number == signal.SIGHUP))
+
+
+class _Interrupts:
+    """Python's own meaning of Ctrl-C, which remembers that there was one."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.has_come = True
+        signal.default_int_handler(number, frame)
+
+
+@contextlib.contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """A Ctrl-C within it is raised by `raise_kept`, or at its end, where nobody heard of it: the import of a C extension may swallow
+    it (Cython's drops what is raised while it registers its classes). Only in the main thread, and where Ctrl-C has Python's own
+    meaning."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupts = _Interrupts()
+    signal.signal(signal.SIGINT, interrupts)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupts.has_come:
+        raise KeyboardInterrupt
+
+
+def raise_kept() -> None:
+    """KeyboardInterrupt for a Ctrl-C that `interrupts_kept` has around it and something swallowed: before what takes long."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Interrupts) and handler.has_come:
+        raise KeyboardInterrupt
 
 
 def die_with_parent(parent: int) -> None:

@@ -19,7 +19,7 @@ from typing import IO, Any, TextIO, cast
 
 from distributed.launcher import HANDOVER_VARIABLE, LaunchRequest
 from distributed.launching.epochs import Caller, Row
-from distributed.launching.processes import STOP_SIGNALS, die_with_parent, heeded_signals
+from distributed.launching.processes import STOP_SIGNALS, die_with_parent, heeded_signals, raise_kept
 from distributed.loggers.notebook import CellBar, in_notebook
 
 
@@ -34,6 +34,7 @@ def run_launcher(
     """
     seen: list[int] = []
     with _held_back() as let_go:
+        raise_kept()
         bar = CellBar() if in_notebook() else None
         process, epochs, progress = _start(
             request, _is_own_descriptor(out, 1), _is_own_descriptor(err, 2), on_epoch is not None, bar is not None

@@ -1,0 +1,60 @@
+"""A Ctrl-C that something swallowed, as imports of C extensions do."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+
+import pytest
+
+from distributed.launching.processes import interrupts_kept, raise_kept
+
+
+@pytest.fixture(autouse=True)
+def pythons_own():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler  # put back
+
+
+def swallow():
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_it_is_raised_at_the_end():
+    reached = []
+
+    @interrupts_kept()
+    def work():
+        swallow()
+        reached.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert reached
+
+
+def test_it_is_raised_before_what_takes_long():
+    reached = []
+
+    @interrupts_kept()
+    def work(is_interrupted):
+        if is_interrupted:
+            swallow()
+        raise_kept()
+        reached.append(is_interrupted)
+
+    work(False)
+    with pytest.raises(KeyboardInterrupt):
+        work(True)
+    assert reached == [False]
+
+
+def test_another_meaning_stays():
+    seen = []
+    own = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    with interrupts_kept():
+        signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, own)
+    assert seen == [signal.SIGINT]
