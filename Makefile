@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 HOROVOD_STAMP := $(VENV)/.horovod
 HOROVOD_WITH ?=
-# Two test processes, each of which runs whole files: most tests start workers and wait for them.
+# Three test processes, each of which runs whole files: most tests start workers and wait for them.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 25
 
 .PHONY: demo test check format bench screenshots docker-check clean horovod
