@@ -420,8 +420,9 @@ def test_what_mlflow_refuses_is_named_and_the_rest_is_sent(entrance, sending):
 
 
 def test_a_new_database_is_whole_or_not_there(tmp_path, monkeypatch):
-    """Also where a process was killed while it made one, and where two begin together."""
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    """Also where a process was killed while it made one, where two begin together, and in a directory that is not there."""
+    stores = tmp_path / "new" / "stores"
+    uri = f"sqlite:///{stores / 'mlflow.db'}"
 
     def killed(engine):
         raise KeyboardInterrupt
@@ -430,10 +431,10 @@ def test_a_new_database_is_whole_or_not_there(tmp_path, monkeypatch):
         patched.setattr("mlflow.store.db.utils._upgrade_db", killed)
         with pytest.raises(KeyboardInterrupt):
             make_whole(uri)
-    assert [path.name for path in tmp_path.iterdir()] != ["mlflow.db"]
+    assert not (stores / "mlflow.db").exists()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(make_whole, [uri, uri]))
-    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+    assert [path.name for path in stores.iterdir()] == ["mlflow.db"]
     (default,) = client_of(uri).search_experiments()
     assert default.name == "Default"
 

@@ -123,7 +123,12 @@ def test_a_store_is_found_again_from_another_directory(tmp_path, monkeypatch):
     record, uri = Record.chosen(tmp_path / "run", None, "any")
     assert uri == "sqlite:///mlflow.db?timeout=9"
     assert record.tracking_uri == f"sqlite:///{tmp_path}/mlflow.db?timeout=9"
-    for whole in ("sqlite:////srv/mlflow.db", "http://host:1/a", "sqlite:///file:mlflow.db?uri=true"):
+    for whole in (
+        "sqlite:////srv/mlflow.db",
+        "http://host:1/a",
+        "sqlite:///file:mlflow.db?uri=true",
+        "sqlite:///:memory:",
+    ):
         assert place.lasting(whole) == whole
 
 

@@ -20,6 +20,7 @@ def make_whole(uri: str) -> None:
         return
     from mlflow import MlflowClient
 
+    path.parent.mkdir(parents=True, exist_ok=True)  # as MLflow does
     with _alone_in(path.parent):
         if path.exists():
             return

@@ -103,11 +103,11 @@ def shown(uri: str) -> str:
 
 def lasting(uri: str) -> str:
     """The URI with the whole path of an SQLite file, for a file that is read elsewhere too."""
-    head, _, rest = uri.partition(":///")
-    if _scheme(uri) != "sqlite" or not rest or rest.startswith(("/", "file:")):
+    path = file_of(uri)
+    if path is None or path.is_absolute():
         return uri
-    path, mark, options = rest.partition("?")
-    return f"{head}:///{Path(path).absolute()}{mark}{options}"
+    head, mark, options = uri.partition("?")
+    return f"{head.partition(':///')[0]}:///{path.absolute()}{mark}{options}"
 
 
 def file_of(uri: str) -> Path | None:
