@@ -285,9 +285,7 @@ def _check_numbers(**given: Any) -> None:
             continue
         least = 1 if name == "max_concurrent" else 0
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-            raise ConfigError(
-                f"{name}={value!r} is no whole number from {least} on: set {name}={max(least, 1)} or more"
-            )
+            raise ConfigError(f"{name}={value!r} is no whole number from {least} on: set {name}={least} or more")
 
 
 def _gpus(

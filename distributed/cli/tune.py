@@ -69,9 +69,7 @@ def _numbers(own: Mapping[str, Any]) -> dict[str, int]:
         if text is None:
             continue
         if not text.isdecimal() or int(text) < minimum:
-            raise ConfigError(
-                f"{name}={text!r} is no whole number from {minimum} on: set {name}={max(minimum, 1)} or more"
-            )
+            raise ConfigError(f"{name}={text!r} is no whole number from {minimum} on: set {name}={minimum} or more")
         found[name] = int(text)
     return found
 

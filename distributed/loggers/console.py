@@ -287,7 +287,7 @@ def bar_line(event: Mapping[str, Any], width: int) -> str:
 
 def _least(parts: Sequence[str]) -> int:
     """The place of what is missed least: a metric other than the loss, then the epoch, the throughput, the loss."""
-    kinds = [next((kind for kind in _NEEDED if f" {part} ".count(f" {kind} ")), "") for part in parts]
+    kinds = [next((kind for kind in _NEEDED if f" {kind} " in f" {part} "), "") for part in parts]
     for kind in ("", *_NEEDED):
         if kind in kinds:
             return len(kinds) - 1 - kinds[::-1].index(kind)

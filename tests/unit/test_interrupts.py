@@ -58,3 +58,26 @@ def test_another_meaning_stays():
         signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, own)
     assert seen == [signal.SIGINT]
+
+
+def test_a_fit_that_begins_starts_no_workers_then(tmp_path, monkeypatch):
+    import torch
+
+    from distributed import Trainer
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.ones(2), 1
+
+        def __getstate__(self):  # on its way to the workers
+            swallow()
+            return {}
+
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(torch.nn.Linear(2, 2), nproc_per_node=2, epochs=1, verbose=False)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Data())
+    assert list(tmp_path.rglob("rank-*.log")) == []

@@ -134,9 +134,8 @@ def _joined(plan: SearchPlan) -> Iterator[Any]:
         yield ray
         return
     scratch: Path | None = None
-    on_sigterm = signal.getsignal(
-        signal.SIGTERM
-    )  # Ray puts one of its own in its place, which ends the process at once
+    # Ray puts a handler of its own in its place, which ends the process at once.
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if (address := _address(plan)) is not None:
             join(ray, address, **_QUIET)
