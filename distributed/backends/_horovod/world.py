@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distributed.backends import wire
 from distributed.backends._horovod.rendezvous import ADDRESS, Rendezvous
 from distributed.backends._horovod.timeline import is_prepared
 from distributed.backends._torch.meeting import meet
@@ -129,19 +129,19 @@ class HorovodWorld(World):
 
     def broadcast(self, value: Any, src: int) -> Any:
         is_mine = self.context.rank == src
-        content = _pickled(value) if is_mine else torch.empty(0, dtype=torch.uint8)
+        content = _bytes_of(value) if is_mine else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([content.numel()])
         self.copy_from(size, src)
         if not is_mine:
             content = torch.empty(int(size), dtype=torch.uint8)
         self.copy_from(content, src)
-        return value if is_mine else _unpickled(content)
+        return value if is_mine else _value_of(content)
 
     def gather(self, value: Any) -> list[Any]:
-        content = _pickled(value)
+        content = _bytes_of(value)
         sizes = self._allgather(torch.tensor([content.numel()]), "objects.sizes").tolist()
         parts = torch.split(self._allgather(content, "objects"), sizes)
-        return [_unpickled(part) for part in parts]
+        return [_value_of(part) for part in parts]
 
     def barrier(self) -> None:
         self.combine(torch.zeros(1), "sum").wait()
@@ -306,9 +306,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _pickled(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+def _bytes_of(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(wire.to_bytes(value)), dtype=torch.uint8)
 
 
-def _unpickled(content: torch.Tensor) -> Any:
-    return pickle.loads(content.numpy().tobytes())
+def _value_of(content: torch.Tensor) -> Any:
+    return wire.from_bytes(content.numpy().tobytes())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import numpy
 import tensorflow as tf
 
+from distributed.backends import wire
 from distributed.backends._tensorflow.replicas import Replicas
 from distributed.backends._tensorflow.start import Joined
 from distributed.errors import DistributedError
@@ -141,7 +141,7 @@ class World:
         """Every rank's `value`, in the order of ranks."""
         if self._them is None:
             return [value]
-        data = pickle.dumps(value)
+        data = wire.to_bytes(value)
         padded = data + b"\0" * (-len(data) % 4)
         world = range(self.context.world_size)
         lengths = self.sum([float(len(data)) if rank == self.context.rank else 0.0 for rank in world])
@@ -149,7 +149,7 @@ class World:
             everything = self._them.gather(numpy.frombuffer(padded, numpy.int32)).numpy().tobytes()
         values, start = [], 0
         for length in map(int, lengths):
-            values.append(pickle.loads(everything[start : start + length]))
+            values.append(wire.from_bytes(everything[start : start + length]))
             start += length + -length % 4
         return values
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from distributed.errors import ResourceError
 from distributed.launcher import WorkerEnvironment
+from distributed.launching.worker_store import worker_store
 
 _POLL_S = 0.002
 _RETRY_S = 0.05  # between looks whether rank 0 listens
@@ -30,7 +31,7 @@ def meet(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
 
     `call` is what brings a rank here. Raises ResourceError with the ranks that did not come within `start_timeout` seconds.
     """
-    store = _connect(found, start_timeout, warn, call)
+    store = worker_store(start_timeout) or _connect(found, start_timeout, warn, call)
     roll = dist.PrefixStore("trainer", store)
     deadline = time.monotonic() + start_timeout
     if found.rank == 0:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from distributed.backends import wire
 from distributed.backends._torch.meeting import meet
 from distributed.backends._torch.modules import sparse_names
 from distributed.config import DistributedConfig
@@ -210,14 +211,24 @@ class ProcessGroup(World):
         return DistributedDataParallel(module, device_ids=list(devices) if is_on_one_gpu else None, **options)
 
     def broadcast(self, value: Any, src: int) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, src=src, device=torch.device(self._device))
-        return box[0]
+        is_mine = self.context.rank == src
+        content = self._bytes(value) if is_mine else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([content.numel()], device=self._device)
+        dist.broadcast(size, src=src)
+        content = content if is_mine else torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        dist.broadcast(content, src=src)
+        return value if is_mine else wire.from_bytes(content.cpu().numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
-        boxes: list[Any] = [None] * self.context.world_size
-        dist.all_gather_object(boxes, value)
-        return boxes
+        content = self._bytes(value)
+        sizes = [int(size) for size in self.gather_tensors(torch.tensor([content.numel()], device=self._device))]
+        padded = content.new_zeros(max(sizes))
+        padded[: content.numel()] = content
+        parts = [part[:size].cpu().numpy() for part, size in zip(self.gather_tensors(padded), sizes, strict=True)]
+        return [wire.from_bytes(part.tobytes()) for part in parts]
+
+    def _bytes(self, value: Any) -> torch.Tensor:
+        return torch.frombuffer(bytearray(wire.to_bytes(value)), dtype=torch.uint8).to(self._device)
 
     def barrier(self) -> None:
         dist.barrier()
