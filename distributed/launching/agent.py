@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 import logging
 import os
 import socket
-import uuid
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -19,16 +19,14 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from distributed.launcher import LaunchRequest
 from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_row
 from distributed.launching.meeting import make_meeting
 from distributed.launching.output import WorkerOutput
+from distributed.launching.rendezvous import rendezvous_of, store_of_agents
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers.console import Display
 from distributed.loggers.notebook import display_of
@@ -41,9 +39,11 @@ class ForkAgent(SimpleElasticAgent):
     """torch's agent loop (rendezvous, start, watch, restart) with our workers, verdicts and messages."""
 
     def __init__(
-        self, spec: WorkerSpec, request: LaunchRequest, run: RunDirectory, channel: socket.socket, display: Display
-    ) -> None:
+        self, spec: WorkerSpec, request: LaunchRequest, run: RunDirectory, channel: socket.socket, display: Display,
+        directory: Path,
+    ) -> None:  # fmt: skip
         super().__init__(spec, exit_barrier_timeout=request.timeout_s)
+        self._directory = directory  # of this user alone
         self._request, self._run, self._channel = request, run, channel
         self.verdicts = Verdicts(request, run, display)
         epochs = Epochs(functools.partial(write_row, request.epochs_fd))
@@ -59,6 +59,7 @@ class ForkAgent(SimpleElasticAgent):
     ) -> list[Worker]:
         """Ranks follow `node_rank`, and the workers meet at node 0 on a port of this attempt alone."""
         node, local = self._request.node_rank, spec.local_world_size
+        store = store_of_agents(store)
         if node == 0:
             # With several nodes `master_port` is where the nodes meet; the workers need another one.
             asked = self._request.master_port if self._request.num_nodes == 1 else None
@@ -81,11 +82,15 @@ class ForkAgent(SimpleElasticAgent):
         self.output.attach(worker.local_rank, worker.global_rank, *(read for read, _ in pipes))
         order = {
             "op": "fork", "local_rank": worker.local_rank, "restart_count": attempt,
-            "environ": self._environ(worker, group, attempt),
+            "environ": self._environ(worker, group, attempt), "store": self._store_file(attempt),
         }  # fmt: skip
         socket.send_fds(self._channel, [json.dumps(order).encode()], [write for _, write in pipes])
         for _, write in pipes:
             os.close(write)
+
+    def _store_file(self, attempt: int) -> str | None:
+        """The store of this attempt's workers; with several nodes they meet at a port of node 0."""
+        return str(self._directory / f"store-{attempt}") if self._request.num_nodes == 1 else None
 
     def _environ(self, worker: Worker, group: WorkerGroup, attempt: int) -> dict[str, str]:
         error_file = self._run.logs / f"rank-{worker.global_rank}.error.json"
@@ -130,7 +135,8 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
         display.handle({"kind": "started", "lines": list(request.started_lines)})
     code = 1
     try:
-        code = _run_to_the_end(request, run, channel, display)
+        with tempfile.TemporaryDirectory(prefix="distributed-") as directory:
+            code = _run_to_the_end(request, run, channel, display, Path(directory))
     except RendezvousClosedError:
         display.close()
         display.handle({"kind": "error", "text": "error: another node ended this run; its screen and RUN/logs say why"})
@@ -145,14 +151,16 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
     return code
 
 
-def _run_to_the_end(request: LaunchRequest, run: RunDirectory, channel: socket.socket, display: Display) -> int:
-    handler = _rendezvous_handler(request)
+def _run_to_the_end(
+    request: LaunchRequest, run: RunDirectory, channel: socket.socket, display: Display, directory: Path
+) -> int:
+    handler = rendezvous_of(request)
     spec = WorkerSpec(
         role="default", local_world_size=request.nproc_per_node, rdzv_handler=handler,
         entrypoint=request.script or "job",
         max_restarts=request.max_restarts, monitor_interval=0.001,  # _monitor_workers itself waits
     )  # fmt: skip
-    agent = ForkAgent(spec, request, run, channel, display)
+    agent = ForkAgent(spec, request, run, channel, display, directory)
     agent.output.start()
     verdicts = agent.verdicts
     try:
@@ -166,32 +174,6 @@ def _run_to_the_end(request: LaunchRequest, run: RunDirectory, channel: socket.s
         write_reports_at_end(run, lambda text: display.handle({"kind": "notice", "text": text}))
     verdicts.show_end(code)
     return code
-
-
-def _rendezvous_handler(request: LaunchRequest) -> DynamicRendezvousHandler:
-    """c10d's rendezvous: hosted by this process on node 0, one node or many."""
-    is_host = request.node_rank == 0
-    if request.num_nodes == 1:
-        endpoint = f"127.0.0.1:{_free_port()}"
-    else:
-        endpoint = f"{request.master_addr}:{request.master_port}"
-    run_id = uuid.uuid4().hex if request.num_nodes == 1 else f"distributed-{request.master_port}"
-    parameters = RendezvousParameters(
-        "c10d",
-        endpoint,
-        run_id,
-        request.num_nodes,
-        request.num_nodes,
-        is_host=str(is_host),
-        read_timeout=min(60, int(request.start_timeout) + 1),
-    )
-    backend, store = create_backend(parameters)
-    handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
-        run_id, store, backend, request.num_nodes, request.num_nodes,
-        local_addr="127.0.0.1" if request.num_nodes == 1 else socket.gethostname(),
-        timeout=RendezvousTimeout(join=datetime.timedelta(seconds=request.start_timeout)),
-    )  # fmt: skip
-    return handler
 
 
 def _free_port() -> int:

@@ -31,6 +31,7 @@ from distributed.launcher import (
     unused_settings,
     worker_environment,
 )
+from distributed.launching import worker_store
 from distributed.launching.causes import full_traceback, short_traceback
 from distributed.launching.processes import flush_c_streams
 from distributed.loggers import environ_of_run
@@ -45,6 +46,7 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
     os.environ.update(order["environ"])
     set_missing(request.environ)
     set_missing(environ_of_run(Path(request.run_dir)))
+    worker_store.use(order.get("store"))
     tell(Handover(request.typed, request.run_dir, request.resume, order["restart_count"]), fds[2])
     _seed_generators(request.typed)
     rank = int(order["environ"]["RANK"])

@@ -1,0 +1,237 @@
+"""How the agents of all nodes find each other. Nothing that came over a socket is unpickled.
+
+One node needs nobody: its agent alone is the rendezvous, and nothing listens. Several nodes use torch's dynamic rendezvous
+over a store on node 0. Torch keeps the state of a rendezvous as a pickle in that store, where anybody who reaches the port
+could put another one; here it is JSON, signed where the nodes share a secret.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import hmac
+import ipaddress
+import json
+import pickle
+import socket
+import uuid
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+    _NodeDesc,
+    _RendezvousState,
+)
+
+from distributed.launcher import LaunchRequest
+from distributed.launching.secret import SignedStore, shared_secret, signature
+
+_KEY = "distributed/rendezvous"
+_NOTHING = "nothing"  # a store's `get` waits for a key that is not there, so the state is there from the first moment
+
+
+def rendezvous_of(request: LaunchRequest) -> RendezvousHandler:
+    """Return the rendezvous of this node's agent with those of the other nodes.
+
+    Raises RendezvousConnectionError where node 0 does not answer within `start_timeout`, at most a minute.
+    """
+    if request.num_nodes == 1:
+        return OneNode()
+    secret = shared_secret()
+    store = _open_store(request)
+    run_id = f"distributed-{request.master_port}"
+    backend = JsonBackend(store, secret)
+    handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
+        run_id, store, backend, request.num_nodes, request.num_nodes, local_addr=socket.gethostname(),
+        timeout=RendezvousTimeout(join=datetime.timedelta(seconds=request.start_timeout)),
+    )  # fmt: skip
+    return handler
+
+
+def store_of_agents(store: Any) -> Any:
+    """Return the store of a rendezvous as the agents of all nodes use it: signed where they share a secret."""
+    secret = shared_secret()
+    return store if secret is None or isinstance(store, dist.HashStore) else SignedStore(store, secret)
+
+
+class OneNode(RendezvousHandler):
+    """The rendezvous of one node: it is complete at once, and its store is memory of this process."""
+
+    def __init__(self) -> None:
+        self._run_id = uuid.uuid4().hex
+        self._is_closed = False
+
+    def get_backend(self) -> str:
+        return "one-node"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def set_closed(self) -> None:
+        self._is_closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self.set_closed()
+        return True
+
+
+class JsonBackend(RendezvousBackend):
+    """Keeps the state of torch's dynamic rendezvous in a store as JSON, with a signature where there is a secret.
+
+    Torch (2.13) hands over and expects pickles. Those that are read here were made in this process.
+    """
+
+    def __init__(self, store: Any, secret: bytes | None) -> None:
+        self._store, self._secret = store, secret
+        self._call("compare_set", _KEY, "", _NOTHING)
+
+    @property
+    def name(self) -> str:
+        return "distributed"
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        return self._read(self._call("get", _KEY))
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        text = self._signed(state_to_json(pickle.loads(state)))  # torch's own, of this process
+        expected = token.decode() if token is not None else _NOTHING
+        content = self._call("compare_set", _KEY, expected, text)
+        found = self._read(content)
+        return None if found is None else (*found, content == text.encode())
+
+    def _read(self, content: bytes) -> tuple[bytes, Any] | None:
+        if content == _NOTHING.encode():
+            return None
+        return pickle.dumps(state_from_json(self._checked(content))), content
+
+    def _signed(self, text: str) -> str:
+        if self._secret is None:
+            return text
+        return signature(self._secret, _KEY, text.encode()).decode() + text
+
+    def _checked(self, content: bytes) -> bytes:
+        if self._secret is None:
+            return content
+        found, text = content[:64], content[64:]
+        if not hmac.compare_digest(found, signature(self._secret, _KEY, text)):
+            raise RendezvousStateError("the nodes do not have the same DISTRIBUTED_TOKEN, or somebody else wrote there")
+        return text
+
+    def _call(self, verb: str, *arguments: str) -> bytes:
+        try:
+            content: bytes = getattr(self._store, verb)(*arguments)
+        except (RuntimeError, ValueError, TimeoutError) as error:
+            raise RendezvousConnectionError("the store of node 0 does not answer") from error
+        return content
+
+
+def state_to_json(state: _RendezvousState) -> str:
+    """Return the state of a rendezvous as JSON: nodes are [address, process, number], times are ISO 8601."""
+    return json.dumps({
+        "round": state.round, "complete": state.complete, "closed": state.closed, "deadline": _text(state.deadline),
+        "participants": [[*_triple(node), rank] for node, rank in state.participants.items()],
+        "wait_list": sorted(_triple(node) for node in state.wait_list),
+        "redundancy_list": sorted(_triple(node) for node in state.redundancy_list),
+        "last_heartbeats": [[*_triple(node), _text(time)] for node, time in state.last_heartbeats.items()],
+    })  # fmt: skip
+
+
+def state_from_json(content: bytes) -> _RendezvousState:
+    """Return the state that `state_to_json` wrote. Raises RendezvousStateError where `content` is something else."""
+    try:
+        found = json.loads(content)
+        state = _RendezvousState()
+        state.round, state.complete, state.closed = int(found["round"]), bool(found["complete"]), bool(found["closed"])
+        state.deadline = _time(found["deadline"])
+        state.participants = {_node(*node): int(rank) for *node, rank in found["participants"]}
+        state.wait_list = {_node(*node) for node in found["wait_list"]}
+        state.redundancy_list = {_node(*node) for node in found["redundancy_list"]}
+        state.last_heartbeats = {_node(*node): _moment(text) for *node, text in found["last_heartbeats"]}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise RendezvousStateError(
+            "the state of the rendezvous is not one of ours: somebody else wrote there"
+        ) from None
+    return state
+
+
+def _triple(node: _NodeDesc) -> tuple[str, int, int]:
+    return node.addr, node.pid, node.local_id
+
+
+def _node(addr: Any, pid: Any, local_id: Any) -> _NodeDesc:
+    return _NodeDesc(str(addr), int(pid), int(local_id))
+
+
+def _text(time: datetime.datetime | None) -> str | None:
+    return None if time is None else time.isoformat()
+
+
+def _time(text: str | None) -> datetime.datetime | None:
+    return None if text is None else _moment(text)
+
+
+def _moment(text: str) -> datetime.datetime:
+    """A time with its zone: torch compares it with others of that kind."""
+    time = datetime.datetime.fromisoformat(text)
+    if time.tzinfo is None:
+        raise ValueError("a time without a zone")
+    return time
+
+
+def _open_store(request: LaunchRequest) -> Any:
+    is_host = request.node_rank == 0
+    port = request.master_port or 0
+    timeout = datetime.timedelta(seconds=min(60, int(request.start_timeout) + 1))
+    try:
+        if is_host:
+            listener = listen_at(request.master_addr, port)
+            return dist.TCPStore(
+                request.master_addr, port, None, True, timeout, wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
+        return dist.TCPStore(request.master_addr, port, None, False, timeout)
+    except (RuntimeError, ValueError, TimeoutError, OSError) as error:
+        raise RendezvousConnectionError(str(error).splitlines()[0]) from error
+
+
+def listen_at(host: str, port: int, *, is_alone: bool = False) -> socket.socket:
+    """Return a socket bound to `port` on the interface that has the address of `host`, and on all where none has it.
+
+    None has it behind a translation of addresses. A name that means the loopback interface on this machine can mean another
+    one elsewhere (Debian's /etc/hosts), so that counts only for localhost itself, or where this node `is_alone`.
+    """
+    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    address = ipaddress.ip_address(str(where[0]).partition("%")[0])
+    is_meant = is_alone or host == "localhost" or host == where[0]
+    if is_meant or not address.is_loopback:
+        try:
+            return _bound(family, kind, protocol, where)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return _bound(socket.AF_INET, socket.SOCK_STREAM, 0, ("", port))
+
+
+def _bound(family: int, kind: int, protocol: int, where: Any) -> socket.socket:
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+    except OSError:
+        listener.close()
+        raise
+    return listener
