@@ -23,6 +23,7 @@ from distributed.checkpoint import read_state
 from distributed.config import GROUPS
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
 from distributed.launcher import LaunchRequest, start_launcher
+from distributed.launching.exposure import warnings_of
 from distributed.loggers import environ_of_workers
 from distributed.monitor import check_monitor
 from distributed.plan import plan_batch
@@ -221,7 +222,8 @@ def _request(trainer: Trainer, merged: MergedConfig, run: RunDirectory, payload:
         device=plan.device, preload=row.preload, meeting=row.meeting,
         before_script=row.before_script, environ={**row.environ, **environ_of_workers(merged)}, max_restarts=config.max_restarts,
         restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
-        start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose, started_lines=merged.notices,
+        start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose,
+        started_lines=(*merged.notices, *warnings_of(config, plan)),
         launcher=trainer.backend.launcher, launcher_options=trainer.backend.launcher_options(),
     )  # fmt: skip
 

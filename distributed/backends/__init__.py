@@ -47,6 +47,8 @@ class BackendRow:
     # engine when it is imported, and cannot change it afterwards.
     environ: Mapping[str, str] = field(default_factory=lambda: {"KERAS_BACKEND": "torch"})
 
+    listens: str = ""  # what its workers open to others, and cannot close, where there are several: shown as a warning
+
     @property
     def reinstall(self) -> str:
         """The command that makes it usable where it is installed and broken."""
@@ -102,6 +104,7 @@ REGISTRY: dict[str, BackendRow] = {
             "pip install 'distributed-trainer[tensorflow]'",
             "Keras 3 models on TensorFlow: a process for each device, or one on all its devices (mirrored)", alone="tensorflow",
             before_script="distributed.backends._tensorflow.start:before_script",
+            listens="TensorFlow's workers listen on all interfaces, and whoever connects can read and write files as you",
             environ={"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"},
         ),
     )

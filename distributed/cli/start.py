@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,8 @@ from distributed.launcher import (
     thread_count,
     worker_environment,
 )
+from distributed.launching.exposure import warnings_of
+from distributed.launching.listening import listen_at
 from distributed.plan import ProcessPlan, choose_backend, plan_batch, plan_processes
 from distributed.run_dir import RunDirectory, choose_run_dir
 from distributed.settings import MergedConfig, Typed, merge
@@ -126,16 +126,17 @@ def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str 
     check_script(_script(typed))
     check_keras_backend(Path(_script(typed)), row_in_use(merged.config, plan.backend).environ["KERAS_BACKEND"])
     if merged.config.master_port and merged.config.node_rank == 0:
-        _check_port(merged.config.master_port)
+        _check_port(merged.config.master_addr, merged.config.master_port, plan.num_nodes == 1)
     return backend
 
 
-def _check_port(port: int) -> None:
+def _check_port(host: str, port: int, is_alone: bool) -> None:
     try:
-        socket.create_server(("", port)).close()
+        with listen_at(host, port, is_alone=is_alone) as listener:
+            listener.listen()
     except OSError as error:
         raise ResourceError(
-            f"master_port={port} cannot be listened on ({os.strerror(error.errno or 0)}): name another, or drop it"
+            f"master_port={port} cannot be listened on ({error.strerror or error}): name another, or drop it"
         ) from None
 
 
@@ -158,7 +159,7 @@ def _request(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str
     config = merged.config
     where = run_dir if run_dir is not None else str(choose_run_dir(_script(typed)))
     row = row_in_use(config, plan.backend)
-    lines = (*merged.notices, _plan_line(plan), f"run directory: {where}") if config.node_rank == 0 else ()
+    lines = [*merged.notices, *warnings_of(config, plan), _plan_line(plan), f"run directory: {where}"]
     return LaunchRequest(
         run_dir=where, typed=dataclasses.replace(typed, notices=()), script=typed.script, script_args=typed.script_args,
         resume=resume, nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes, node_rank=config.node_rank,
@@ -167,7 +168,8 @@ def _request(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str
         before_script=row.before_script,
         environ=_environ(merged, plan), max_restarts=config.max_restarts,
         restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
-        start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose, started_lines=lines,
+        start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose,
+        started_lines=tuple(lines) if config.node_rank == 0 else (),
     )  # fmt: skip
 
 

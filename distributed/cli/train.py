@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from distributed.config import GROUPS, DistributedConfig, canonical, group_options
 from distributed.errors import ConfigError, nearest
 from distributed.fields import Rule, rules
+from distributed.launching.secret import read_token_file
 from distributed.settings import Typed, joined, read_config_file
 
 # Every setting that has a flag of its own; the others by --set, in YAML and in code.
@@ -69,8 +70,12 @@ class _Parser(argparse.ArgumentParser):
 
 def train(arguments: Sequence[str]) -> int:
     """Run the command; what follows `--` is the script's own. Returns the exit code; raises DistributedError."""
-    command, script_args = read_flags(make_parser(), arguments)
-    own = {name: command.pop(name) for name in ("script", "config", "set", "run_dir", "resume", "dry_run")}
+    command, script_args = read_flags(train_parser(), arguments)
+    own = {
+        name: command.pop(name) for name in ("script", "config", "set", "run_dir", "resume", "dry_run", "token_file")
+    }
+    if own["token_file"] is not None:
+        read_token_file(own["token_file"])
     flags = {name: value for name, value in command.items() if value is not None}
     typed = read_typed(own["config"], flags, own["set"], own["script"], script_args)
     from distributed.cli.start import start
@@ -85,6 +90,17 @@ def read_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tup
     if unknown:
         raise _unknown(unknown[0], parser)
     return vars(given), tuple(arguments[end + 1 :])
+
+
+def train_parser() -> argparse.ArgumentParser:
+    """The parser of `train` itself."""
+    parser = make_parser()
+    parser.add_argument_group("Several nodes").add_argument(
+        "--token-file", metavar="FILE",
+        help="a file, the same on all nodes and readable by you alone, that holds the secret with which they sign what they"
+        " tell each other (default: the variable DISTRIBUTED_TOKEN)",
+    )  # fmt: skip
+    return parser
 
 
 def make_parser(

@@ -24,9 +24,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from distributed.launcher import LaunchRequest
 from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_row
+from distributed.launching.listening import loopback_interface
 from distributed.launching.meeting import make_meeting
 from distributed.launching.output import WorkerOutput
-from distributed.launching.rendezvous import rendezvous_of, store_of_agents
+from distributed.launching.rendezvous import rendezvous_of
+from distributed.launching.secret import messages
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers.console import Display
 from distributed.loggers.notebook import display_of
@@ -59,16 +61,22 @@ class ForkAgent(SimpleElasticAgent):
     ) -> list[Worker]:
         """Ranks follow `node_rank`, and the workers meet at node 0 on a port of this attempt alone."""
         node, local = self._request.node_rank, spec.local_world_size
-        store = store_of_agents(store)
+        store = messages(store, "distributed")
         if node == 0:
             # With several nodes `master_port` is where the nodes meet; the workers need another one.
             asked = self._request.master_port if self._request.num_nodes == 1 else None
-            opened = self._meeting.open() if self._meeting is not None else None
-            store.set("distributed/meet", json.dumps([self._request.master_addr, asked or _free_port(), opened]))
-        addr, port, self._opened = json.loads(store.get("distributed/meet"))
+            opened = self._open_meeting()
+            store.set("meet", json.dumps([self._request.master_addr, asked or _free_port(), opened]))
+        addr, port, self._opened = json.loads(store.get("meet"))
         self._master = ("127.0.0.1" if addr == "localhost" else addr, port)
         world_size = group_world_size * local
         return [Worker(i, node * local + i, node * local + i, world_size, world_size) for i in range(local)]
+
+    def _open_meeting(self) -> Any:
+        if self._meeting is None:
+            return None
+        is_alone = self._request.num_nodes == 1
+        return self._meeting.open("127.0.0.1" if is_alone else self._request.master_addr, is_alone=is_alone)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         attempt = worker_group.spec.max_restarts - self._remaining_restarts
@@ -104,7 +112,12 @@ class ForkAgent(SimpleElasticAgent):
             num_nodes=self._request.num_nodes, max_restarts=group.spec.max_restarts,
             run_id=group.spec.rdzv_handler.get_run_id(), error_file=error_file,
         )  # fmt: skip
-        return {**environ, **more}
+        return {**environ, **self._interface(), **more}
+
+    def _interface(self) -> dict[str, str]:
+        """One node's workers talk over loopback: by itself Gloo listens at the address of the host's name."""
+        name = loopback_interface() if self._request.num_nodes == 1 else None
+        return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in os.environ else {}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Kill at once: they are wounded, and what can be saved has been saved by themselves."""

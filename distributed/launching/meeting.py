@@ -11,8 +11,11 @@ from distributed.launching.environment import WorkerEnvironment
 class Meeting(Protocol):
     """Made once in the launcher of each node."""
 
-    def open(self) -> Any:
-        """Before each attempt, on node 0 alone. What it returns is JSON-able and reaches the other nodes."""
+    def open(self, host: str, *, is_alone: bool) -> Any:
+        """Before each attempt, on node 0 only. What it returns is JSON-able and reaches the other nodes.
+
+        Workers look for it at `host`; `is_alone` where there is no other node.
+        """
 
     def environ(self, place: WorkerEnvironment, opened: Any) -> dict[str, str]:
         """The variables of the worker at `place`."""

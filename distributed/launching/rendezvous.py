@@ -8,9 +8,7 @@ could put another one; here it is JSON, signed where the nodes share a secret.
 from __future__ import annotations
 
 import datetime
-import errno
 import hmac
-import ipaddress
 import json
 import pickle
 import socket
@@ -29,7 +27,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from distributed.launcher import LaunchRequest
-from distributed.launching.secret import SignedStore, shared_secret, signature
+from distributed.launching.listening import listen_at
+from distributed.launching.secret import shared_secret, signature
 
 _KEY = "distributed/rendezvous"
 _NOTHING = "nothing"  # a store's `get` waits for a key that is not there, so the state is there from the first moment
@@ -51,12 +50,6 @@ def rendezvous_of(request: LaunchRequest) -> RendezvousHandler:
         timeout=RendezvousTimeout(join=datetime.timedelta(seconds=request.start_timeout)),
     )  # fmt: skip
     return handler
-
-
-def store_of_agents(store: Any) -> Any:
-    """Return the store of a rendezvous as the agents of all nodes use it: signed where they share a secret."""
-    secret = shared_secret()
-    return store if secret is None or isinstance(store, dist.HashStore) else SignedStore(store, secret)
 
 
 class OneNode(RendezvousHandler):
@@ -206,32 +199,3 @@ def _open_store(request: LaunchRequest) -> Any:
         return dist.TCPStore(request.master_addr, port, None, False, timeout)
     except (RuntimeError, ValueError, TimeoutError, OSError) as error:
         raise RendezvousConnectionError(str(error).splitlines()[0]) from error
-
-
-def listen_at(host: str, port: int, *, is_alone: bool = False) -> socket.socket:
-    """Return a socket bound to `port` on the interface that has the address of `host`, and on all where none has it.
-
-    None has it behind a translation of addresses. A name that means the loopback interface on this machine can mean another
-    one elsewhere (Debian's /etc/hosts), so that counts only for localhost itself, or where this node `is_alone`.
-    """
-    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    address = ipaddress.ip_address(str(where[0]).partition("%")[0])
-    is_meant = is_alone or host == "localhost" or host == where[0]
-    if is_meant or not address.is_loopback:
-        try:
-            return _bound(family, kind, protocol, where)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    return _bound(socket.AF_INET, socket.SOCK_STREAM, 0, ("", port))
-
-
-def _bound(family: int, kind: int, protocol: int, where: Any) -> socket.socket:
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-    except OSError:
-        listener.close()
-        raise
-    return listener

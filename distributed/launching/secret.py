@@ -53,13 +53,22 @@ def signature(secret: bytes, key: str, value: bytes) -> bytes:
     return hmac.digest(secret, key.encode() + b"\0" + value, hashlib.sha256).hex().encode()
 
 
+def messages(store: Any, prefix: str) -> Any:
+    """Return the part `prefix` of a torch.distributed store, for what this package writes there: signed where there is a
+    secret. It has `set`, `get`, `check` and `compare_set`."""
+    import torch.distributed as dist
+
+    secret = shared_secret()
+    return dist.PrefixStore(prefix, store) if secret is None else SignedStore(store, secret, f"{prefix}/")
+
+
 class SignedStore:
     """A store of torch.distributed whose values are signed. Everything that reads it is told of a value that is not.
 
     It has the verbs that this package uses, so it is no Store for torch's own process groups.
     """
 
-    def __init__(self, store: Any, secret: bytes, prefix: str = "") -> None:
+    def __init__(self, store: Any, secret: bytes, prefix: str) -> None:
         self._store, self._secret, self._prefix = store, secret, prefix
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -79,10 +88,6 @@ class SignedStore:
         before = self._signed(key, expected) if expected else b""
         found = self._store.compare_set(self._prefix + key, before.decode(), self._signed(key, desired).decode())
         return self._checked(key, found)
-
-    def under(self, prefix: str) -> SignedStore:
-        """Return the same store for keys that begin with `prefix`."""
-        return SignedStore(self._store, self._secret, f"{self._prefix}{prefix}/")
 
     def _signed(self, key: str, value: str | bytes) -> bytes:
         data = value.encode() if isinstance(value, str) else value

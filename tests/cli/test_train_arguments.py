@@ -9,12 +9,12 @@ import socket
 import pytest
 
 from distributed.cli.__main__ import run
-from distributed.cli.train import SETTINGS, make_parser, read_typed
+from distributed.cli.train import SETTINGS, make_parser, read_typed, train_parser
 from distributed.config import GROUPS, DistributedConfig, group_options
 from distributed.errors import DistributedError, ResourceError
 
 FLAGS = """
---script --config --set --run-dir --resume --dry-run --help
+--script --config --set --run-dir --resume --dry-run --help --token-file
 --backend --nproc-per-node --num-gpus --num-nodes --gpus-per-node --device
 --node-rank --master-addr --master-port --address
 --epochs --max-steps --batch-size --global-batch-size --gradient-accumulation-steps
@@ -37,7 +37,7 @@ def names(directory):
 
 
 def test_the_flags_are_these():
-    assert sorted(word for action in make_parser()._actions for word in action.option_strings) == sorted(FLAGS.split())
+    assert sorted(word for action in train_parser()._actions for word in action.option_strings) == sorted(FLAGS.split())
 
 
 def test_help_shows_every_name_whole_at_80_columns(capsys):

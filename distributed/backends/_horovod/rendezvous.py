@@ -7,10 +7,11 @@ for each attempt (a restarted worker would read the addresses of the dead). Load
 from __future__ import annotations
 
 import os
-import socket
+import threading
 from typing import Any
 
 from distributed.launching.environment import WorkerEnvironment
+from distributed.launching.listening import is_own_peer, listen_at, loopback_interface
 
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 
@@ -21,22 +22,35 @@ class Rendezvous:
     def __init__(self) -> None:
         self._server: Any = None
 
-    def open(self) -> int:
-        """Serve a new attempt; returns the port."""
-        from horovod.runner.http.http_server import RendezvousServer
+    def open(self, host: str, *, is_alone: bool) -> int:
+        """Serve a new attempt at the address of `host`, where the workers look for it; returns the port.
+
+        Where this node `is_alone`, only processes of this user get an answer.
+        """
+        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+        listener = listen_at(host, 0, is_alone=is_alone)
+
+        class Server(RendezvousHTTPServer):  # type: ignore[misc]
+            def server_bind(self) -> None:
+                self.socket.close()  # type: ignore[has-type]  # one that is bound to nothing
+                self.socket, self.server_address = listener, listener.getsockname()
+
+            def verify_request(self, request: Any, client_address: Any) -> bool:
+                return is_own_peer(request)
 
         self.close()
-        server = RendezvousServer()
-        port: int = server.start()
+        server = Server(listener.getsockname(), RendezvousHandler, 0)
+        threading.Thread(target=server.serve_forever, name="horovod-rendezvous", daemon=True).start()
         self._server = server
-        return port
+        return int(listener.getsockname()[1])
 
     def close(self) -> None:
         """Stop serving."""
         server, self._server = self._server, None
         if server is not None:
-            server.stop()
-            server._httpd.server_close()  # which `stop` leaves listening
+            server.shutdown()
+            server.server_close()
 
     @staticmethod
     def environ(place: WorkerEnvironment, opened: int) -> dict[str, str]:
@@ -56,12 +70,8 @@ class Rendezvous:
             ADDRESS: place.master_addr,
             PORT: opened,
         }
-        interface = os.environ.get("GLOO_SOCKET_IFNAME") or (_loopback() if num_nodes == 1 else None)
+        # Else Gloo takes the address of the host's name, which need not be reachable or even known.
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or (loopback_interface() if num_nodes == 1 else None)
         if interface:
             variables["HOROVOD_GLOO_IFACE"] = interface
         return {name: str(value) for name, value in variables.items()}
-
-
-def _loopback() -> str | None:
-    """Else Gloo takes the address of the host's name, which need not be reachable or even known."""
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import math
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +25,7 @@ from distributed.backends._torch.world import Pending, World
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, ResourceError, TrainingError
 from distributed.launcher import WorkerEnvironment, link, worker_environment
+from distributed.launching.secret import messages
 from distributed.plan import ProcessPlan
 from distributed.state import WorkerContext
 
@@ -147,7 +151,7 @@ class HorovodWorld(World):
         self.combine(torch.zeros(1), "sum").wait()
 
     def store(self) -> Any:
-        return dist.PrefixStore("common-step", _this.store) if _this.store is not None else None
+        return messages(_this.store, "common-step") if _this.store is not None else None
 
     def leave(self) -> None:
         if self._is_ours:
@@ -161,14 +165,24 @@ class HorovodWorld(World):
         return joined
 
     def _open_store(self) -> Any:
-        """A store on rank 0, for a world that another launcher made: its place is told through Horovod."""
+        """Open a store for a world that another launcher made. Its place is told through Horovod."""
+        if self._hvd.cross_size() == 1:
+            return self._open_file_store()
         opened, place = None, None
         if self.context.is_main_process:
-            host = "127.0.0.1" if self._hvd.cross_size() == 1 else os.uname().nodename
+            host = os.uname().nodename
             opened = dist.TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
             place = (host, opened.port)
         host, port = self.broadcast(place, 0)
         return opened or dist.TCPStore(host, port, None, False, timedelta(seconds=60))
+
+    def _open_file_store(self) -> Any:
+        """On one node: a file that only this user can open. Rank 0 removes it when it ends."""
+        directory = None
+        if self.context.is_main_process:
+            directory = tempfile.mkdtemp(prefix="distributed-")
+            atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        return dist.FileStore(f"{self.broadcast(directory, 0)}/store", -1)
 
 
 class Reduction:
@@ -201,7 +215,7 @@ def _stalled(hvd: Any) -> TrainingError:
     """Whoever waits too says so in the store, so that the others are known. Horovod's own message does not leave its log."""
     absent = "another rank has"
     if _this.store is not None:
-        waiting = dist.PrefixStore("stalled", _this.store)
+        waiting = messages(_this.store, "stalled")
         waiting.set(str(hvd.rank()), "")
         time.sleep(_GRACE_S)
         ranks = [rank for rank in range(hvd.size()) if not waiting.check([str(rank)])]
@@ -270,10 +284,12 @@ def _meet(found: WorkerEnvironment, config: DistributedConfig, warn: Callable[[s
     """Wait for all ranks, which names the missing ones; where no launcher serves Horovod's own meeting, rank 0 does."""
     store = meet(found, config.start_timeout, warn, call)
     if ADDRESS not in os.environ:
+        told = messages(store, "horovod")
         if found.rank == 0:
             _this.server = Rendezvous()  # listens as long as this process lives
-            store.set("horovod", str(_this.server.open()))
-        os.environ.update(Rendezvous.environ(found, int(store.get("horovod"))))
+            is_alone = found.local_world_size == found.world_size
+            told.set("port", str(_this.server.open(found.master_addr, is_alone=is_alone)))
+        os.environ.update(Rendezvous.environ(found, int(told.get("port"))))
     return store
 
 

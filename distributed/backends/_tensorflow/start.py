@@ -26,6 +26,7 @@ from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import LaunchRequest, WorkerEnvironment
 from distributed.launching.environment import TFCluster, read_tf_config
+from distributed.launching.secret import messages
 
 WORDS, FLAGS = "backend='tensorflow'", "--backend tensorflow"  # how it is set, and how workers that have it are started
 
@@ -124,7 +125,7 @@ def join(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
 
         _refuse_late()
         store = meet(found, start_timeout, warn, "fit()")
-        with _addresses(found, store):
+        with _addresses(found, messages(store, "tensorflow")):
             _ThisProcess.joined = Joined(_strategy(), store)
         _share_cluster()
     return _ThisProcess.joined

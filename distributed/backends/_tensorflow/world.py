@@ -15,6 +15,7 @@ from distributed.backends import wire
 from distributed.backends._tensorflow.replicas import Replicas
 from distributed.backends._tensorflow.start import Joined
 from distributed.errors import DistributedError
+from distributed.launching.secret import messages
 from distributed.state import WorkerContext
 
 _LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.CancelledError)
@@ -175,9 +176,7 @@ class World:
         """What `Backend.key_value_store` describes."""
         if self._store is None:
             return None
-        import torch.distributed as dist
-
-        return dist.PrefixStore("common-step", self._store)
+        return messages(self._store, "common-step")
 
 
 def _by_type(combine: Callable[[list[Any]], list[Any]], tensors: list[Any]) -> list[Any]:

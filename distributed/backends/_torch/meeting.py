@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from distributed.errors import ResourceError
 from distributed.launcher import WorkerEnvironment
+from distributed.launching.listening import listen_at
+from distributed.launching.secret import messages
 from distributed.launching.worker_store import worker_store
 
 _POLL_S = 0.002
@@ -32,7 +34,7 @@ def meet(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
     `call` is what brings a rank here. Raises ResourceError with the ranks that did not come within `start_timeout` seconds.
     """
     store = worker_store(start_timeout) or _connect(found, start_timeout, warn, call)
-    roll = dist.PrefixStore("trainer", store)
+    roll = messages(store, "trainer")
     deadline = time.monotonic() + start_timeout
     if found.rank == 0:
         name, missing = _call_the_roll(roll, found.world_size, deadline, start_timeout, warn, call)
@@ -51,12 +53,22 @@ def _connect(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str
         _await_listener(host, port, start_timeout, warn, call)
     try:
         return dist.TCPStore(
-            host, port, found.world_size, is_host, timedelta(seconds=start_timeout), wait_for_workers=False, multi_tenant=True
+            host, port, found.world_size, is_host, timedelta(seconds=start_timeout), wait_for_workers=False, multi_tenant=True,
+            master_listen_fd=_listener(host, port, found) if is_host else None,
         )  # fmt: skip
     except dist.DistNetworkError as error:
         if found.rank == 0:
             raise
         raise ResourceError(f"{_absence('0', start_timeout, call)} ({str(error).splitlines()[0]})") from None
+
+
+def _listener(host: str, port: int, found: WorkerEnvironment) -> int | None:
+    """A descriptor bound to the port, on the interface of `host`. None: torch shares the store that this process hosts there
+    already, or says why the port cannot be had."""
+    try:
+        return listen_at(host, port, is_alone=found.local_world_size == found.world_size).detach()
+    except OSError:
+        return None
 
 
 def _await_listener(

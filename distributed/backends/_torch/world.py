@@ -19,6 +19,7 @@ from distributed.backends._torch.modules import sparse_names
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import WorkerEnvironment, worker_environment
+from distributed.launching.secret import messages
 from distributed.plan import ProcessPlan
 from distributed.state import WorkerContext
 
@@ -234,7 +235,7 @@ class ProcessGroup(World):
         dist.barrier()
 
     def store(self) -> Any:
-        return dist.PrefixStore("common-step", dist.distributed_c10d._get_default_store())
+        return messages(dist.distributed_c10d._get_default_store(), "common-step")
 
     def leave(self) -> None:
         if self._is_ours:

@@ -1,0 +1,70 @@
+"""Sockets that listen: on the interface that the others use, and for this user's processes alone where that can be known."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+
+
+def listen_at(host: str, port: int, *, is_alone: bool = False) -> socket.socket:
+    """Return a socket bound to `port` on the interface that has the address of `host`, and on all where none has it.
+
+    None has it behind a translation of addresses. A name that means the loopback interface on this machine can mean another
+    one elsewhere (Debian's /etc/hosts), so that counts only for localhost itself, or where this node `is_alone`.
+    Raises OSError where the port is taken or `host` is not known.
+    """
+    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    address = ipaddress.ip_address(str(where[0]).partition("%")[0])
+    if is_alone or host in ("localhost", where[0]) or not address.is_loopback:
+        try:
+            return _bound(family, kind, protocol, where)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return _bound(socket.AF_INET, socket.SOCK_STREAM, 0, ("", port))
+
+
+def loopback_interface() -> str | None:
+    """Return the name of the loopback interface, or None where there is none."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
+def is_own_peer(connection: socket.socket) -> bool:
+    """Return whether a process of this user, or of root, is at the other end of a TCP connection over loopback.
+
+    True of connections from elsewhere too: who is there cannot be known.
+    """
+    peer, here = connection.getpeername(), connection.getsockname()
+    if not ipaddress.ip_address(peer[0].partition("%")[0]).is_loopback:
+        return True
+    owners = {owner for local, remote, owner in _connections() if local == peer[1] and remote == here[1]}
+    return owners <= {os.getuid(), 0} and bool(owners)
+
+
+def _connections() -> Iterator[tuple[int, int, int]]:
+    """The (local port, remote port, user) of each TCP connection that Linux lists."""
+    for table in filter(Path.exists, map(Path, _TABLES)):
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            yield _port(fields[1]), _port(fields[2]), int(fields[7])
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2], 16)
+
+
+def _bound(family: int, kind: int, protocol: int, where: object) -> socket.socket:
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)  # type: ignore[arg-type]
+    except OSError:
+        listener.close()
+        raise
+    return listener
