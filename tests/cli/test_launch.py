@@ -422,7 +422,46 @@ def test_killing_the_launcher_kills_everybody_and_frees_the_directory(start, run
     assert run_cli([*train(script, processes=1), "--resume"], cwd=tmp_path).returncode == 0
 
 
-def test_two_nodes_run_and_restart_together(start, tmp_path):
+OPEN_PORTS = """
+def open_ports():
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    rows = [line.split() for table in ("tcp", "tcp6") for line in open(f"/proc/net/{table}").readlines()[1:]]
+    loopback = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
+    return [row[1] for row in rows if row[3] == "0A" and row[9] in inodes and not row[1].startswith(loopback)]
+"""
+
+
+def test_workers_of_one_node_join_again_and_again_and_open_no_port_to_others(start, tmp_path):
+    script = write(
+        tmp_path,
+        JOIN
+        + OPEN_PORTS
+        + """
+import torch
+found = open_ports()
+for _ in range(2):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+print("open", found + open_ports())
+""",
+    )
+    done = start([sys.executable, *light(script)], cwd=tmp_path).finish(120)
+    assert done.returncode == 0, done.output
+    for rank in range(2):
+        assert (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text().rstrip().endswith("open []")
+
+
+@pytest.mark.parametrize("secret", ["", "0123456789abcdef0123"])
+def test_two_nodes_run_and_restart_together(secret, start, tmp_path, monkeypatch):
+    monkeypatch.setenv("DISTRIBUTED_TOKEN", secret)
     script = write(
         tmp_path,
         JOIN
