@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distributed.backends import LATER, REGISTRY, TRANSPORTS, backend_row, default_backend, option_class
+from distributed.backends import REGISTRY, TRANSPORTS, backend_row, default_backend, option_class
 from distributed.errors import ConfigError, nearest
-from distributed.fields import FrozenDict, Rule, check, check_options, rules, setting
+from distributed.fields import FrozenDict, Rule, Written, check, check_options, in_code, rules, setting
+from distributed.peers import answer_for
 
 RESOURCES, TRAINING, OPTIMIZATION = "Resources", "Training", "Optimization"
 COMMUNICATION, CHECKPOINTS, MONITORING, FAULTS = "Communication", "Checkpoints", "Monitoring", "Faults"
@@ -37,6 +38,7 @@ class DistributedConfig:
     """All settings of a run. Frozen; wrong values and unknown names raise ConfigError with the fix.
 
     Only what was given explicitly counts as set (`config.given`), so that a file or a flag can fill in the rest.
+    `dataclasses.replace` keeps that: what was given stays given, and what it changes is given from then on.
     """
 
     # fmt: off
@@ -110,18 +112,29 @@ class DistributedConfig:
     # fmt: on
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        """Check and keep `settings`, which may have other tools' spellings (`bucket_size_mb=5`) too."""
+        """Check and keep `settings`, which may have other tools' spellings (`bucket_size_mb=5`) too.
+
+        A call that passes every setting is a copy (`**config.to_dict()`): there a value that is the default is not given.
+        """
         if args:
             raise ConfigError("DistributedConfig takes settings by name only: DistributedConfig(batch_size=32, ...)")
+        before = settings.pop(_GIVEN, ())  # of the configuration that `dataclasses.replace` copies
         given, notices = canonical(settings)
-        for name, rule in rules(type(self)).items():
+        known = rules(type(self))
+        for name, rule in known.items():
             object.__setattr__(self, name, check_setting(name, given.get(name, rule.default), rule))
+        if len(given) == len(known):  # a copy: nobody types all of them
+            given = {name: value for name, value in given.items() if name in before or self._is_changed(name)}
         object.__setattr__(self, "_given", frozenset(given))
         object.__setattr__(self, "_notices", tuple(notices))
         if self.node_rank >= self.num_nodes:
             raise ConfigError(
                 f"node_rank={self.node_rank} is not below num_nodes={self.num_nodes}: number the nodes from 0"
             )
+
+    def _is_changed(self, name: str) -> bool:
+        value, default = getattr(self, name), rules(type(self))[name].default
+        return bool(value) if name in GROUPS else value != default
 
     def warm_rate(self, full: float, step: int) -> float:
         """What the warm-up makes of the rate `full` in the update after `step` others."""
@@ -136,7 +149,7 @@ class DistributedConfig:
     def given(self) -> dict[str, Any]:
         """The settings that were given explicitly, by name."""
         given: frozenset[str] = self._given  # type: ignore[attr-defined]
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name in given}
+        return {name: getattr(self, name) for name in rules(type(self)) if name in given}
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -149,9 +162,32 @@ class DistributedConfig:
         return check_options(group_options(group), getattr(self, group), group)
 
     def to_dict(self) -> dict[str, Any]:
-        """All values by name, plain Python."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        """All values by name, plain Python. `given` has those alone that were given."""
+        values = {name: getattr(self, name) for name in rules(type(self))}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
+
+
+_GIVEN = "_given"
+
+
+class _Fields:
+    """`__dataclass_fields__` of the class; of an instance with one entry more, by which `dataclasses.replace` passes on which
+    settings were given. `dataclasses.fields` and `asdict` leave it out, as it is an InitVar."""
+
+    def __init__(self, own: dict[str, dataclasses.Field[Any]]) -> None:
+        self._own = own
+
+        @dataclasses.dataclass
+        class Carrier:
+            _given: dataclasses.InitVar[Any] = None
+
+        self._all = {**own, _GIVEN: Carrier.__dataclass_fields__[_GIVEN]}
+
+    def __get__(self, instance: DistributedConfig | None, owner: type) -> dict[str, dataclasses.Field[Any]]:
+        return self._own if instance is None else self._all
+
+
+DistributedConfig.__dataclass_fields__ = _Fields(DistributedConfig.__dataclass_fields__)  # type: ignore[assignment]
 
 
 def group_options(group: str) -> type[Any]:
@@ -163,36 +199,35 @@ def group_options(group: str) -> type[Any]:
     return DataOptions
 
 
-def check_setting(name: str, value: Any, rule: Rule) -> Any:
-    """`value` in the type of the field `name`; ConfigError where the field, its group or this version cannot take it."""
-    checked = check(name, value, rule)
+def option_names() -> list[str]:
+    """Every option of every group, as GROUP.OPTION."""
+    return [f"{group}.{option}" for group in GROUPS for option in group_options(group).__dataclass_fields__]
+
+
+def check_setting(name: str, value: Any, rule: Rule, written: Written = in_code) -> Any:
+    """`value` in the type of the field `name`; ConfigError where the field, its group or this version cannot take it.
+
+    `written` is how the fix in the error is written: as Python, as YAML or as a flag.
+    """
+    checked = check(name, value, rule, written)
     if name in GROUPS:
-        options = check_options(group_options(name), checked or {}, name)
+        options = check_options(group_options(name), checked or {}, name, written)
         return FrozenDict({option: getattr(options, option) for option in checked or {}})
     if name == "backend" and checked is not None:
         backend_row(checked)
     return checked
 
 
-# Words that are no settings, and what does what they ask for.
-_INSTEAD = {
-    "run_dir": "the flag --run-dir of 'distributed train' names the run directory; checkpoint_dir says where checkpoints go",
-    "resume": "set resume_from_checkpoint=True, or use the flag --resume",
-    "lr": "set learning_rate",
-    **dict.fromkeys(LATER, "that backend is not in this version, drop its options"),
-}
-
-
-def unknown_name(name: str, known: Iterable[str]) -> ConfigError:
-    """The error for a misspelt setting, with the nearest known name."""
-    if instead := _INSTEAD.get(name.partition(".")[0]):
-        return ConfigError(f"{name} is not a setting: {instead}")
+def unknown_name(name: str, known: Iterable[str], written: Written = in_code) -> ConfigError:
+    """The error for a name that is no setting: what serves in the place of another tool's, else the nearest of `known`."""
+    if answer := answer_for(name.partition(".")[0], written):
+        return ConfigError(f"{name} is not a setting: {answer}")
     return ConfigError(f"{name} is not a setting{nearest(name, known)}: see 'python -m distributed.cli train --help'")
 
 
 def _owned(raw: str, name: str) -> ConfigError | None:
     """The error for the bare name of a backend's option; None where no backend has one."""
-    for group in GROUPS:
+    for group in GROUPS if answer_for(name) is None else ():
         if name in group_options(group).__dataclass_fields__:
             return ConfigError(
                 f"{raw} is an option of {group}: write {group}={{{name!r}: ...}} in code, {group}.{name} by --set and in a file"
@@ -212,10 +247,12 @@ ALIASES: Mapping[str, str] = {
 SWEEP_ALIASES: Mapping[str, str] = {"lr": "learning_rate"}  # only in a dict that a sweep hands over
 
 
-def canonical(given: Mapping[str, Any], flat: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
+def canonical(
+    given: Mapping[str, Any], flat: Iterable[str] = (), written: Written = in_code
+) -> tuple[dict[str, Any], list[str]]:
     """Settings under their own names: aliases and dotted names resolved, with one notice for each alias.
 
-    `flat`: other names that the caller takes, for the error of a misspelt one.
+    `flat`: other names that the caller takes, for the error of a misspelt one; `written`: how the fix in it is written.
     """
     out: dict[str, Any] = {}
     notices: list[str] = []
@@ -236,12 +273,13 @@ def canonical(given: Mapping[str, Any], flat: Iterable[str] = ()) -> tuple[dict[
         group, _, option = name.partition(".")
         if option:
             if group not in GROUPS:
-                raise unknown_name(raw, [f"{g}.{o}" for g in GROUPS for o in group_options(g).__dataclass_fields__])
+                raise unknown_name(raw, option_names(), written)
             out.setdefault(group, {})[option] = value
         elif group in GROUPS:
-            out.setdefault(group, {}).update(check(group, value, rules(DistributedConfig)[group]) or {})
+            out.setdefault(group, {}).update(check(group, value, rules(DistributedConfig)[group], written) or {})
         elif name not in DistributedConfig.__dataclass_fields__:
-            raise _owned(raw, name) or unknown_name(raw, [*DistributedConfig.__dataclass_fields__, *ALIASES, *flat])
+            known = [*DistributedConfig.__dataclass_fields__, *option_names(), *flat]
+            raise _owned(raw, name) or unknown_name(raw, known, written)
         else:
             out[name] = value
     return out, notices

@@ -52,6 +52,31 @@ def rules(cls: type) -> dict[str, Rule]:
     return {f.name: f.metadata["rule"] for f in dataclasses.fields(cls) if "rule" in f.metadata}
 
 
+# How the setting NAME is written where its value came from, with a value or without (None): for the fix in an error.
+Written = Callable[[str, Any], str]
+
+
+def in_code(name: str, value: Any) -> str:
+    """As an argument in Python. A value of `...` is left to the reader."""
+    if value is None:
+        return name
+    return f"{name}={value!r}" if isinstance(value, (bool, str)) else f"{name}={in_words(value)}"
+
+
+def in_file(name: str, value: Any) -> str:
+    """As a line of YAML."""
+    return name if value is None else f"{name}: {in_words(value)}"
+
+
+def in_words(value: Any) -> str:
+    """`value` as YAML and the command line have it."""
+    if value is ...:
+        return "{...}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 class FrozenDict(dict[str, Any]):
     """A dict that nobody can change: it may be a key, and is copied, pickled and written as JSON like any other."""
 
@@ -67,8 +92,11 @@ class FrozenDict(dict[str, Any]):
         return FrozenDict, (dict(self),)
 
 
-def check(name: str, value: Any, rule: Rule) -> Any:
-    """`value` in the field's own type, or ConfigError naming field, value, rule and fix."""
+def check(name: str, value: Any, rule: Rule, written: Written = in_code) -> Any:
+    """`value` in the field's own type, or ConfigError naming field, value, rule and fix.
+
+    `written` is how the fix is written: as Python, as YAML or as a flag.
+    """
     if rule.convert is not None and value is not None:
         value = rule.convert(value)
     if value is None:
@@ -77,7 +105,7 @@ def check(name: str, value: Any, rule: Rule) -> Any:
         raise ConfigError(f"{name}=None is not allowed: give {_wanted(rule)} or drop the setting")
     converted = _convert(value, rule)
     if converted is None:
-        raise ConfigError(f"{name}={value!r} is not {_wanted(rule)}: set {name}={_example(rule)}")
+        raise ConfigError(f"{name}={value!r} is not {_wanted(rule)}: give one, such as {written(name, _example(rule))}")
     if rule.choices is not None and converted not in rule.choices:
         words = ", ".join(map(str, rule.choices))
         raise ConfigError(
@@ -86,25 +114,31 @@ def check(name: str, value: Any, rule: Rule) -> Any:
     if converted == "":
         raise ConfigError(f"{name}='' is empty: give {_wanted(rule)} or drop the setting")
     if isinstance(converted, float) and not math.isfinite(converted):
-        raise ConfigError(f"{name}={value!r} is not a finite number: set {name}={_example(rule)}")
+        raise ConfigError(f"{name}={value!r} is not a finite number: give one, such as {written(name, _example(rule))}")
     is_number = isinstance(converted, (int, float)) and not isinstance(converted, bool)
     if is_number and rule.minimum is not None and converted < rule.minimum:
-        raise ConfigError(f"{name}={value!r} must be at least {rule.minimum}: set {name}={rule.minimum} or more")
+        raise ConfigError(
+            f"{name}={value!r} must be at least {rule.minimum}: give {written(name, rule.minimum)} or more"
+        )
     if is_number and rule.maximum is not None and converted > rule.maximum:
-        raise ConfigError(f"{name}={value!r} must be at most {rule.maximum}: set {name}={rule.maximum} or less")
+        raise ConfigError(
+            f"{name}={value!r} must be at most {rule.maximum}: give {written(name, rule.maximum)} or less"
+        )
     if is_number and rule.above is not None and converted <= rule.above:
-        raise ConfigError(f"{name}={value!r} must be greater than {rule.above}: set {name}={_example(rule)}")
+        raise ConfigError(
+            f"{name}={value!r} must be greater than {rule.above}: give one, such as {written(name, _example(rule))}"
+        )
     return converted
 
 
-def check_options(cls: type, values: Mapping[str, Any], group: str) -> Any:
+def check_options(cls: type, values: Mapping[str, Any], group: str, written: Written = in_code) -> Any:
     """An instance of the options class `cls` from a mapping; ConfigError for unknown names and wrong values."""
     known = rules(cls)
     for name in values:
         if name not in known:
             has = ", ".join(known) or "no options"
             raise ConfigError(f"{group}.{name} is not an option{nearest(name, known)}: {group} has {has}")
-    return cls(**{name: check(f"{group}.{name}", value, known[name]) for name, value in values.items()})
+    return cls(**{name: check(f"{group}.{name}", value, known[name], written) for name, value in values.items()})
 
 
 def _convert(value: Any, rule: Rule) -> Any:
@@ -139,11 +173,11 @@ def _wanted(rule: Rule) -> str:
     return " or ".join(_WORDS[kind] for kind in rule.kinds)
 
 
-def _example(rule: Rule) -> str:
+def _example(rule: Rule) -> Any:
     if rule.choices is not None:
-        return str(rule.choices[0])
+        return rule.choices[0]
     if rule.default not in (None, "") and not isinstance(rule.default, bool):
-        return f"{rule.default:g}" if isinstance(rule.default, float) else str(rule.default)
+        return rule.default
     if rule.minimum is not None or rule.above is not None:
-        return str(max(1, rule.minimum or 0))
-    return {int: "1", float: "1.0", bool: "true", str: "NAME", dict: "{...}"}[rule.kinds[0]]
+        return max(1, int(rule.minimum or 0))
+    return {int: 1, float: 1.0, bool: True, str: "NAME", dict: ...}[rule.kinds[0]]

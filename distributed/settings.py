@@ -11,7 +11,8 @@ from typing import Any
 from distributed.backends import backend_row
 from distributed.config import ALIASES, GROUPS, SWEEP_ALIASES, DistributedConfig, canonical, check_setting
 from distributed.errors import ConfigError, nearest
-from distributed.fields import rules
+from distributed.fields import in_file, rules
+from distributed.peers import answer_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,16 +112,17 @@ def joined(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]
 
 def split_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """A plain dict from a sweep as (settings, other hyperparameters, warnings about near-misses)."""
-    known = {*DistributedConfig.__dataclass_fields__, *ALIASES}
+    known = DistributedConfig.__dataclass_fields__
     fields: dict[str, Any] = {}
     others: dict[str, Any] = {}
     warnings = []
     for name, value in values.items():
-        if name in SWEEP_ALIASES or name in known or name.partition(".")[0] in GROUPS:
+        if name in SWEEP_ALIASES or name in known or name in ALIASES or name.partition(".")[0] in GROUPS:
             fields[SWEEP_ALIASES.get(name, name)] = value
         else:
             others[name] = value
-            if close := nearest(name, known):
+            answer = answer_for(name) or ""
+            if close := f" ({answer})" if answer.startswith("use ") else nearest(name, known):
                 warnings.append(f"config has {name!r}, which is not a setting{close}: kept as a hyperparameter")
     settings, notices = canonical(fields)
     return settings, others, warnings + notices
@@ -160,8 +162,8 @@ def _check(content: Mapping[str, Any], lines: Mapping[str, int], path: str | os.
         is_group = name in GROUPS and isinstance(value, Mapping)
         for one, of_it in ((f"{name}.{o}", v) for o, v in value.items()) if is_group else ((name, value),):
             try:
-                for field, checked in canonical({one: of_it})[0].items():
-                    check_setting(field, checked, known[field])
+                for field, checked in canonical({one: of_it}, written=in_file)[0].items():
+                    check_setting(field, checked, known[field], in_file)
             except ConfigError as error:
                 where = f", line {lines[one]}" if one in lines else ""
                 raise ConfigError(f"config file {str(path)!r}{where}: {error}") from None

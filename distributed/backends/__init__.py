@@ -39,6 +39,8 @@ class BackendRow:
     # "module:function" called in each worker before the user's script, as `(LaunchRequest, WorkerEnvironment, report)`.
     before_script: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, flat: spelling -> option
+    # Names of other tools that concern this engine -> what serves here, see `distributed.peers`.
+    peers: Mapping[str, str] = field(default_factory=dict)
     for_launcher: tuple[str, ...] = ()  # options that its launcher reads: they hold for a script without a Trainer too
     compiled: str | None = None  # a module of its library that loads only beside the torch that it was built for
     instead_of: str | None = None  # a trainer that pins that backend runs on this one where ...
@@ -73,23 +75,41 @@ REGISTRY: dict[str, BackendRow] = {
                 "find_unused_parameters": "find_unused_parameters", "bucket_cap_mb": "bucket_cap_mb",
                 "bucket_size_mb": "bucket_cap_mb", "static_graph": "static_graph",
             },
+            peers={
+                "ddp_find_unused_parameters": "use {ddp.find_unused_parameters}",
+                "ddp_bucket_cap_mb": "use {ddp.bucket_cap_mb}", "ddp_comm_hook": "use {ddp.comm_hook}",
+                "ddp_timeout": "use {timeout_s}", "ddp_backend": "use {communication_backend}",
+                "ddp_broadcast_buffers": "not here, because it is always so: drop it",
+            },
         ),
         BackendRow(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
             (*_TORCH_PRELOAD, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"), ("torch",), _TORCH_INSTALL,
             "PyTorch FSDP2: parameters, gradients and optimizer state cut over the processes",
+            peers={
+                "fsdp_config": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
+                "fsdp_plugin": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
+                "fsdp_transformer_layer_cls_to_wrap": "use {fsdp.wrap_classes}",
+                "fsdp_min_num_params": "use {fsdp.min_num_params}", "sharding_strategy": "use {fsdp.reshard_after_forward}",
+            },
         ),
         BackendRow(
             "ray", "distributed.backends.ray", "RayBackend", "ray", _TORCH_PRELOAD, ("torch", "ray"),
             "pip install 'distributed-trainer[ray]'",
             "Ray Train starts the processes, on its own or an existing cluster; the step is DDP's or FSDP2's",
             for_launcher=("cpus_per_worker",),
+            peers={
+                "resources_per_worker": "use {ray.cpus_per_worker}",
+                "scaling_config": "use {nproc_per_node}, {num_gpus} and {ray.cpus_per_worker}",
+                "run_config": "not here, because each of its fields is a setting: {keep_latest_k}, {max_restarts}",
+            },
         ),
         BackendRow(
             "deepspeed", "distributed.backends.deepspeed", "DeepSpeedBackend", "deepspeed", _TORCH_PRELOAD,
             ("torch", "deepspeed"), "pip install 'distributed-trainer[deepspeed]'",
             "DeepSpeed ZeRO: optimizer state, gradients and parameters cut over the processes, by stage",
             aliases={"zero_stage": "zero_stage", "deepspeed_config": "deepspeed_config"},
+            peers={"deepspeed_plugin": "use {deepspeed.zero_stage} or {deepspeed.deepspeed_config}"},
             instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
             before_script="distributed.backends._deepspeed.loading:before_script",
         ),
@@ -103,6 +123,7 @@ REGISTRY: dict[str, BackendRow] = {
             "tensorflow", "distributed.backends.tensorflow", "TensorFlowBackend", "tensorflow", (), ("torch", "tensorflow", "keras"),
             "pip install 'distributed-trainer[tensorflow]'",
             "Keras 3 models on TensorFlow: a process for each device, or one on all its devices (mirrored)", alone="tensorflow",
+            peers={"strategy": "use {backend}; TensorFlow's own strategy is {tensorflow.strategy}"},
             before_script="distributed.backends._tensorflow.start:before_script",
             listens="TensorFlow's workers listen on all interfaces, and whoever connects can read and write files as you",
             environ={"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"},

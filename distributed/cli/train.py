@@ -12,10 +12,11 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from distributed.config import GROUPS, DistributedConfig, canonical, group_options
+from distributed.config import GROUPS, DistributedConfig, canonical, check_setting, group_options
 from distributed.errors import ConfigError, nearest
-from distributed.fields import Rule, rules
+from distributed.fields import Rule, in_words, rules
 from distributed.launching.secret import read_token_file
+from distributed.peers import answer_for
 from distributed.settings import Typed, joined, read_config_file
 
 # Every setting that has a flag of its own; the others by --set, in YAML and in code.
@@ -208,13 +209,27 @@ def _unknown(argument: str, parser: argparse.ArgumentParser) -> ConfigError:
     if not argument.startswith("-"):
         return ConfigError(f"{argument!r} is no flag: name the script with --script, its own arguments follow after --")
     name, verb = argument.partition("=")[0], parser.prog.rpartition(" ")[2]
-    if (setting := name[2:].replace("-", "_")) in _RULES:
+    if (setting := name.lstrip("-").replace("-", "_")) in _RULES:
         return ConfigError(f"{name} is not a flag of {verb}: write --set {setting}=VALUE")
-    flags = [flag for action in parser._actions for flag in action.option_strings]
+    if answer := answer_for(setting, as_flag):
+        return ConfigError(f"{name} is not a flag of {verb}: {answer}; a script's own flags follow after --")
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]  # the others are hidden aliases
+    flags = [flag for action in shown for flag in action.option_strings]
     return ConfigError(
         f"{name} is not a flag of {verb}{nearest(name, flags)}: see '{parser.prog} --help';"
         " a script's own flags follow after --"
     )
+
+
+def as_flag(name: str, value: Any) -> str:
+    """The setting `name` as it is typed, with a value or without (None)."""
+    if name not in SETTINGS:
+        return f"--set {name}={'VALUE' if value is None else in_words(value)}"
+    if value is None:
+        return _flag(name)
+    if _RULES[name].kinds == (bool,):
+        return _flag(name) if value else f"--no-{_flag(name)[2:]}"
+    return f"{_flag(name)} {in_words(value)}"
 
 
 def read_typed(
@@ -227,7 +242,9 @@ def read_typed(
     """Everything that was typed, under its own names. Raises ConfigError for the first wrong or unknown one."""
     base = read_config_file(config) if config is not None else Typed()
     values, notices = canonical({name: _value(name, text) for name, text in flags.items()})
-    extra, more = canonical(dict(_assignment(text) for text in assignments))
+    extra, more = canonical(dict(_assignment(text) for text in assignments), written=as_flag)
+    for name, value in joined(values, extra).items():
+        check_setting(name, value, _RULES[name], as_flag)
     merged_flags = joined(joined(base.flag, values), extra)
     is_same = script is None or script == base.script
     # The file's script is looked for in the present directory: what lies there may be another.

@@ -33,7 +33,7 @@ from tests.conftest import clean_environment
         ({"run_dir": "x"}, ["run_dir is not a setting", "--run-dir", "checkpoint_dir"]),
         ({"batch_size": 0}, ["batch_size=0", "at least 1"]),
         ({"epochs": -1}, ["epochs=-1", "at least 1"]),
-        ({"learning_rate": 0}, ["learning_rate=0", "greater than 0", "set learning_rate=0.001"]),
+        ({"learning_rate": 0}, ["learning_rate=0", "greater than 0", "such as learning_rate=0.001"]),
         ({"learning_rate": 10**400}, ["finite"]),
         ({"seed": -1}, ["seed=-1", "at least 0"]),
         ({"seed": 2**64}, ["seed=18446744073709551616", "at most 18446744073709551615"]),
@@ -97,6 +97,46 @@ def test_a_config_is_frozen_with_its_groups_and_can_be_a_key():
     for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), dataclasses.replace(config, seed=0)):
         assert copied == config and hash(copied) == hash(config)
     assert json.loads(json.dumps(config.ddp)) == config.to_dict()["ddp"] == mine | {"bucket_cap_mb": 5}
+
+
+# which settings were given
+
+
+def test_a_replaced_config_has_given_what_the_first_had_and_what_was_changed():
+    config = DistributedConfig(epochs=1, ddp={"bucket_cap_mb": 5})
+    changed = dataclasses.replace(config, batch_size=8)
+    assert changed.given == {"epochs": 1, "batch_size": 8, "ddp": {"bucket_cap_mb": 5}}
+    assert dataclasses.replace(changed, batch_size=32).given == {**changed.given, "batch_size": 32}
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, dataclasses.replace, lambda config: pickle.loads(pickle.dumps(config))],
+    ids=["copy", "deepcopy", "replace", "pickle"],
+)
+def test_a_copy_has_given_what_the_first_had(copied):
+    config = DistributedConfig(epochs=1, seed=3)
+    assert copied(config).given == config.given == {"epochs": 1, "seed": 3}
+
+
+@pytest.mark.parametrize("values", [DistributedConfig.to_dict, dataclasses.asdict], ids=["to_dict", "asdict"])
+def test_a_config_made_of_all_values_of_another_has_given_those_that_are_no_default(values):
+    config = DistributedConfig(epochs=3, data={"presharded": True})
+    assert DistributedConfig(**values(config)) == config
+    assert DistributedConfig(**values(config)).given == {"epochs": 3, "data": {"presharded": True}}
+
+
+def test_a_loaders_batch_size_counts_beside_a_replaced_config():
+    config = dataclasses.replace(DistributedConfig(epochs=2), epochs=3)
+    trainer = Trainer(print, config)
+    assert set(trainer.merged.sources) == {"epochs"}
+    assert plan_batch(trainer.merged, 1, 16).batch_size == 16
+
+
+def test_what_a_backends_own_config_implies_leaves_the_rest_as_it_was_given():
+    """`sources.py` looks at `config.given` to tell whether a batch size was typed."""
+    merged = merge(Typed(), {"backend": "deepspeed", "deepspeed": {"deepspeed_config": {"gradient_clipping": 1.0}}})
+    assert merged.config.gradient_clipping == 1.0 and "batch_size" not in merged.config.given
 
 
 def test_the_strongest_source_wins_and_every_source_is_kept():
