@@ -172,7 +172,9 @@ def _value(flag: str, text: str, kind: str) -> Any:
     try:
         return convert(text)
     except ValueError:
-        raise ConfigError(f"{flag}={text!r} is not a number: write {flag}=1") from None
+        raise ConfigError(
+            f"{flag}={text!r} is not a number: give one, such as {flag}={1 if convert is int else 0.5}"
+        ) from None
 
 
 def _typed(config: LaunchConfig, script: str, script_args: Sequence[str]) -> Typed:

@@ -140,11 +140,22 @@ class MlflowLogger(Logger):
             elif name not in GROUPS and not name.startswith("mlflow_"):
                 values[name] = getattr(config, name)
         values |= {
-            "backend": fit.plan.backend, "world_size": fit.context.world_size, "device": fit.plan.device,
-            "batch_size": batch.batch_size, "global_batch_size": batch.global_batch_size,
+            **self._resources(), "batch_size": batch.batch_size, "global_batch_size": batch.global_batch_size,
             "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         }  # fmt: skip
         return {metric_name(name): str(value) for name, value in {**fit.merged.hyperparameters, **values}.items()}
+
+    def _resources(self) -> dict[str, Any]:
+        """What the run runs on, typed or not. A run that the user has open keeps `num_gpus` free for a figure of their own."""
+        plan, world_size = self._fit.plan, self._fit.context.world_size
+        num_gpus = world_size * self._fit.backend.devices_per_process if plan.device == "cuda" else 0
+        record = Record.read(self._dir)
+        is_users_own = record is not None and record.wanted is not None
+        return {
+            "backend": plan.backend, "device": plan.device, "num_nodes": plan.num_nodes,
+            "nproc_per_node": plan.nproc_per_node, "world_size": world_size,
+            **({} if is_users_own else {"num_gpus": num_gpus}),
+        }  # fmt: skip
 
     def _comparable(self) -> str:
         """A digest of the script and the settings that two runs have in common which differ in their processes alone."""

@@ -103,7 +103,10 @@ def test_a_run_is_complete_at_mlflow_and_nothing_lies_in_the_working_directory(o
         "learning_rate": "0.01",
         "flavour": "mild",
     }
-    assert run.data.params.items() >= {**wanted, "gradient_accumulation_steps": "1", "device": "cpu"}.items()
+    assert (
+        run.data.params.items()
+        >= {**wanted, "gradient_accumulation_steps": "1", "device": "cpu", "num_gpus": "0", "num_nodes": "1"}.items()
+    )
     assert steps(client, record.run_id, "loss") == list(range(1, 17)) == steps(client, record.run_id, "time/step_s")
     result = json.loads((runs / "one" / "result.json").read_text())
     for name in ("loss", "accuracy", "val_loss", "val_accuracy", "learning_rate", "samples_per_second"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import types
 
 import pytest
 
@@ -16,7 +17,8 @@ from distributed.loggers._mlflow import place
 from distributed.loggers._mlflow.run import grouped, metric_name
 from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
 from distributed.loggers._mlflow.sweep import SweepRun
-from distributed.loggers.mlflow import JoinedRun
+from distributed.loggers.mlflow import JoinedRun, MlflowLogger
+from distributed.plan import BatchPlan, ProcessPlan
 from distributed.run_dir import RunDirectory
 from distributed.settings import Typed, merge
 from distributed.tuning.sweep import Sweep
@@ -38,6 +40,33 @@ def test_an_experiment_or_a_name_for_the_model_asks_for_tracking_unless_it_is_sw
     assert is_on_mlflow(merged(mlflow_experiment="x"))
     assert is_on_mlflow(merged(mlflow_register_model="x"))
     assert not is_on_mlflow(merged(mlflow_experiment="x", mlflow_tracking=False))
+
+
+def parameters(path, device, wanted=None, **settings):
+    """What a run of two processes on each of two nodes tells MLflow of itself."""
+    fit = types.SimpleNamespace(
+        run=RunDirectory(path), merged=merged(**settings), plan=ProcessPlan(2, 2, device, "pytorch-ddp"),
+        batch=BatchPlan(8, 1, 4, 32), context=types.SimpleNamespace(world_size=4),
+        backend=types.SimpleNamespace(devices_per_process=1),
+    )  # fmt: skip
+    Record(wanted=wanted).write(path)
+    return MlflowLogger(fit)._params()
+
+
+def test_what_a_run_runs_on_is_logged_whether_it_was_typed_or_not(tmp_path):
+    expected = {"backend": "pytorch-ddp", "num_nodes": "2", "nproc_per_node": "2", "world_size": "4"}
+    for settings in ({}, {"nproc_per_node": 2}, {"num_gpus": 4}):
+        assert (
+            parameters(tmp_path, "cuda", **settings).items() >= {**expected, "device": "cuda", "num_gpus": "4"}.items()
+        )
+    assert parameters(tmp_path, "cpu").items() >= {**expected, "device": "cpu", "num_gpus": "0"}.items()
+
+
+def test_a_run_that_the_user_has_open_keeps_num_gpus_free(tmp_path):
+    """`mlflow.log_param("num_gpus", 8)` in it would fail, as MLflow changes no parameter."""
+    told = parameters(tmp_path, "cpu", wanted="his")
+    assert "num_gpus" not in told and told["world_size"] == "4"
+    assert parameters(tmp_path, "cuda", wanted="his", num_gpus=4)["num_gpus"] == "4"
 
 
 @pytest.mark.parametrize(
