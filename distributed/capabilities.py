@@ -11,6 +11,7 @@ from typing import Any
 
 from distributed.backends import REGISTRY, BackendRow, backend_class, missing_libraries, one_process_reason
 from distributed.config import GROUPS, DistributedConfig, group_options
+from distributed.effects import needs_of
 from distributed.fields import rules
 
 SEVERAL = "several processes"  # the row of backends that run one process alone
@@ -37,6 +38,9 @@ class Capabilities:
     refuses: Mapping[str, str]  # setting -> why, and what to use instead
     options: Mapping[str, str]  # its own options -> what they do
     conditions: Mapping[str, tuple[Condition, ...]] = dataclasses.field(default_factory=dict)
+    needs: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # setting or option -> what it has an effect with
 
     def accepts(self, setting: str) -> bool:
         """Whether `setting` ("name" or "name=value") works, if not always; of a bare name, whether any value but the default
@@ -62,8 +66,14 @@ def capabilities_of(row: BackendRow) -> Capabilities:
         if not isinstance(why, str)
     }
     options = {name: rule.help for name, rule in rules(adapter.Options).items()}
+    named = [*settings_for_all(), *(f"{row.group}.{name}" for name in options)]
+    needs = {
+        name: " and ".join(need.what for need in found)
+        for name in named
+        if name not in refuses and (found := needs_of(adapter, name))
+    }
     return Capabilities(
-        row.name, row.group, row.summary, missing_libraries(row), row.install, refuses, options, conditions
+        row.name, row.group, row.summary, missing_libraries(row), row.install, refuses, options, conditions, needs
     )
 
 

@@ -23,7 +23,7 @@ from distributed.launching.environment import (
 from distributed.settings import Typed
 
 __all__ = [
-    "Handover", "LaunchRequest", "Link", "NodeEnvironment", "WorkerEnvironment", "handover", "launch", "link",
+    "Handover", "LaunchRequest", "Link", "NodeEnvironment", "WorkerEnvironment", "handover", "launch", "launched_by", "link",
     "node_environment", "running_script", "start_launcher", "typed_for_script", "worker_environment",
 ]  # fmt: skip
 
@@ -97,6 +97,7 @@ class _ThisProcess:
 
     handover: Handover | None = None
     link: Link | None = None
+    request: LaunchRequest | None = None  # what our launcher was asked for, where it started this process
     is_told: bool = False
     is_taken: bool = False  # a Trainer has asked
     asked: set[str] = dataclasses.field(default_factory=set)  # settings that `distributed.comm` has asked for
@@ -162,11 +163,18 @@ def link() -> Link | None:
     return _this.link
 
 
-def tell(given: Handover, link_fd: int | None = None) -> None:
-    """Make `given` this process' handover, and `link_fd` its way to the launcher. Entry of a worker only."""
+def launched_by() -> LaunchRequest | None:
+    """What our launcher was asked for, in a worker that it started; None in any other process."""
+    return _this.request
+
+
+def tell(given: Handover, link_fd: int | None = None, request: LaunchRequest | None = None) -> None:
+    """Make `given` this process' handover, `link_fd` its way to the launcher and `request` what that was asked for. Entry of
+    a worker only."""
     os.environ.pop(HANDOVER_VARIABLE, None)
     _this.handover, _this.is_told = given, True
     _this.link = Link(link_fd) if link_fd is not None else None
+    _this.request = request
 
 
 # What to launch

@@ -47,7 +47,7 @@ class Profiler(Protocol):
 
 def check(merged: MergedConfig) -> None:
     """ConfigError for a schedule without a profile."""
-    typed = [name for name in _SCHEDULE if merged.is_typed(name)]
+    typed = [name for name in _SCHEDULE if merged.is_typed(name) and not merged.is_overruled(name, "profile")]
     if typed and not merged.config.profile:
         value = getattr(merged.config, typed[0])
         raise ConfigError(f"{typed[0]}={value} has no effect without a profile: set profile=True (--profile) too")

@@ -21,9 +21,10 @@ from distributed.callbacks import Callback, EarlyStopping, load_states, states
 from distributed.checkpoint import CheckpointStore
 from distributed.common_step import CommonStep
 from distributed.config import DistributedConfig
+from distributed.effects import Situation, lines_of, without_effect
 from distributed.errors import ConfigError, TrainingInterrupted
 from distributed.interrupts import save_by_the_clock, stop_on_signals
-from distributed.launcher import link
+from distributed.launcher import launched_by, link
 from distributed.launching.epochs import Caller, Epochs
 from distributed.loggers import LoggedFit, Logger, loggers_of
 from distributed.monitor import check_monitor
@@ -271,7 +272,11 @@ class Session:
             notices = [*notices, f"nothing to resume from in {fit.store.directory}: starting at step 0"]
         else:
             notices = [*notices, *self.files.notices()]
-        lines = started_lines(self.trainer.plan, self.context, batch, [*merged.notices, *notices])
+        where = Situation(
+            self.backend, launched_by(), self.trainer._worker is not None, has_schedule=self.backend.has_schedule
+        )
+        notices = [*merged.notices, *lines_of(without_effect(where)), *notices]
+        lines = started_lines(self.trainer.plan, self.context, batch, notices)
         self._reporter({"kind": "started", "lines": lines})
         fit.result.write("running", state, self._checkpoint)
         fit.run.event(

@@ -48,6 +48,11 @@ class MergedConfig:
         """Whether anybody set `name`."""
         return name in self.sources
 
+    def is_overruled(self, name: str, by: str) -> bool:
+        """Whether a stronger source than that of `name` set `by`, on which `name` depends: no contradiction."""
+        layers = ("default", "file", "sweep", "code", "flag")
+        return layers.index(self.source(by)) > layers.index(self.source(name))
+
 
 def merge(
     typed: Typed,

@@ -21,7 +21,7 @@ from distributed.backends.base import Backend, Job
 from distributed.callbacks import Callback
 from distributed.config import DistributedConfig, canonical
 from distributed.errors import ConfigError, nearest
-from distributed.launcher import WorkerEnvironment, handover, running_script, worker_environment
+from distributed.launcher import WorkerEnvironment, handover, launched_by, running_script, worker_environment
 from distributed.launching.processes import interrupts_kept
 from distributed.monitor import check_names
 from distributed.plan import ProcessPlan, choose_backend, plan_processes
@@ -87,7 +87,7 @@ class Trainer:
         self.plan = self._plan(self.merged)
         self._check_backend()
         self._check_source()
-        _check_warmup(self.merged.config)
+        _check_warmup(self.merged)
         loggers.check(self.merged)
         self.backend: Backend[Any] = make_backend(self.merged, self.plan)
         self._is_fit_in_workers = self._worker is None and self.backend.is_fit_in_workers
@@ -313,23 +313,32 @@ class Trainer:
                 f"{name}={asked} in the {place} is not the running world's {found.local_world_size} processes per node:"
                 f" start with --nproc-per-node {asked}, or drop it from the {place}"
             )
+        self._check_nodes(merged)
         wants_gpus = bool(config.num_gpus or config.gpus_per_node)
         is_cpu = config.num_gpus == 0 or (config.device == "cpu" and not wants_gpus)
         device = "cpu" if is_cpu else plan_processes(_local(config, found)).device
         backend = choose_backend(config, found.world_size)
         return ProcessPlan(found.world_size // found.local_world_size, found.local_world_size, device, backend)
 
+    def _check_nodes(self, merged: MergedConfig) -> None:
+        """A number of nodes in the script must be the one that our launcher was started with."""
+        request, asked = launched_by(), merged.config.num_nodes
+        if request is not None and merged.is_typed("num_nodes") and asked != request.num_nodes:
+            place = "config file" if merged.source("num_nodes") == "file" else "script"
+            raise ConfigError(
+                f"num_nodes={asked} in the {place} is not the running world's {request.num_nodes}:"
+                f" start with --num-nodes {asked}, or drop it from the {place}"
+            )
+
     def _check_backend(self) -> None:
-        """Options of a backend that is not chosen are inert; typed as a flag they are an error."""
+        """Options of a backend that is not chosen have no effect; typed as a flag they are an error."""
         used = (*groups_in_use(self.merged.config, self.plan.backend), "data")
         for name, source in self.merged.sources.items():
             group, _, option = name.partition(".")
-            if option and group not in used:
-                if source == "flag":
-                    raise ConfigError(
-                        f"{name} is an option of another backend than {self.plan.backend!r}: drop it, or set --backend"
-                    )
-                self._notices.append(f"{name} is not used by backend {self.plan.backend!r}")
+            if option and group not in used and source == "flag":
+                raise ConfigError(
+                    f"{name} is an option of another backend than {self.plan.backend!r}: drop it, or set --backend"
+                )
 
     def _check_source(self) -> None:
         """What is to be taken up first must be there; a run that has begun goes on from its own checkpoints."""
@@ -375,8 +384,10 @@ def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: 
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: pass a function")
 
 
-def _check_warmup(config: DistributedConfig) -> None:
-    if config.warmup_start is not None and not config.warmup_steps:
+def _check_warmup(merged: MergedConfig) -> None:
+    config = merged.config
+    is_overruled = merged.is_overruled("warmup_start", "warmup_steps")
+    if config.warmup_start is not None and not config.warmup_steps and not is_overruled:
         raise ConfigError(f"warmup_start={config.warmup_start:g} is for a warm-up: set warmup_steps too, or drop it")
 
 

@@ -18,6 +18,7 @@ from distributed.state import Group, MicroBatch, StepResult, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends import BackendRow
+    from distributed.effects import Need
     from distributed.profiling import Profiler
 
 OptionsT = TypeVar("OptionsT")
@@ -84,8 +85,15 @@ class Backend(abc.ABC, Generic[OptionsT]):
     # "setting" or "setting=value" -> why this engine refuses it and what to use instead, always or under conditions: refused
     # before any process starts, and what `distributed backends` shows.
     refuses: ClassVar[Refusals] = {}
+    # What settings need for an effect under this engine: its own options that need more than to be chosen, and others where
+    # the row of `distributed.effects` does not hold.
+    needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {}
     joins_cluster: ClassVar[bool] = False  # whether its launcher knows what to do with `address`
     launcher: str = "distributed.launching.forkserver"  # the module whose `serve` starts its workers
+    merged: MergedConfig
+    config: DistributedConfig
+    plan: ProcessPlan
+    mixed_precision: str  # "no", "fp16" or "bf16"
     devices_per_process: int = 1  # devices that a process trains on, each with a slice of every micro-batch
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -116,6 +124,9 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.context: WorkerContext  # after `setup`
         self.model: Any = None  # the user's module, once it is prepared
         self.batch_dependent: Sequence[str] = ()  # its parts whose output differs with the split of a batch; then known
+        self.has_schedule = (
+            False  # whether a schedule counts updates or epochs, see `scheduler_interval`; once it is prepared
+        )
         self.run_dir: Path | None = None  # for an engine's own files; known before `prepare` where there is a fit
         self.keeps_batch = False  # whether the next update is to keep a batch for `graph`
         self.keeps_gradients = False  # whether each update is to keep its gradients for `local_values`

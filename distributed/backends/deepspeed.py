@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distributed.backends._deepspeed import config_file
 from distributed.backends.base import If, Job, Refusals
 from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
+from distributed.effects import SEVERAL_PROCESSES, Need
 from distributed.errors import ConfigError
 from distributed.fields import setting
 from distributed.plan import BatchPlan, ProcessPlan
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 _DEFAULT_STAGE = 2
 _AT_STAGE_0 = If(
     "with zero_stage=0", lambda own: own.options.stage == 0, "set zero_stage=1, 2 or 3, or use backend 'pytorch-ddp'"
+)
+_WAITS = Need(
+    "several processes, or deepspeed.cpu_adam",  # whose compilation may be under way elsewhere
+    lambda where, name: "" if where.backend.options.cpu_adam else SEVERAL_PROCESSES.lacks(where, name),
 )
 HAS_FP16_ON_CPU = False  # DeepSpeed asks oneDNN, which needs AVX512-FP16 or AMX; too rare to be asked for
 
@@ -122,6 +127,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
 
     Options: ClassVar[type[Any]] = DeepSpeedOptions
     refuses_keras: ClassVar[str] = "its engine replaces the parameters under Keras's variables; use pytorch-ddp"
+    needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {"start_timeout": (_WAITS,)}
     refuses: ClassVar[Refusals] = {
         **PROCESS_GROUPS,
         "dtype=float64": "its engine has no float64, and ZeRO keeps parameters in float32: use backend 'fsdp'",

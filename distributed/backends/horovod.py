@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +18,7 @@ from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends.base import Backend, If, Job, Refusals
 from distributed.backends.tensorflow import TensorFlowBackend
 from distributed.backends.torch_base import TorchBackend
+from distributed.effects import SEVERAL_PROCESSES, Need, Situation
 from distributed.errors import ConfigError
 from distributed.fields import setting
 from distributed.plan import BatchPlan, ProcessPlan
@@ -73,11 +74,24 @@ def _on_tensorflow() -> dict[str, tuple[If, ...]]:
     }
 
 
+def _meets_elsewhere(where: Situation, name: str) -> str:
+    is_theirs = where.request is None and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+    is_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ and where.backend.config.communication_backend != "gloo"
+    return "horovodrun and mpirun have limits of their own" if is_theirs or is_mpi else ""
+
+
+_MEETING = Need("processes that horovodrun and mpirun did not start", _meets_elsewhere)
+
+
 class HorovodBackend(TorchBackend[HorovodOptions]):
     """The torch step with gradients exchanged by Horovod."""
 
     Options: ClassVar[type[Any]] = HorovodOptions
     other_keras: ClassVar[str] = "horovod.keras_backend=tensorflow"
+    needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {
+        **dict.fromkeys(("horovod.compression", "horovod.adasum", "horovod.timeline"), (SEVERAL_PROCESSES,)),
+        "start_timeout": (SEVERAL_PROCESSES, _MEETING),
+    }
     refuses: ClassVar[Refusals] = {
         "communication_backend=nccl": "Horovod uses NCCL for GPUs where it was built with it: drop it",
         "communication_backend=mpi": (
@@ -141,7 +155,7 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         notices = super().prepare(job, batch)
         self._share_optimizer()
-        return [*notices, *without_effect(self.options, self.plan)]
+        return notices
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         from distributed.backends._horovod.buckets import Buckets
@@ -231,16 +245,6 @@ def check_job(job: Job) -> None:
             "the optimizer is one that hvd.DistributedOptimizer made: pass the plain one, backend 'horovod' exchanges the"
             " gradients itself"
         )
-
-
-def without_effect(options: HorovodOptions, plan: ProcessPlan) -> list[str]:
-    """A notice where options of the exchange were set, and one process has nobody to exchange with."""
-    default = HorovodOptions()
-    names = [name for name in ("compression", "adasum", "timeline") if getattr(options, name) != getattr(default, name)]
-    if plan.world_size > 1 or not names:
-        return []
-    listed = " and ".join(f"horovod.{name}" for name in names)
-    return [f"{listed} {'has' if len(names) == 1 else 'have'} no effect in one process, which exchanges nothing"]
 
 
 def _check_adasum(plan: ProcessPlan) -> None:

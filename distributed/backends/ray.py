@@ -13,6 +13,7 @@ from distributed.backends.base import Backend, Refusals
 from distributed.backends.ddp import OF_HOOKS, DDPBackend
 from distributed.backends.fsdp import FSDPBackend
 from distributed.backends.torch_base import PROCESS_GROUPS
+from distributed.effects import OUR_LAUNCHER, Need, of_launcher
 from distributed.errors import ConfigError
 from distributed.fields import setting
 from distributed.launcher import worker_environment
@@ -20,6 +21,10 @@ from distributed.plan import ProcessPlan
 from distributed.settings import MergedConfig
 
 _PLACES = "Ray chooses the nodes: drop it, and set nproc_per_node to the number of processes in all"
+
+
+def _launched_with(name: str) -> Need:
+    return of_launcher("workers that Ray Train starts", lambda request, _: request.launcher_options.get(name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +46,12 @@ class _OnRay(Backend[Any]):
 
     Options: ClassVar[type[Any]] = RayOptions
     joins_cluster: ClassVar[bool] = True
+    needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {
+        "start_timeout": (OUR_LAUNCHER,),
+        "master_port": (Need("nothing, as Ray takes a free port", lambda where, name: "Ray takes a free port"),),
+        "ray.cpus_per_worker": (_launched_with("cpus"),),
+        "ray.callbacks": (_launched_with("callbacks"),),
+    }
     refuses: ClassVar[Refusals] = {
         **PROCESS_GROUPS,
         "num_nodes": _PLACES,

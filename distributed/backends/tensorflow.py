@@ -179,6 +179,7 @@ class TensorFlowBackend(Backend[Any]):
             self.world.copy_from_main([variable.value for variable in self.model.variables])
             optimizer = optim.build_optimizer(job.optimizer, job.scheduler, self.model, source, self.merged)
             self._rates = optim.Rates(optimizer, self.merged, batch, notices.append)
+            self.has_schedule = self._rates.has_schedule
         self.optimizer = optimizer
         rates = self._rates if optimizer is not None else None
         self._saved = Saved(self.model, optimizer, rates, self._generators, self.world, self.data_parallel_size)

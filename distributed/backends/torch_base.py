@@ -191,6 +191,7 @@ class TorchBackend(Backend[OptionsT]):
         self.optimizer = self.kind.optimizer(self._bind(job.optimizer), job.scheduler, self.merged, notice)
         scheduler = self.kind.scheduler(job, self.optimizer, self.merged, batch, notice)
         self.schedule = Schedule(scheduler, self.optimizer, self.merged)
+        self.has_schedule = self.schedule.counts
         if text := self.schedule.notice():
             notice(text)
         optim.use_fused_sgd(self.optimizer, self.plain)

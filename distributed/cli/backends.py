@@ -86,6 +86,10 @@ def _lines_of(each: Capabilities) -> Iterator[str]:
     yield "refuses:" if refuses else "refuses no setting that another backend takes"
     for name, reason in refuses:
         yield from _wrapped(f"  {name}: {reason}", indent=4)
+    yield ""
+    yield "has an effect only with"
+    for what in dict.fromkeys(each.needs.values()):
+        yield from _wrapped(f"  {what}: {', '.join(name for name in each.needs if each.needs[name] == what)}", indent=4)
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

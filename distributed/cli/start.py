@@ -12,6 +12,7 @@ from distributed.backends import groups_in_use, make_backend, row_in_use
 from distributed.backends._keras.scripts import check_keras_backend
 from distributed.backends.base import Backend
 from distributed.config import GROUPS
+from distributed.effects import Situation, lines_of, without_effect
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import (
     Handover,
@@ -204,6 +205,7 @@ def _dry_run_lines(merged: MergedConfig, backend: Backend[Any], request: LaunchR
         + ("" if merged.is_typed("backend") else " (unless the script says another)"),
         f"  processes      {_plan_line(plan)}",
         f"  run directory  {request.run_dir}",
+        *lines_of(without_effect(Situation(backend, request)), " unless the script says more"),
         "nothing was started (--dry-run)",
     ]
 

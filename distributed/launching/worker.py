@@ -47,7 +47,7 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
     set_missing(request.environ)
     set_missing(environ_of_run(Path(request.run_dir)))
     worker_store.use(order.get("store"))
-    tell(Handover(request.typed, request.run_dir, request.resume, order["restart_count"]), fds[2])
+    tell(Handover(request.typed, request.run_dir, request.resume, order["restart_count"]), fds[2], request)
     _seed_generators(request.typed)
     rank = int(order["environ"]["RANK"])
 

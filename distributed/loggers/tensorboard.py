@@ -38,7 +38,8 @@ def is_on(merged: MergedConfig) -> bool:
 
 def check(merged: MergedConfig) -> None:
     """ConfigError for what does nothing without event files."""
-    if merged.config.tensorboard_histograms and not is_on(merged):
+    is_overruled = merged.is_overruled("tensorboard_histograms", "tensorboard")
+    if merged.config.tensorboard_histograms and not is_on(merged) and not is_overruled:
         raise ConfigError("tensorboard_histograms=True has no effect without TensorBoard: set tensorboard=True too")
 
 

@@ -54,6 +54,16 @@ def test_one_backend_is_shown_with_its_options_and_reasons(name, capsys):
     assert all(f"{what} {each.when}: {each.reason}" in joined for what, each in conditions)
 
 
+def test_what_a_setting_has_an_effect_with_is_shown(capsys):
+    assert run(["backends", "horovod"]) == 0
+    said = capsys.readouterr().out
+    shown = " ".join(said[said.index("has an effect only with") :].split())
+    assert "several processes: communication_backend, horovod.compression, horovod.adasum, horovod.timeline" in shown
+    assert "mixed_precision=fp16: scaler_init_scale, scaler_growth_interval" in shown
+    assert run(["backends", "ray"]) == 0
+    assert "master_addr" not in capsys.readouterr().out.partition("has an effect only with")[2]  # it is refused
+
+
 def test_json_says_of_every_setting_whether_it_works(capsys):
     assert run(["backends", "--json"]) == 0
     found = {each["backend"]: each for each in json.loads(capsys.readouterr().out)}

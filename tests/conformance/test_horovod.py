@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distributed import HorovodTrainer
-from distributed.backends.horovod import HorovodBackend, without_effect
+from distributed.backends.horovod import HorovodBackend
 from distributed.errors import ConfigError
 from tests.conformance.jobs.recording import distance, read
 from tests.conformance.runs import arguments, assert_same, events
@@ -429,18 +429,6 @@ def test_a_model_of_mxnet_is_refused_before_any_worker_starts(tmp_path, monkeypa
     with pytest.raises(ConfigError, match="MXNet, which is retired and not supported"):
         HorovodTrainer(block(), nproc_per_node=2)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_one_process_cannot_use_is_said():
-    def said(world, **options):
-        backend = make(options, world)
-        return without_effect(backend.options, backend.plan)
-
-    assert said(1) == said(2, timeline="t.json") == []
-    assert said(1, timeline="t.json") == ["horovod.timeline has no effect in one process, which exchanges nothing"]
-    assert said(1, adasum=True, compression="fp16") == [
-        "horovod.compression and horovod.adasum have no effect in one process, which exchanges nothing"
-    ]
 
 
 def test_an_hvd_init_that_nobody_prepared_is_an_error_with_the_way_out(run_cli, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,8 +11,9 @@ from distributed.backends import BackendRow, backend_row
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends._tensorflow import start
 from distributed.backends.base import Job, Refusals
-from distributed.backends.horovod import HorovodBackend, check_job, without_effect
+from distributed.backends.horovod import HorovodBackend, check_job
 from distributed.backends.tensorflow import TensorFlowBackend, alone
+from distributed.effects import Need
 from distributed.errors import ConfigError
 from distributed.launcher import LaunchRequest, WorkerEnvironment
 from distributed.plan import BatchPlan
@@ -29,6 +30,7 @@ class HorovodKerasBackend(TensorFlowBackend):
     """The TensorFlow step, summed over the ranks by Horovod."""
 
     refuses: ClassVar[Refusals] = HorovodBackend.refuses
+    needs: ClassVar[Mapping[str, tuple[Need, ...]]] = HorovodBackend.needs
     _words: ClassVar[str] = f"{CHOICE}='tensorflow'"
     _flags: ClassVar[str] = f"--backend horovod --set {CHOICE}=tensorflow"
 
@@ -69,7 +71,7 @@ class HorovodKerasBackend(TensorFlowBackend):
         notices = super().prepare(job, batch)
         self._timeline = Timeline(self.hvd, self.options.timeline)
         self.rewrap()
-        return [*notices, *without_effect(self.options, self.plan)]
+        return notices
 
     def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
         made = super().profiler(directory, warmup, active)

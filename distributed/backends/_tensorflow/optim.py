@@ -52,6 +52,7 @@ class Rates:
         self._optimizer, self._merged = optimizer, merged
         self._warmup = merged.config.warmup_steps
         self._schedule = optimizer._learning_rate if fixed_rate(optimizer) is None else None
+        self.has_schedule = self._schedule is not None
         if self._schedule is not None:
             self._check_schedule()
         factor = _scaling(merged.config.lr_scaling, batch)

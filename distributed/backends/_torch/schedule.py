@@ -22,8 +22,8 @@ class Schedule:
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer, merged: MergedConfig) -> None:
         self._scheduler, self._optimizer, self._merged = scheduler, optimizer, merged
         self._is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-        by_step = merged.config.scheduler_interval == "step"
-        self.follows_updates = scheduler is not None and by_step and not self._is_plateau
+        self.counts = scheduler is not None and not self._is_plateau  # updates or epochs, as scheduler_interval says
+        self.follows_updates = self.counts and merged.config.scheduler_interval == "step"
         self._is_new = True
         self._full_rate = optim.full_rate(optimizer.param_groups[0])
 

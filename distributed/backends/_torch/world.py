@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from distributed.backends import wire
+from distributed.backends import TRANSPORTS, wire
 from distributed.backends._torch.meeting import meet
 from distributed.backends._torch.modules import sparse_names
 from distributed.config import DistributedConfig
@@ -175,6 +175,12 @@ class ProcessGroup(World):
             found.restart_count,
         )  # fmt: skip
         self.transport = dist.get_backend()
+        is_other = config.communication_backend not in (None, self.transport)
+        if is_other and self.transport in TRANSPORTS:  # torch calls a group of several transports by another word
+            raise ConfigError(
+                f"communication_backend={config.communication_backend!r} is not the {self.transport!r} that the script joined"
+                " with: drop one of them"
+            )
 
     def is_alive(self) -> bool:
         return dist.is_initialized()
