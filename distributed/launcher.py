@@ -158,6 +158,11 @@ def unused_settings() -> list[str]:
     return [name for name in names if name not in used and name not in _this.asked]
 
 
+def has_trainer() -> bool:
+    """Whether a Trainer was made in this process."""
+    return _this.is_taken
+
+
 def link() -> Link | None:
     """The way to our launcher, or None in a process that it did not start."""
     return _this.link

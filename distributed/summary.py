@@ -83,6 +83,13 @@ def close_results(run: RunDirectory, code: int, error: str | None) -> None:
         end_elsewhere(RunDirectory(path.parent), code)
 
 
+def add_warning(run: RunDirectory, text: str, world_size: int) -> None:
+    """Add a warning to the result.json of a run that ended well, and write one where no Trainer did."""
+    path = run.path / "result.json"
+    content = {"status": "finished", "world_size": world_size, **(read_result(path) or {})}
+    write_result(path, content | {"warnings": [*content.get("warnings", ()), text]})
+
+
 def read_result(path: Path) -> dict[str, Any] | None:
     """What a result.json says; None where there is none that can be read."""
     try:

@@ -18,7 +18,7 @@ from distributed.loggers.console import Display
 from distributed.run_dir import RunDirectory
 
 _CHUNK = 65536
-_FOR_AGENT = {"error", "interrupted"}
+_FOR_AGENT = {"error", "interrupted", "unshared"}
 Message = dict[str, Any]
 
 

@@ -14,9 +14,11 @@ from typing import Any
 
 from distributed.launcher import LaunchRequest
 from distributed.launching.causes import Failure, root_cause, signal_name
+from distributed.launching.sharing import ways_out
 from distributed.launching.stopping import KILLING
 from distributed.loggers.console import Display
 from distributed.run_dir import RunDirectory
+from distributed.summary import add_warning
 
 # After the first sign of a failure: how long a better explanation is waited for. A lost connection is a consequence
 # of something that another rank, or the kernel, is about to report.
@@ -40,6 +42,7 @@ class _Rank:
     rank: int
     report: Failure | None = None
     interrupted: int = 0  # the signal it saved for
+    is_unshared: bool = False  # it ended, and shared its work with nobody
     status: int | None = None  # exit code, or minus the signal; None while it runs
     ended: float = 0.0
 
@@ -117,6 +120,8 @@ class Verdicts:
                 continue
             if message["kind"] == "interrupted":
                 rank.interrupted = message["signum"]
+            elif message["kind"] == "unshared":
+                rank.is_unshared = True
             elif rank.report is None:
                 kind = "error" if message["is_message_enough"] else "exception"
                 rank.report = Failure(
@@ -213,6 +218,8 @@ class Verdicts:
         """The cause as the last thing on the screen."""
         self._display.close()
         cause = self.cause
+        if code == 0:
+            self._warn_of_unshared_work()
         if code in (0, 130, 143) or cause is None or self._request.payload is not None:  # who called `fit` raises it
             return
         text = f"error: {cause}"
@@ -222,6 +229,16 @@ class Verdicts:
         if cause.traceback and cause.kind == "exception":
             text += f" (whole log: {self._run.logs / f'rank-{cause.rank}.log'})\n{cause.traceback}"
         self._display.handle({"kind": "error", "text": text})
+
+    def _warn_of_unshared_work(self) -> None:
+        """Say on node 0 that several workers ran the script, and none of them shared its work with another."""
+        request = self._request
+        is_for_us = request.payload is None and request.node_rank == 0 and request.world_size > 1
+        if not is_for_us or not all(rank.is_unshared for rank in self._ranks.values()):
+            return
+        text = ways_out(request.script, request.world_size)
+        add_warning(self._run, text, world_size=request.world_size)
+        self._display.handle({"kind": "warning", "text": text})
 
 
 def in_words(cause: Failure) -> str:

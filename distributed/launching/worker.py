@@ -19,12 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distributed.backends.adoption import has_joined
 from distributed.config import DistributedConfig
 from distributed.errors import DistributedError, TrainingInterrupted
 from distributed.launcher import (
     Handover,
     LaunchRequest,
     WorkerEnvironment,
+    has_trainer,
     link,
     set_missing,
     tell,
@@ -34,6 +36,7 @@ from distributed.launcher import (
 from distributed.launching import worker_store
 from distributed.launching.causes import full_traceback, short_traceback
 from distributed.launching.processes import flush_c_streams
+from distributed.launching.sharing import ways_out
 from distributed.loggers import environ_of_run
 from distributed.settings import Typed
 
@@ -59,6 +62,8 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
     code = _run(request, report)
     if code == 0 and rank == 0:
         _say_unused(request, report)
+    if code == 0 and not _is_shared():
+        report({"kind": "unshared"})
     _finish()
     return code
 
@@ -89,7 +94,14 @@ def run_here(given: Handover, environment: WorkerEnvironment, before_script: str
     code = _run(request, report, environment)
     if code == 0 and environment.rank == 0:
         _say_unused(request, report)
+        if environment.world_size > 1 and not _is_shared():
+            report({"kind": "warning", "text": ways_out(request.script, environment.world_size)})
     return code
+
+
+def _is_shared() -> bool:
+    """Whether the script did anything by which processes share work."""
+    return has_trainer() or has_joined()
 
 
 def _say_unused(request: LaunchRequest, report: Report) -> None:

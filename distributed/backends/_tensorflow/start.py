@@ -43,6 +43,7 @@ class Joined:
 
 class _ThisProcess:
     joined: Joined | None = None
+    num_strategies = 0  # that the script has made since
     own_gpu: str | None = None  # what CUDA_VISIBLE_DEVICES was set to
 
 
@@ -191,12 +192,18 @@ def _share_cluster() -> None:
     begin, first_keys = CollectiveAllReduceExtended.__init__, itertools.count(_KEYS_OF_ONE, _KEYS_OF_ONE)
 
     def begin_in_cluster(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        _ThisProcess.num_strategies += 1
         strategy._collective_key_base = next(first_keys)
         self._std_server_started = True
         self._enable_check_health = False  # TensorFlow's coordination service sees to it, as for the first one
         begin(self, strategy, *args, **kwargs)
 
     CollectiveAllReduceExtended.__init__ = begin_in_cluster
+
+
+def is_used_by_script() -> bool:
+    """Whether the script made the strategy of the cluster that this process is in, or one more of its own."""
+    return _ThisProcess.joined is None or _ThisProcess.num_strategies > 0
 
 
 def _refuse_mirrored(world_size: int) -> None:

@@ -1,0 +1,13 @@
+"""What is said of a script whose processes share no work."""
+
+from __future__ import annotations
+
+
+def ways_out(script: str | None, world_size: int) -> str:
+    """The warning for a script that ran on `world_size` processes, each of which worked by itself."""
+    return (
+        f"{script} ran on {world_size} processes, and none of them used a Trainer, joined a process group or made a strategy:"
+        f" unless the script divides its work by RANK, it was done {world_size} times. Train with distributed.Trainer; or join"
+        " the processes in the script (torch.distributed.init_process_group with DistributedDataParallel and"
+        " DistributedSampler, or TensorFlow's MultiWorkerMirroredStrategy); or start one process (--nproc-per-node 1)"
+    )
