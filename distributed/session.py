@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -305,12 +305,14 @@ class Session:
     # ------------------------------------------------------------------ evaluate, predict, average, save
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        with self.backend.own_generators(), contextlib.closing(self._sharded(data)) as sharded:
+        backend = self.backend
+        with backend.own_generators(), backend.as_trained(), contextlib.closing(self._sharded(data)) as sharded:
             return loop.evaluate(self.backend, sharded) or {}
 
     def predict(self, data: Any) -> Any:
         mine: list[tuple[int, int, Any]] = []
-        with self.backend.own_generators(), contextlib.closing(self._sharded(data)) as sharded:
+        backend = self.backend
+        with backend.own_generators(), backend.as_trained(), contextlib.closing(self._sharded(data)) as sharded:
             for number, group in enumerate(sharded.epoch(0)):
                 (micro,) = group.micro_batches
                 outputs = self.backend.predict_step(micro)
@@ -321,7 +323,17 @@ class Session:
     def metric_average(self, value: float, name: str) -> float:
         return self.backend.reduce({name: value})[name] / self.context.world_size
 
+    @contextlib.contextmanager
+    def whole_model(self) -> Iterator[Any]:
+        self._ensure_prepared(BatchPlan(1, 1, 1, 1))
+        with self.backend.whole_model() as model:
+            yield model
+
     def save(self, path: Path) -> Path:
+        with self.backend.as_trained():
+            return self._save(path)
+
+    def _save(self, path: Path) -> Path:
         self._ensure_prepared(BatchPlan(1, 1, 1, 1))
         if path.suffix == ".safetensors":
             self.backend.export(path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,9 +217,23 @@ class Trainer:
         saved: Path = self._open_session().save(Path(path))
         return saved
 
+    @contextlib.contextmanager
+    def whole_model(self) -> Iterator[Any]:
+        """The model with all of its weights on the main process, for the time of a `with` block: to save it or look at it.
+
+        All ranks enter and leave the block; the main process gets the module and the others None. Also inside `fit`, from a
+        callback. A model that lies in pieces is gathered into host memory, and what is changed in it then is lost.
+        """
+        with self._open_session().whole_model() as model:
+            yield model
+
     @property
     def model(self) -> Any:
-        """The user's module; after `fit` with the trained weights."""
+        """The user's module; after `fit` with the trained weights.
+
+        It is whole on every rank then. On `fsdp` that holds where every process has room for it, and a notice says where not;
+        during `fit` `fsdp` and ZeRO-3 keep it in pieces. `whole_model()` gathers it.
+        """
         return self.job.model if self.backend.model is None else self.backend.model
 
     @property

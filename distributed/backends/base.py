@@ -301,6 +301,16 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def reassemble(self) -> None:
         """After training that did not fail: what lies cut over the ranks and is the user's to hold becomes whole again."""
 
+    @contextlib.contextmanager
+    def as_trained(self) -> Iterator[None]:
+        """Within it the model is cut as in training, also after `reassemble`. Every rank enters and leaves it."""
+        yield
+
+    @contextlib.contextmanager
+    def whole_model(self) -> Iterator[Any]:
+        """The user's model, whole, on the main process; None on the others. Every rank enters and leaves it."""
+        yield self.model if self.context.is_main_process else None
+
     @abc.abstractmethod
     def unwrap(self) -> None:
         """Drop what was put around the model for training, so that the process can end in order."""

@@ -327,6 +327,12 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
         with whole, self._engine_precision.whole_buffers():
             super().export(path)
 
+    @contextlib.contextmanager
+    def whole_model(self) -> Iterator[Any]:
+        whole = contextlib.nullcontext() if self._engine is None else self._engine.whole_weights()
+        with whole, self._engine_precision.whole_buffers(), super().whole_model() as model:
+            yield model
+
     def reassemble(self) -> None:
         if self._engine is not None:
             self._engine.release(self.device)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from distributed.backends._torch.gradients import Gradients
+    from distributed.backends._torch.whole import WholeForm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +60,15 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
                 " or drop it"
             )
         self._replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self._whole: WholeForm | None = None  # of the model, once it is sharded
+        self._is_too_large = False  # and that was said
 
     def _transport(self) -> str | None:
         return "cpu:gloo,cuda:nccl" if self.plan.device == "cuda" else None
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         notices = super().prepare(job, batch)
+        self._replaced = {}  # the optimizer follows the pieces by now, and the whole parameters need memory
         if self.options.cpu_offload and self.device.type == "cpu":
             notices.append("fsdp.cpu_offload frees nothing here: on CPUs all parameters are in host memory")
         return notices
@@ -81,11 +85,16 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         from distributed.backends._torch import fully_sharded
 
-        if fully_sharded.is_sharded_model(model):  # by an earlier fit or evaluation of this trainer
+        if self._whole is not None:  # by an earlier fit or evaluation of this trainer
+            self._whole.hide()
+            self._whole.release()
             return model
+        from distributed.backends._torch.whole import WholeForm
+
         before = list(model.parameters())
         fully_sharded.shard(model, self.options, self.device, self.mixed_precision)
         self._replaced = dict(zip(before, model.parameters(), strict=True))
+        self._whole = WholeForm(model)
         return model
 
     def _compile(self) -> None:
@@ -110,3 +119,46 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
             yield
         finally:
             self._wrapped.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    # ------------------------------------------------------------------ the whole model
+
+    def reassemble(self) -> None:
+        """Make the model whole on this rank's device, if every rank has room for it twice."""
+        assert self._whole is not None
+        if not self._whole.is_current:
+            if not self._has_room(self._whole.num_bytes):
+                return
+            self._whole.gather(self.device)
+        self._whole.show(self.device)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether all ranks have. A collective."""
+        from distributed.backends._torch import whole
+
+        free = whole.free_bytes(self.device, self.context.local_world_size)
+        lacking = sum(self.reduce({"lacking": float(2 * num_bytes > free)}).values())
+        if lacking and not self._is_too_large:
+            self._is_too_large = True
+            self._notice(
+                "trainer.model stays in pieces: the whole does not fit into each process twice; 'with trainer.whole_model():'"
+                " gathers it on the main process"
+            )
+        return not lacking
+
+    @contextlib.contextmanager
+    def as_trained(self) -> Iterator[None]:
+        if self._whole is not None:
+            self._whole.hide()
+        yield
+        self.reassemble()
+
+    @contextlib.contextmanager
+    def whole_model(self) -> Iterator[Any]:
+        from distributed.backends._torch.whole import whole_for_a_while
+
+        if self._whole is None or self._whole.is_shown:
+            with super().whole_model() as model:
+                yield model
+            return
+        with whole_for_a_while(self.plain, is_main=self.context.is_main_process) as model:
+            yield model

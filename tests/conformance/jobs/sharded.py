@@ -151,14 +151,17 @@ def run(name, settings):
         "predicted": trainer.predict(tokens()).double().sum().item(),
         "skipped": watch.skipped,
         "made_on": net.made_on,
-        "sharded": [name for name, module in net.named_modules() if hasattr(module, "set_requires_gradient_sync")],
-        "held": sum(getattr(p, "_local_tensor", p).numel() for p in net.parameters()),
         "on": net.layers[0].scale.item(),
     }
-    if BACKEND == "fsdp" and settings.get("dtype"):
-        with torch.no_grad():
-            net(tokens()[:2][0])
-        seen["gathered"] = not hasattr(net.layers[0].up.weight, "placements")
+    with trainer.backend.as_trained():
+        seen["sharded"] = [
+            name for name, module in net.named_modules() if hasattr(module, "set_requires_gradient_sync")
+        ]
+        seen["held"] = sum(getattr(p, "_local_tensor", p).numel() for p in net.parameters())
+        if BACKEND == "fsdp" and settings.get("dtype"):
+            with torch.no_grad():
+                net(tokens()[:2][0])
+            seen["gathered"] = not hasattr(net.layers[0].up.weight, "placements")
     trainer.save(OUT / f"{name}.safetensors")
     return seen
 

@@ -1,0 +1,179 @@
+"""A sharded model as the ordinary module that its user gave: whole parameters in it, and nothing of fully_shard."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.fsdp import FSDPModule
+
+from distributed.backends._torch.sharding import box, is_sharded, local, whole
+from distributed.errors import ConfigError
+
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+class WholeForm:
+    """The whole form of a sharded model, which takes the place of the pieces and gives it back, in the same module objects.
+
+    Only `gather` is a collective.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """`model`: what fully_shard has worked on."""
+        self._model = model
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._classes = [type(unit) for unit in self._units]
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any], list[int]]] = []  # of fully_shard, set aside
+        self._notes: list[
+            tuple[dict[str, Any], dict[str, Any]]
+        ] = []  # its notes in the units, which hold process groups
+        self._places: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = []
+        self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._whole: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # the pieces of a parameter -> the parameter
+        self.is_shown = False  # whether the model has the whole parameters now
+        self.is_current = False  # whether they have the values of the pieces
+
+    @property
+    def num_bytes(self) -> int:
+        """What the whole parameters take."""
+        return sum(p.numel() * p.element_size() for p in self._model.parameters() if is_sharded(p))
+
+    def gather(self, home: torch.device, *, keep: bool = True) -> None:
+        """Assemble every parameter on `home`, one after the other; without `keep` this rank only helps. All ranks call it."""
+        self._reshard()
+        self._places = [
+            (module._parameters, name, parameter)  # type: ignore[misc]
+            for module in self._model.modules()
+            for name, parameter in module._parameters.items()
+            if is_sharded(parameter)
+        ]
+        for parameter in dict.fromkeys(parameter for _, _, parameter in self._places):
+            full = whole(parameter.detach())
+            if keep:
+                self._fill(parameter, full.to(home))
+        self.is_current = keep
+
+    def _fill(self, pieces: torch.nn.Parameter, full: torch.Tensor) -> None:
+        """The same Parameter objects each time: who holds one goes on seeing the weights after each fit."""
+        if pieces in self._whole:
+            self._whole[pieces].data = full
+        else:
+            self._whole[pieces] = torch.nn.Parameter(full, requires_grad=pieces.requires_grad)
+
+    def show(self, home: torch.device) -> None:
+        """Put the whole parameters into the model, buffers on `home` beside them, and set aside what fully_shard added."""
+        if self.is_shown:
+            return
+        self._reshard()
+        for unit, cls in zip(self._units, self._classes, strict=True):
+            unit.__class__ = cls.__bases__[1]  # of FSDPLinear, which is (FSDPModule, Linear)
+            own = vars(unit)
+            self._notes.append((own, {key: own.pop(key) for key in (STATE_KEY, REGISTRY_KEY) if key in own}))
+        for module in self._model.modules():
+            for kind in _HOOKS:
+                self._set_aside_hooks(vars(module)[kind])
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != home:
+                    self._buffers.append((module._buffers, name, buffer))
+                    module._buffers[name] = buffer.to(home)
+        for owner, name, pieces in self._places:
+            owner[name] = self._whole[pieces]
+        self.is_shown = True
+
+    def hide(self, *, take_values: bool = True) -> None:
+        """Put the pieces back, with the values that the whole parameters have by now. ConfigError where one is gone."""
+        if not self.is_shown:
+            return
+        for owner, name, pieces in self._places:
+            if take_values:
+                self._take(owner.get(name), name, pieces)
+            owner[name] = pieces
+        for buffers, name, buffer in self._buffers:
+            buffers[name] = buffer
+        for hooks, taken, order in self._hooks:
+            both = {**taken, **hooks}
+            hooks.clear()
+            hooks.update({key: both[key] for key in [*order, *both] if key in both})
+        for unit, cls in zip(self._units, self._classes, strict=True):
+            unit.__class__ = cls
+        for own, notes in self._notes:
+            own.update(notes)
+        self._hooks, self._notes, self._buffers, self.is_shown = [], [], [], False
+
+    def release(self) -> None:
+        """Free the whole parameters, which are filled again by the next `gather`."""
+        for parameter in self._whole.values():
+            parameter.data = parameter.data.new_empty(0)
+        self.is_current = False
+
+    def _reshard(self) -> None:
+        """Free what a forward left gathered. No collective."""
+        for unit in self._units:
+            unit.reshard()
+
+    def _set_aside_hooks(self, hooks: dict[int, Any]) -> None:
+        taken = {key: hook for key, hook in hooks.items() if _is_of_fully_shard(hook)}
+        if taken:
+            self._hooks.append((hooks, taken, list(hooks)))
+            for key in taken:
+                del hooks[key]
+
+    @staticmethod
+    def _take(parameter: torch.nn.Parameter | None, name: str, pieces: torch.nn.Parameter) -> None:
+        if parameter is None or parameter.shape != pieces.shape:
+            raise ConfigError(
+                f"the parameter {name} of the model was removed or changed its shape after the fit: make a new Trainer with the"
+                " changed model"
+            )
+        start, shape = box(pieces)
+        mine = parameter.detach()
+        for dim, (begin, length) in enumerate(zip(start, shape, strict=True)):
+            mine = mine.narrow(dim, begin if length else 0, length)
+        local(pieces.detach()).copy_(mine)
+
+
+def _is_of_fully_shard(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)  # those of load_state_dict are wrapped
+    return str(getattr(function, "__module__", "")).startswith(_FULLY_SHARD)
+
+
+def free_bytes(device: torch.device, num_sharing: int) -> int:
+    """Memory of `device` that one of `num_sharing` processes can still take; a device of its own is not shared."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + unused)
+    return _host_free_bytes() // num_sharing
+
+
+def _host_free_bytes() -> int:
+    """What Linux has available, or less where the control group of a container allows less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+        group = Path("/sys/fs/cgroup")
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return free
+
+
+@contextlib.contextmanager
+def whole_for_a_while(model: torch.nn.Module, *, is_main: bool) -> Iterator[torch.nn.Module | None]:
+    """`model`, whole and on the CPU, on the main process; None on the others. What is changed within is lost. All ranks."""
+    form, cpu = WholeForm(model), torch.device("cpu")
+    form.gather(cpu, keep=is_main)
+    if not is_main:
+        yield None
+        return
+    form.show(cpu)
+    try:
+        yield model
+    finally:
+        form.hide(take_values=False)
