@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance import test_whole_model as whole_model
 from tests.conformance.runs import arguments, assert_same, digests, events, newest
 from tests.conftest import Started, clean_environment, needs_backend, poll
 
@@ -89,6 +90,12 @@ def test_an_existing_cluster_is_joined_by_its_address(run_cli, tmp_path, cluster
     """By three processes, which it has place for at half a CPU each, with the threads that the user said."""
     flags = plain(tmp_path, "go", "--address", cluster[0], "--nproc-per-node", "3", "--set", "ray.cpus_per_worker=0.5")
     check_plain(run_cli(flags, env={**OPEN, "OMP_NUM_THREADS": "3"}, timeout=180), tmp_path, 3, "3")
+
+
+def test_a_sharded_model_is_whole_after_a_fit(run_cli, tmp_path, cluster):
+    flags = ["--backend", "ray", "--address", cluster[0], "--set", "ray.engine=fsdp"]
+    facts, _ = whole_model.train(run_cli, tmp_path, "ray", *flags, env=OPEN)
+    whole_model.check(tmp_path, facts, "gpt")
 
 
 def test_a_script_that_fails_and_the_client_server(run_cli, tmp_path, cluster):

@@ -1,0 +1,96 @@
+"""After a fit `trainer.model` is whole on every torch backend: Hugging Face models are saved with `save_pretrained` and loaded again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+from safetensors.numpy import load_file
+
+from distributed.cli.checkpoint import export
+from tests.conftest import needs_backend
+
+JOB = Path(__file__).parent / "jobs" / "hugging_face.py"
+CASES = ("gpt", "classifier", "frozen", "adapted")
+# Which models each backend trains: the kinds differ in what is cut, so that replicas need not train all of them.
+BACKENDS = {
+    "single": ("gpt", "adapted"),
+    "pytorch-ddp": ("gpt", "adapted"),
+    "fsdp": CASES,
+    "deepspeed": ("gpt-0", "gpt-1", "gpt-2", "gpt-3", "frozen-3"),  # by stage
+    "horovod": ("gpt",),
+}
+pytestmark = pytest.mark.timeout(240)
+
+
+def cases_of(backend):
+    return [case for case in BACKENDS.get(backend, ("gpt",)) if case != "adapted" or importlib.util.find_spec("peft")]
+
+
+def train(run_cli_once, out, backend, *flags, **more):
+    """What rank 0 saw of each case, and what the launcher showed."""
+    needs_backend(backend)
+    pytest.importorskip("transformers")
+    cases = cases_of(backend)
+    command = ["train", "--script", str(JOB), "--nproc-per-node", "1" if backend == "single" else "2", *flags]
+    done = run_cli_once([*command, "--run-dir", str(out / "run"), "--", str(out), backend, *cases], timeout=200, **more)
+    assert done.returncode == 0, done.output[-3000:]
+    return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}, done
+
+
+def exported(checkpoint, out):
+    """What `distributed checkpoint export` writes of a checkpoint, or of the newest one of a run directory."""
+    export(checkpoint, out, force=True)
+    return load_file(out)
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    assert all(numpy.array_equal(one[name], other[name]) for name in one)
+
+
+def check(out, facts, case):
+    """The loaded model has the bits of the checkpoint; the user's object is an ordinary module, and a further fit goes on."""
+    seen = facts[case]
+    assert seen["kinds"] == ["Parameter", "Tensor"], case
+    for fact in ("is_the_users", "in_fit", "copied", "trainable", "evaluated_twice", "goes_on"):
+        assert seen[fact] is True, (case, fact)
+    loaded = load_file(out / f"{case}.safetensors")
+    run_dir = Path(seen["run_dir"])
+    first = sorted((run_dir / "checkpoints").iterdir())[0]
+    assert_same(loaded, exported(first, out / "exported.safetensors"))
+    assert_same(load_file(out / f"{case}-further.safetensors"), exported(run_dir, out / "exported.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, run_cli_once):
+    """backend -> (directory, facts by case, the command), each trained once."""
+    found = {}
+
+    def of(backend):
+        if backend not in found:
+            out = tmp_path_factory.mktemp(backend)
+            found[backend] = (out, *train(run_cli_once, out, backend))
+        return found[backend]
+
+    return of
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_saved_model_is_the_checkpoint_bit_for_bit(trained, backend):
+    out, facts, _ = trained(backend)
+    for case in cases_of(backend):
+        check(out, facts, case)
+
+
+def test_a_sharded_model_without_room_stays_in_pieces_and_trains_the_same(trained):
+    out, facts, done = trained("fsdp")
+    pieces = facts["gpt-in-pieces"]
+    assert pieces["parts"] == ["DTensor"]
+    assert done.stdout.count("trainer.model stays in pieces: the whole does not fit into each process twice") == 1
+    assert pieces["further"] == facts["gpt"]["further"]
+    assert_same(load_file(out / "gpt-in-pieces.safetensors"), load_file(out / "gpt.safetensors"))
+    assert_same(load_file(out / "gpt-in-pieces-further.safetensors"), load_file(out / "gpt-further.safetensors"))
