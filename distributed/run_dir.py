@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import glob
@@ -135,8 +136,16 @@ class RunDirectory:
         return events
 
     def check_resumable(self) -> None:
-        """ConfigError where the directory holds files, and none of a run. A new one is fine: a first attempt may say
-        `--resume` already, so that a scheduler can repeat the command as it is."""
+        """ConfigError where there is no such directory, or it holds files and none of a run.
+
+        An empty directory is fine: it is that of an attempt that ended before it wrote anything, or was made so that a
+        scheduler can repeat one command with `--resume` from the first attempt on.
+        """
+        if not self.path.exists():
+            raise ConfigError(
+                f"{self._name} {str(self.path)!r} does not exist, and --resume goes on with a run{self._nearest_run()}: correct"
+                f" {self._flag}, drop --resume to start a new run, or make the directory first if each attempt is to say --resume"
+            )
         names = self._names()
         if names and not names & {_LOCK, self.events.name, self.checkpoints.name}:
             inside = max((events.parent for events in self.path.glob(f"*/{self.events.name}")), default=None)
@@ -144,6 +153,13 @@ class RunDirectory:
             raise ConfigError(
                 f"{self._name} {str(self.path)!r} holds no run to resume: {hint} the run itself with {self._flag}"
             )
+
+    def _nearest_run(self) -> str:
+        """A run of a similar name, beside this directory or under `runs`, as a phrase for a message; "" without one."""
+        places = [place for place in (self.path.parent, Path("runs")) if place.is_dir()]
+        runs = {each.name: each for place in places for each in place.iterdir() if (each / self.events.name).exists()}
+        close = difflib.get_close_matches(self.path.name, runs, n=1, cutoff=0.6)
+        return f" (did you mean {str(runs[close[0]])!r}?)" if close else ""
 
     def _names(self) -> set[str]:
         """What lies in it but searches, which come before the run."""

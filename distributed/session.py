@@ -265,7 +265,7 @@ class Session:
             return
         state = fit.state
         if resumed is not None:
-            notices = [*notices, f"resumed from {resumed}: step {state.step}, epoch {state.epoch}"]
+            notices = [*notices, f"resumed from {resumed}: step {state.step}, epoch {state.epoch_in_words}"]
             if state.epoch >= merged.config.epochs or state.step >= (merged.config.max_steps or math.inf):
                 notices.append("nothing is left to do: raise epochs (or max_steps) to go further")
         elif self.files.wants_resume(merged):
@@ -292,7 +292,7 @@ class Session:
         if was_interrupted(state):
             fit.run.event("preempted", signal=int(str(state.stop_reason).split()[1]), step=state.step)
         else:
-            fit.run.event("finished", step=state.step, epoch=state.epoch)
+            fit.run.event("finished", step=state.step, epoch=state.epoch_in_words)
         self._write_report(fit)
         self._reporter({"kind": "finished", "lines": finished_lines(fit.run, state)})
 

@@ -80,6 +80,11 @@ class TrainState:
     fit_starts: list[list[int]] = dataclasses.field(default_factory=list)  # [epoch, step] at which each fit call began
     callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def epoch_in_words(self) -> int:
+        """The epoch of the newest update as people count them, and as rows and the progress bar do: from 1; 0 before it."""
+        return self.epoch + (self.samples_in_epoch > 0)
+
     def to_json(self) -> dict[str, Any]:
         """Plain Python, for state.json."""
         return dataclasses.asdict(self)

@@ -35,7 +35,7 @@ def finished_lines(run: RunDirectory, state: TrainState) -> list[str]:
     done = "stopped" if was_interrupted(state) else "finished"
     if state.stop_reason == "early_stopping":
         done = "stopped early, because the monitored metric no longer improved,"
-    line = f"{done} at step {state.step}, epoch {state.epoch}, in {state.total_time:.1f} s"
+    line = f"{done} at step {state.step}, epoch {state.epoch_in_words}, in {state.total_time:.1f} s"
     return [f"{line}; best: {best}" if best else line, f"run directory: {run.path}"]
 
 

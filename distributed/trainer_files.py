@@ -107,7 +107,9 @@ class TrainerFiles:
         """What the user should know of the choice of the run directory."""
         if self._run is None or self._given_dir() is not None or not self._is_foreign() or self._identity() is not None:
             return []
-        return ["this launcher's restarts begin at step 0: start it with --run-dir DIR --resume for them to go on"]
+        return [
+            "this launcher's restarts begin at step 0: start it with --run-dir DIR --resume for them to go on (mkdir DIR first)"
+        ]
 
     @property
     def directory(self) -> Path:
@@ -170,6 +172,8 @@ class TrainerFiles:
     def _hold(self, run: RunDirectory, merged: MergedConfig) -> None:
         """Main process."""
         if link() is None:
+            if self._given is not None and self._given.resume and run.path == _Taken.first:
+                run.check_resumable()
             run.check(resume=self.wants_resume(merged))
             run.lock()
             if (trial := current()) is not None:  # another process may take it up, or this one again

@@ -52,7 +52,16 @@ def _row(info: CheckpointInfo, *, is_sound: bool) -> tuple[str, ...]:
     value = "" if m.monitor_value is None else f"{m.monitor} {m.monitor_value:.6g}"
     saved, engine = m.created[:19].replace("T", " "), f"{m.backend} x {m.world_size}"
     best = "best" if info.is_best else ""
-    return (str(m.step), str(m.epoch), size_text(m.total_bytes), saved, engine, value, best, verdict)
+    return (
+        str(m.step),
+        str(m.epoch + (m.samples_in_epoch > 0)),
+        size_text(m.total_bytes),
+        saved,
+        engine,
+        value,
+        best,
+        verdict,
+    )
 
 
 @app.command("verify")

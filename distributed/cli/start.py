@@ -143,7 +143,7 @@ def _check_port(host: str, port: int, is_alone: bool) -> None:
 
 def _refuse_sources(merged: MergedConfig, resumed: RunDirectory | None) -> None:
     """What there is to go on from. A run that has begun goes on from its own checkpoints, whatever it started from."""
-    if resumed is not None:
+    if resumed is not None and (merged.config.node_rank == 0 or resumed.path.exists()):  # it may be node 0's alone
         resumed.check_resumable()
     source = merged.config.resume_from_checkpoint
     if isinstance(source, str) and (resumed is None or not resumed.events.exists()):

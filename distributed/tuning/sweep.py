@@ -271,6 +271,11 @@ def open_sweep(directory: Path, metric: str, mode: str, asked: Mapping[str, Any]
 
     file, sweep = directory / "sweep.yaml", Sweep(directory, metric, mode)
     others = {entry.name for entry in directory.iterdir()} - {".lock"} if directory.is_dir() else set()
+    if resume and not directory.exists():
+        raise ConfigError(
+            f"run directory {str(directory)!r} does not exist, and a resume goes on with a sweep: correct run_dir (--run-dir), or"
+            " drop resume (--resume) to start a new one"
+        )
     if resume and others and not file.exists():
         raise ConfigError(f"run directory {str(directory)!r} holds no sweep to resume: name another with --run-dir")
     sweep.run.check(resume=resume)

@@ -55,7 +55,7 @@ def test_under_torchrun_a_killed_run_goes_on_and_every_rank_has_a_log(script, ru
         env={**environment, "KILL": "rank 1 attempt 0"},
     )
     assert done.returncode == 0, done.output
-    assert "resumed from step-00000003: step 3, epoch 0" in done.stdout
+    assert "resumed from step-00000003: step 3, epoch 1" in done.stdout
     assert done.stdout.count("finished at step") == 1
     assert "out of rank 0" in done.stdout and "out of rank 1" not in done.stdout
     (run_dir,) = (tmp_path / "runs").iterdir()  # one for both attempts, though nobody named it

@@ -136,6 +136,7 @@ WRONG = [
     ([*HERE, "--config", "missing.yaml"], 2, "config file 'missing.yaml' cannot be read"),
     ([*HERE, "--config", "bad.yaml"], 2, "bad.yaml', line 3 is not YAML"),
     ([*HERE, "--resume"], 2, "--resume needs the run to go on with: add --run-dir"),
+    ([*HERE, "--resume", "--run-dir", "new"], 2, "run directory 'new' does not exist, and --resume goes on with a run"),
     ([*HERE, "--run-dir", "here.py"], 2, "run directory 'here.py' is no directory"),
     ([*HERE, "--run-dir", "."], 2, "run directory '.' is not empty"),
     ([*HERE, "--num-gpus", "6", "--num-nodes", "2", "--gpus-per-node", "4"], 2, "set num_gpus=8 or drop it"),

@@ -84,6 +84,7 @@ def test_each_sample_is_used_once_an_epoch(clean):
 
 def test_a_killed_launcher_leaves_nobody_and_a_resume_changes_no_bit(start, tmp_path, clean):
     faults = [["launcher-step", 5, 1], ["launcher-save", 8, 0], ["launcher-data", 9, 1], ["launcher-validation", 2, 1]]
+    (tmp_path / "run").mkdir()  # so that --resume can stand in the first command too
     for fault in faults:  # the same command from the first time on, as a scheduler repeats it
         workers = 1 if "data" in fault[0] else 0  # a loader process that hangs in its read
         command = start(
@@ -172,7 +173,7 @@ def test_the_script_may_ask_for_the_resume(run_cli, tmp_path, clean):
         done = run_cli(arguments(tmp_path, [], *limit, run=run), env={"SETTINGS": json.dumps(settings)})
         assert done.returncode == 0, done.output
 
-    assert "resumed from step-00000010: step 10, epoch 1" in done.stdout
+    assert "resumed from step-00000010: step 10, epoch 2" in done.stdout
     (tmp_path / "checkpoints").symlink_to(tmp_path / "mine")
     assert digests(newest(tmp_path)) == digests(newest(clean / "run"))
     assert samples(tmp_path) == samples(clean)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,24 @@ def test_a_search_before_the_run_does_not_make_it_an_earlier_one(tmp_path):
     (tmp_path / "learning-rates").mkdir()
     with pytest.raises(ConfigError, match="is not empty"):
         RunDirectory(tmp_path).check(resume=False)
+
+
+def test_resuming_a_directory_that_is_not_there_names_the_nearest_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/digits", "runs/gpt-small"):
+        (tmp_path / name).mkdir(parents=True)
+        RunDirectory(name).event("finished")
+    (tmp_path / "runs" / "digitss").mkdir()  # nearer, and no run
+    for typo in ("runs/digtis", "run/digits", str(tmp_path / "runs" / "digit")):
+        with pytest.raises(
+            ConfigError, match=r"does not exist, .*did you mean '.*runs/digits'\?.*: correct --run-dir, drop --res"
+        ):
+            RunDirectory(typo).check_resumable()
+        assert not Path(typo).exists()
+    with pytest.raises(ConfigError, match=r"'other' does not exist, and --resume goes on with a run: correct"):
+        RunDirectory("other").check_resumable()
+    RunDirectory("runs/digitss").check_resumable()  # empty: the first of attempts that all say --resume
+    RunDirectory("runs/digits").check_resumable()
 
 
 def test_a_checked_directory_is_left_empty(tmp_path):

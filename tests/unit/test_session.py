@@ -7,6 +7,7 @@ import io
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +100,19 @@ def test_what_cannot_be_copied_is_asked_for_as_a_function():
     model.kept = model(torch.ones(1, 2))  # no leaf of the graph
     with pytest.raises(ConfigError, match=r"cannot be copied for the search \(Only Tensors created explicitly"):
         Trainer(model, device="cpu").find_learning_rate(DATA)
+
+
+@pytest.mark.parametrize(("max_steps", "epoch"), [(1, 1), (3, 1), (4, 2), (None, 2)])
+def test_the_end_of_a_run_names_the_epoch_that_its_last_row_and_the_bar_name(tmp_path, capsys, max_steps, epoch):
+    history = trainer(epochs=2, max_steps=max_steps, log_every_n_steps=1).fit(DATA, DATA)
+    lines = capsys.readouterr().out.splitlines()
+    (end,) = [line for line in lines if line.startswith("finished at step")]
+    assert f"step {history.steps}, epoch {epoch}, in" in end
+    assert history.rows[-1]["epoch"] == epoch
+    assert [line for line in lines if line.startswith("step ")][-1].split("  ")[1] == f"epoch {epoch}/2"
+    assert [line for line in lines if line.startswith("epoch ")][-1].startswith(f"epoch {epoch}/2")
+    events = [json.loads(line) for line in Path(history.run_dir, "events.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "finished" and events[-1]["epoch"] == epoch
 
 
 def test_an_error_gives_the_terminal_back_and_is_in_the_result(tmp_path):

@@ -703,6 +703,7 @@ def test_a_sweep_that_goes_on_must_be_the_same(tmp_path):
     for directory, resume, said in (
         (tmp_path / "s", False, "is not empty"),
         (tmp_path, True, "holds no sweep to resume"),
+        (tmp_path / "typo", True, "typo' does not exist, and a resume goes on with a sweep: correct run_dir"),
     ):
         with pytest.raises(ConfigError, match=said):
             sweep_of(directory, resume=resume)
