@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distributed.backends.base import Backend, ShardedData
-from distributed.callbacks import Callback
+from distributed.callbacks import Callback, EarlyStopping
 from distributed.common_step import CommonStep
 from distributed.config import DistributedConfig
 from distributed.errors import TrainingError
-from distributed.monitor import best_metrics, check_reported
+from distributed.monitor import best_metrics, check_reported, uncertain, unknown_metric
 from distributed.state import Group, MicroBatch, StepResult, TrainState
 from distributed.timing import TimeSplit
 
@@ -33,6 +33,8 @@ class Run:
     callbacks: Sequence[Callback]
     write_checkpoint: Callable[[], bool]  # of this moment, on all ranks; False where the disk refused it
     last_saved: tuple[int, int] = (-1, -1)  # (step, epoch)
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's, by name
+    uncertain: Sequence[str] = ()  # monitors of which the first update is to show that they are reported
     is_save_due: bool = False  # by the count of steps, once what ends here has been measured
     window: list[StepResult] = dataclasses.field(default_factory=list)  # steps not summed up yet
     window_start: float = 0.0
@@ -45,6 +47,9 @@ def fit(run: Run) -> None:
     state = run.state
     for callback in run.callbacks:
         callback.on_train_start(state)
+    run.uncertain = uncertain(
+        _monitors(run), run.metrics, is_validated=run.val is not None, known=state.rows[-1] if state.rows else ()
+    )
     if run.config.checkpoint_at_start and run.last_saved != (state.step, state.epoch):
         save(run)
     while state.epoch < run.config.epochs and state.stop_reason is None:
@@ -86,6 +91,8 @@ def _train_epoch(run: Run) -> bool:
         state.step += 1
         state.samples_in_epoch += group.num_samples
         state.samples_seen += group.num_samples
+        if run.uncertain:
+            _check_monitors(run, result)
         if state.step % log_every == 0:
             _log(run)
         for hook in hooks:
@@ -95,6 +102,34 @@ def _train_epoch(run: Run) -> bool:
             if not run.is_save_due:
                 save(run)
     return True
+
+
+def _monitors(run: Run) -> Iterable[str]:
+    """What the best checkpoint and early stopping go by."""
+    name = run.config.monitor
+    if run.config.keep_best and (run.val is not None or not name.startswith("val_")):
+        yield name
+    yield from (callback.monitor for callback in run.callbacks if isinstance(callback, EarlyStopping))
+
+
+def _check_monitors(run: Run, result: StepResult) -> None:
+    """Refuse a monitor that will not be reported after the first update, not after the first epoch. All ranks.
+
+    A name that this update does not have under `val_` may be one that the model has in evaluation alone: one batch of the
+    validation data tells. A stream is not read for that, as it may be readable only once.
+    """
+    wanted, run.uncertain = run.uncertain, ()
+    trained = [*run.backend.collect([result]), "learning_rate", "samples_per_second"]
+    names = [f"val_{name}" for name in trained[:-2] if run.val is not None] + trained
+    missing = [name for name in wanted if name not in names]
+    if run.val is not None and any(name.startswith("val_") for name in missing):
+        if run.val.num_samples is None:
+            return
+        first = next(iter(micro_batches(run.val.epoch(0))))
+        names += [f"val_{name}" for name in run.backend.collect([run.backend.eval_step(first)])]
+        missing = [name for name in missing if name not in names]
+    if missing:
+        raise unknown_metric("monitor", missing[0], dict.fromkeys(names))
 
 
 def _act(run: Run, action: str) -> bool:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, nearest
 from distributed.settings import MergedConfig
+
+if TYPE_CHECKING:
+    from distributed.backends.base import Job
 
 _SMALLER_IS_BETTER = {
     "loss", "losses", "logloss", "error", "errors", "err", "mse", "rmse", "mae", "mape", "msle", "rmsle", "nll",
@@ -18,6 +22,7 @@ _SMALLER_IS_BETTER = {
 }  # fmt: skip
 # What a row of a run says beside the metrics of its user.
 _OWN = frozenset({"loss", "learning_rate", "grad_norm", "samples_per_second", "step", "epoch", "time", "split"})
+_ALWAYS = ("learning_rate", "samples_per_second")  # of every row, beside the loss
 _NOT_JUDGED = {"epoch", "step", "learning_rate", "samples_per_second"}
 # A word in a name: of one case, or with a capital first.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -49,14 +54,17 @@ def best_metrics(rows: Sequence[Mapping[str, float]], config: DistributedConfig)
     return best
 
 
-def check_monitor(merged: MergedConfig, val_data: Any) -> None:
-    """What is known of the monitor before training. Raises ConfigError."""
+def check_monitor(merged: MergedConfig, val_data: Any, job: Job | None = None) -> None:
+    """Check what is known of the monitor before training. Raises ConfigError."""
     config = merged.config
     if is_larger_better(config.monitor) and config.monitor_mode == "min" and not merged.is_typed("monitor_mode"):
         raise ConfigError(
             f"monitor={config.monitor!r} is best when large, and monitor_mode is 'min': set monitor_mode='max' (or 'min' explicitly)"
         )
     if val_data is not None or not config.monitor.startswith("val_"):
+        names = None if job is None else expected_names(job, is_validated=val_data is not None)
+        if names is not None and config.monitor not in names and (config.keep_best or config.early_stopping_patience):
+            raise unknown_metric("monitor", config.monitor, names)
         return
     for name in ("early_stopping_patience", "keep_best"):
         if getattr(config, name) and (merged.is_typed(name) or merged.is_typed("monitor")):
@@ -66,6 +74,33 @@ def check_monitor(merged: MergedConfig, val_data: Any) -> None:
             )
 
 
+def expected_names(job: Job, *, is_validated: bool) -> list[str] | None:
+    """The names that rows of this job can have, as far as the arguments of the Trainer tell; None where they do not.
+
+    What `training_step` returns, the metrics of a compiled Keras model and those of an object that keeps a state of its own
+    are known only when they are measured.
+    """
+    if job.training_step is not None or "keras" in sys.modules or not are_functions(job.metrics):
+        return None
+    names = [*dict.fromkeys(["loss", "accuracy", *job.metrics])]  # accuracy: where targets are class indices
+    return [*(f"val_{name}" for name in names if is_validated), *names, *_ALWAYS]
+
+
+def are_functions(metrics: Mapping[str, Any]) -> bool:
+    """Whether each metric is a plain function, which is reported under its name; an object may report several names."""
+    return not any(hasattr(metric, "update") or hasattr(metric, "update_state") for metric in metrics.values())
+
+
+def uncertain(
+    monitors: Iterable[str], metrics: Mapping[str, Any], *, is_validated: bool, known: Iterable[str]
+) -> list[str]:
+    """Those of `monitors` that the first update has yet to show to be reported; `known` are the names of earlier rows."""
+    if not are_functions(metrics):
+        return []
+    certain = {"loss", *_ALWAYS, *known, *(["val_loss"] if is_validated else [])}
+    return [name for name in dict.fromkeys(monitors) if name not in certain]
+
+
 def check_reported(config: DistributedConfig, row: Mapping[str, float], is_validated: bool) -> None:
     """The first row shows whether the monitor is measured at all; without it no best checkpoint could be kept."""
     is_expected = config.keep_best and (is_validated or not config.monitor.startswith("val_"))
@@ -73,7 +108,7 @@ def check_reported(config: DistributedConfig, row: Mapping[str, float], is_valid
         raise unknown_metric("monitor", config.monitor, row)
 
 
-def unknown_metric(field: str, name: str, metrics: Mapping[str, float]) -> ConfigError:
+def unknown_metric(field: str, name: str, metrics: Iterable[str]) -> ConfigError:
     """The error for a metric that nobody reports, with the nearest and all of those that are reported."""
     reported = [key for key in metrics if key not in ("epoch", "step")]
     return ConfigError(

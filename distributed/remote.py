@@ -146,7 +146,7 @@ def check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data
             " with 'python -m distributed.cli train --num-nodes N --node-rank R --master-addr HOST'"
         )
     plan_batch(merged, trainer.backend.data_parallel_size, trainer.backend.batch_size_of(train_data))
-    check_monitor(merged, val_data)
+    check_monitor(merged, val_data, trainer.job)
 
 
 def _warn_of_profiler(verbose: bool) -> None:

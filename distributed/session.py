@@ -85,7 +85,7 @@ class Session:
         self._configure(merged)
         loader_batch_size = backend.batch_size_of(train_data)
         batch = plan_batch(merged, backend.data_parallel_size, loader_batch_size)
-        check_monitor(merged, val_data)
+        check_monitor(merged, val_data, self.trainer.job)
         with backend.own_generators(), contextlib.ExitStack() as leaving:
             leaving.callback(self._reporter.close)
             train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, train=True)))
@@ -124,7 +124,8 @@ class Session:
         self._reporter.on_event = Epochs(caller)
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
         run = loop.Run(
-            self.backend, config, train, val, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved
+            self.backend, config, train, val, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
+            metrics=self.trainer.job.metrics,
         )  # fmt: skip
         try:
             with (

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from distributed import Callback, Trainer
+from distributed import Callback, EarlyStopping, Trainer
 from distributed.errors import ConfigError
 from distributed.trainer_files import _Taken
 
@@ -204,14 +204,89 @@ def test_another_trainer_has_a_directory_of_its_own(tmp_path):
     assert set(results(tmp_path)) == {runs[0].removeprefix("runs/"), "fit-2"}
 
 
-def test_a_misspelt_monitor_names_the_nearest_before_a_second_epoch():
+def test_a_misspelt_monitor_names_the_nearest_after_the_first_update():
     def no_metric(model):
-        counts.append(1)
+        counts.append(model.training)
 
     counts = []
-    with pytest.raises(ConfigError, match=r"'val_los' is not reported \(did you mean 'val_loss'\?\)"):
+    with pytest.raises(
+        ConfigError, match=r"'val_los' is not reported \(did you mean 'val_loss'\?\): choose one of val_loss, loss"
+    ):
         trainer(no_metric, monitor="val_los", monitor_mode="min", epochs=5).fit(DATA, DATA)
-    assert len(counts) == 6  # three updates and three batches of validation
+    assert counts == [True, False]  # one update and one batch of validation, as it may have metrics of its own
+
+
+def test_a_monitor_that_only_the_evaluation_reports_is_seen():
+    def training_step(model, batch):
+        loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return {"loss": loss} if model.training else {"loss": loss, "f1": loss * 0 + 0.5}
+
+    settings = {"device": "cpu", "epochs": 1, "batch_size": 4, "monitor_mode": "max"}
+    model = torch.nn.Linear(2, 2)
+    history = Trainer(model, training_step=training_step, monitor="val_f1", **settings).fit(DATA, DATA)
+    assert history.best_metrics["val_f1"] == 0.5
+    with pytest.raises(
+        ConfigError, match=r"'val_f2' is not reported .*val_f1.*: choose one of val_loss, loss, learning_rate"
+    ):
+        Trainer(model, training_step=training_step, monitor="val_f2", **settings).fit(DATA, DATA)
+
+
+def test_a_monitor_that_no_argument_gives_is_refused_before_anything_runs(tmp_path):
+    calls = []
+
+    def f1(outputs, targets):
+        calls.append(1)
+        return (outputs.argmax(1) == targets).float().mean()
+
+    settings = {"device": "cpu", "epochs": 2, "batch_size": 4, "monitor_mode": "max", "metrics": {"f1": f1}}
+    for processes in (1, 2):  # in this process, and before workers start
+        runner = Trainer(torch.nn.Linear(2, 2), monitor="val_auc", nproc_per_node=processes, **settings)
+        with pytest.raises(
+            ConfigError, match=r"'val_auc' is not reported.*: choose one of val_loss, val_accuracy, val_f1, loss"
+        ):
+            runner.fit(DATA, DATA)
+    assert calls == []
+    for name in ("val_f1", "val_accuracy", "f1", "accuracy"):
+        Trainer(torch.nn.Linear(2, 2), monitor=name, **settings).fit(DATA, DATA)
+
+
+def test_accuracy_is_no_monitor_where_targets_are_no_classes():
+    data = TensorDataset(DATA.tensors[0], DATA.tensors[0])
+    runner = Trainer(
+        torch.nn.Linear(2, 2), monitor="val_accuracy", monitor_mode="max", device="cpu", epochs=9, batch_size=4
+    )
+    with pytest.raises(
+        ConfigError, match="'val_accuracy' is not reported: choose one of val_loss, loss, learning_rate"
+    ):
+        runner.fit(data, data)
+    assert runner._session.backend._step == 1
+
+
+def test_the_monitor_of_a_callback_is_checked_too():
+    runner = trainer(None, EarlyStopping("val_f1", mode="max"), epochs=9)
+    with pytest.raises(ConfigError, match="'val_f1' is not reported"):
+        runner.fit(DATA, DATA)
+    assert runner._session.backend._step == 1
+
+
+class Running:
+    """A metric with a state of its own, whose names nobody knows before it is computed."""
+
+    def __call__(self, outputs, targets):
+        return outputs.mean()
+
+    def update(self, outputs, targets):
+        pass
+
+
+def test_metrics_that_keep_a_state_are_judged_by_the_first_row():
+    runner = Trainer(
+        torch.nn.Linear(2, 2), metrics={"running": Running()}, monitor="val_running_f1", monitor_mode="max", device="cpu", epochs=2,
+        batch_size=4,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="'val_running_f1' is not reported"):
+        runner.fit(DATA, DATA)
+    assert runner._session.backend._step == 3
 
 
 def test_every_fit_in_this_process_leaves_a_report(tmp_path):
