@@ -43,9 +43,10 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """`batch` on `device`, floating tensors in `dtype` if given; tensors inside containers too. What has its own `.to`
     moves itself, as it can; anything else stays as it is."""
     if isinstance(batch, torch.Tensor):
+        later = device.type != "cpu"  # from a GPU, torch would return page-locked memory before the copy is complete
         if dtype is not None and batch.is_floating_point():
-            return batch.to(device=device, dtype=dtype, non_blocking=True)
-        return batch.to(device, non_blocking=True)
+            return batch.to(device=device, dtype=dtype, non_blocking=later)
+        return batch.to(device, non_blocking=later)
     if type(batch) in (list, tuple):
         return type(batch)([move(item, device, dtype) for item in batch])
     is_dict = isinstance(batch, (dict, collections.UserDict))
