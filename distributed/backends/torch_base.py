@@ -499,7 +499,7 @@ class TorchBackend(Backend[OptionsT]):
         extra["optimizer"] = self.kind.save_optimizer(self.optimizer, directory)
         extra |= self.schedule.state()
         extra["scaler"] = self.precision.state()
-        tensors.save_rng(directory, self.context.rank)
+        tensors.save_rng(directory, self.context.rank, self.device)
         return extra
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
@@ -514,7 +514,7 @@ class TorchBackend(Backend[OptionsT]):
         if form := state.get("loss_form"):  # found anew in another batch, it could be another one
             self.objective.form, self._settled = form, True
         is_same = int(state["world_size"]) == self.context.world_size
-        if not is_same or not tensors.load_rng(directory, self.context.rank):
+        if not is_same or not tensors.load_rng(directory, self.context.rank, self.device):
             self._seed_generators()
 
     def export(self, path: Path) -> None:

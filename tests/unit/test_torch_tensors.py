@@ -21,6 +21,8 @@ from torch.optim import lr_scheduler
 from distributed.backends._torch import generators, tensor_io, tensors
 from distributed.errors import CheckpointError, TrainingError
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
@@ -443,19 +445,19 @@ def test_all_generators_come_back_bit_for_bit(tmp_path: Path, odd: int) -> None:
         torch.randn(1)
         random.gauss(0, 1)
         np.random.standard_normal()
-    tensors.save_rng(tmp_path, 2)
+    tensors.save_rng(tmp_path, 2, CPU)
     expected = [_draws(), _draws()]
     for generator in (torch.manual_seed, random.seed, np.random.seed):
         generator(99)
-    assert tensors.load_rng(tmp_path, 2) is True
+    assert tensors.load_rng(tmp_path, 2, CPU) is True
     assert [_draws(), _draws()] == expected
-    assert tensors.load_rng(tmp_path, 0) is False
+    assert tensors.load_rng(tmp_path, 0, CPU) is False
 
 
 def test_generator_states_that_are_none_are_refused(tmp_path: Path) -> None:
     tensor_io.write_file(generators.rng_file(tmp_path, 0), {"torch": torch.zeros(7, dtype=torch.uint8)}, {})
     with pytest.raises(CheckpointError, match="generator states"):
-        tensors.load_rng(tmp_path, 0)
+        tensors.load_rng(tmp_path, 0, CPU)
 
 
 @pytest.mark.parametrize(
@@ -478,7 +480,7 @@ def test_weights_optimizer_and_generator_of_a_gpu_come_back_there_and_on_the_cpu
         model(batch.cuda()).square().mean().backward()
         optimizer.step()
     content = _save_all(model, optimizer, None, tmp_path)
-    tensors.save_rng(tmp_path, 0)
+    tensors.save_rng(tmp_path, 0, torch.device("cuda", 0))
     drawn = torch.randn(3, device="cuda")
     for device in ("cuda", "cpu"):
         other = small(2).to(device)
@@ -487,5 +489,5 @@ def test_weights_optimizer_and_generator_of_a_gpu_come_back_there_and_on_the_cpu
         assert bits(other) == bits(model)
         for slots in again.state.values():
             assert (slots["exp_avg"].device.type, slots["step"].device.type) == (device, "cpu")
-    tensors.load_rng(tmp_path, 0)
+    tensors.load_rng(tmp_path, 0, torch.device("cuda", 0))
     assert torch.equal(torch.randn(3, device="cuda"), drawn)

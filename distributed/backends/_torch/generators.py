@@ -84,16 +84,16 @@ class OwnGenerators:
 _State = tuple[sample_rng.RandomState, torch.Tensor | None]  # of the CPU, of the GPU
 
 
-def save_rng(directory: Path, rank: int) -> None:
-    """Write this rank's generator states (torch, its CUDA device, numpy's global one, python's) as arrays."""
+def save_rng(directory: Path, rank: int, device: torch.device) -> None:
+    """Write this rank's generator states (torch, its `device` where that is a GPU, numpy's global one, python's) as arrays."""
     version, words, gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
         "python.words": torch.tensor(words, dtype=torch.int64),
         "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
     }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":  # a run on CPUs leaves the GPUs of the machine alone
+        states["cuda"] = torch.cuda.get_rng_state(device)
     if "numpy" in sys.modules:
         states |= _numpy_state(sys.modules["numpy"])
     if (state := common_state()) is not None:
@@ -101,21 +101,23 @@ def save_rng(directory: Path, rank: int) -> None:
     write_file(rng_file(directory, rank), states, {"python.version": str(version)})
 
 
-def load_rng(directory: Path, rank: int) -> bool:
-    """Put this rank's generator states back, bit for bit. False where none were saved for it (another world size)."""
+def load_rng(directory: Path, rank: int, device: torch.device) -> bool:
+    """Put this rank's generator states back, bit for bit. False where none were saved for it: at another world size, or on a
+    CPU for what now trains on a GPU."""
     path = rng_file(directory, rank)
     if not path.exists():
         return False
     states, metadata = read_file(path)
-    if "torch" not in states:  # saved on an engine without torch
+    needed = {"torch", "cuda"} if device.type == "cuda" else {"torch"}
+    if not needed <= states.keys():  # saved on an engine without torch, or on a CPU
         return False
     try:
         torch.set_rng_state(states["torch"])
         gauss = states["python.gauss"].tolist()
         words = tuple(states["python.words"].tolist())
         random.setstate((int(metadata["python.version"]), words, gauss[0] if gauss else None))
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"], device)
         if "numpy.key" in states:
             _set_numpy_state(states)
         if "keras" in states and (state := common_state(create=True)) is not None:

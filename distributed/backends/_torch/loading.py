@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,7 @@ def shard(
     is empty, has no length where one is needed, or contradicts the settings; the same on every rank.
     """
     source = read_source(data, config, train=train, presharded=options.presharded)
+    source = dataclasses.replace(source, is_for_gpu=context.device.startswith("cuda"))
     if options.presharded:
         local = _local(source, batch, context.rank, config.seed, train)
         return PreshardedData(local, batch, context.rank, source.name, reduce)

@@ -44,6 +44,7 @@ class Source:
     batch_sampler: Any  # whose every item is one update; None: ours
     shuffle: bool
     drop_last: bool
+    is_for_gpu: bool = False  # whether its batches go to one
 
     @property
     def is_stream(self) -> bool:
@@ -62,8 +63,8 @@ class Source:
 
     @property
     def pin_memory(self) -> bool:
-        """Whether batches go to page-locked memory; it needs a GPU."""
-        return self.loader is not None and self.loader.pin_memory and torch.cuda.is_available()
+        """Whether batches are copied into page-locked memory, which speeds up their way to a GPU."""
+        return self.is_for_gpu and self.loader is not None and self.loader.pin_memory and torch.cuda.is_available()
 
 
 def loader_batch_size(data: Any) -> int | None:
