@@ -246,8 +246,8 @@ class DDPBackend(TorchBackend[DDPOptions]):
         """By torch's own clock, which it reads in the first ten updates of a wrapper and in one of a hundred."""
         return self._waits.take(self._wrapped._get_ddp_logging_data())  # type: ignore[operator]
 
-    def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult) -> None:
-        super()._on_non_finite(group, losses, result)
+    def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult, *, is_late: bool = False) -> None:
+        super()._on_non_finite(group, losses, result, is_late=is_late)
         if self._hook is not None:
             self._hook.forget()
 

@@ -24,11 +24,12 @@ class NanPolicy:
         self._policy, self._report = policy, report
         self._last_step, self._in_a_row = -1, 0
 
-    def apply(self, step: int, where: str, result: StepResult, can_be_made: bool) -> None:
-        """Stop, or mark the update as left out, or let it be made with a warning."""
+    def apply(self, step: int, where: str, result: StepResult, can_be_made: bool, *, is_late: bool = False) -> None:
+        """Stop, or mark the update as left out, or let it be made with a warning. `is_late`: it has been made already."""
         if self._policy == "stop":
+            when = "after the update, which is in no checkpoint" if is_late else "before the update"
             raise TrainingError(
-                f"{where}: stopped before the update. Lower learning_rate, set gradient_clipping, or set nan_policy=skip"
+                f"{where}: stopped {when}. Lower learning_rate, set gradient_clipping, or set nan_policy=skip"
             )
         self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 1
         self._last_step = step

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from distributed.backends._torch.gradients import Gradients
+    from distributed.backends._torch.lookback import Unread
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.precision import Precision
     from distributed.backends._torch.world import World
@@ -62,6 +63,8 @@ class TorchBackend(Backend[OptionsT]):
         self._step = 0  # updates done, for warm-up and messages
         self._first_data: ShardedData | None = None
         self._kept: MicroBatch | None = None  # for `graph`
+        self._unread: Unread | None = None  # the newest update, while nobody knows whether its gradients were finite
+        self._looks_later = False
 
     # ------------------------------------------------------------------ hooks of the torch family
 
@@ -201,6 +204,13 @@ class TorchBackend(Backend[OptionsT]):
         self._gradients = self._make_gradients()
         self._nan_policy = NanPolicy(self.config.nan_policy, lambda event: self.report(event))
         self._clipped_norm: torch.Tensor | None = None  # of the newest update, before clipping
+        self._unread, self._looks_later = None, self._may_look_later()
+
+    def _may_look_later(self) -> bool:
+        """Whether a look at the gradients can wait for the next update: the device has work meanwhile, and no update is ever
+        left out."""
+        is_on_gpu = self._gradients.device.type == "cuda"
+        return is_on_gpu and not self.precision.leaves_out and self.config.nan_policy != "skip"
 
     def _prepare_losses(self, job: Job) -> None:
         """From batches to losses and metrics."""
@@ -346,8 +356,13 @@ class TorchBackend(Backend[OptionsT]):
     def _start_counting(self, losses: list[Loss]) -> None:
         """All-reduce the count of a (sum, count) loss while the last backward runs."""
         counts = [loss.count for loss in losses]
-        total = self.torch.as_tensor(sum(counts), dtype=self.torch.float64, device=self.device).reshape(1)
+        total = self._on_device(sum(counts))
         self._total, self._counting = total, self.world.combine(total, "sum")
+
+    def _on_device(self, number: Any) -> torch.Tensor:
+        """`number` as float64 of shape [1] on this rank's device. The host does not wait."""
+        value: torch.Tensor = self.torch.as_tensor(number, dtype=self.torch.float64).reshape(1)
+        return value.to(self.device, non_blocking=True)
 
     def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         """Rescale, clip, look for NaN, then the one update."""
@@ -359,16 +374,34 @@ class TorchBackend(Backend[OptionsT]):
             self._total = None
         if self.config.gradient_clipping is not None:
             self._clipped_norm = self._gradients.clip(gradients, self.config.gradient_clipping)
-            is_finite = math.isfinite(self._clipped_norm.item())
-        else:
-            is_finite = self._gradients.are_finite(gradients)
-        if not is_finite:
+        if self._looks_later:
+            self._look_back()
+            self._unread = self._unread_of(gradients, group, losses)
+        elif not self._are_finite(gradients):
             self._on_non_finite(group, losses, result)
         if result.skipped:
             self.precision.leave_out()
         else:
             self._apply_gradients()
         self._step += 1
+
+    def _are_finite(self, gradients: list[torch.Tensor]) -> bool:
+        if self._clipped_norm is not None:
+            return math.isfinite(self._clipped_norm.item())
+        return self._gradients.are_finite(gradients)
+
+    def _unread_of(self, gradients: list[torch.Tensor], group: Group, losses: list[Loss]) -> Unread:
+        from distributed.backends._torch.lookback import Unread
+
+        norm = self._clipped_norm  # less itself: 0, or NaN
+        bad = self._gradients.non_finite(gradients) if norm is None else (norm - norm)
+        return Unread.of(bad, group, losses)
+
+    def _look_back(self) -> None:
+        """Do what `nan_policy` says about the newest update, if nobody has looked at it yet. Every rank."""
+        unread, self._unread = self._unread, None
+        if unread is not None and unread.is_bad():
+            self._on_non_finite(unread.group, unread.losses, StepResult([], unread.group.num_samples), is_late=True)
 
     def _apply_gradients(self) -> None:
         with self._warming_up():
@@ -381,19 +414,22 @@ class TorchBackend(Backend[OptionsT]):
         is_warm = self._step >= self.config.warmup_steps
         return contextlib.nullcontext() if is_warm else self.schedule.warming_up(self._step)
 
-    def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult) -> None:
-        """Every rank comes here together, because the synchronised gradients are the same everywhere."""
+    def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult, *, is_late: bool = False) -> None:
+        """Every rank comes here together, because the synchronised gradients are the same everywhere. `is_late`: the update
+        has been made, and is the newest one."""
         mine, world = vote(float(loss.value.detach()) for loss in losses), range(self.context.world_size)
         votes = self.reduce({rank: mine if rank == self.context.rank else 0.0 for rank in world})
         if not any(votes.values()) and self.precision.may_overflow():
             result.skipped = True  # the scaler lowers its scale
             return
-        where = describe(self._step + 1, group, votes)
-        self._nan_policy.apply(self._step, where, result, can_be_made=not self.precision.leaves_out)
+        step = self._step - is_late
+        where = describe(step + 1, group, votes)
+        self._nan_policy.apply(step, where, result, can_be_made=not self.precision.leaves_out, is_late=is_late)
 
     # ------------------------------------------------------------------ results
 
     def collect(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
+        self._look_back()  # before anything is logged, measured or saved
         return self._averages.collect(results, self.reduce, self.gather)
 
     def gradient_norm(self) -> float | None:
@@ -491,6 +527,7 @@ class TorchBackend(Backend[OptionsT]):
     def save(self, directory: Path) -> dict[str, Any]:
         from distributed.backends._torch import tensors
 
+        self._look_back()
         self._sync_buffers()  # a resume gives every rank the stored ones, so a run that goes on has them too
         extra: dict[str, Any] = {"world_size": self.context.world_size, "step": self._step}
         extra["loss_form"] = self.objective.form if self._settled else None
@@ -538,7 +575,7 @@ class TorchBackend(Backend[OptionsT]):
     def unwrap(self) -> None:
         # torch 2.13 with gloo aborts at exit in 1 process of 8 while a DDP wrapper is alive (its reducer's threads).
         self._wrapped = self.plain
-        self._is_training = None
+        self._is_training = self._unread = None
         gc.collect()
 
     def rewrap(self) -> None:
@@ -574,7 +611,7 @@ class TorchBackend(Backend[OptionsT]):
         """Labels of the whole update over all ranks, for models that divide by it. A collective where they do."""
         counts = [self.objective.label_count(micro.batch) for micro in micros if micro.num_samples]
         known = [count for count in counts if count is not None]
-        total = self.torch.as_tensor(sum(known), dtype=self.torch.float64, device=self.device).reshape(1)
+        total = self._on_device(sum(known))
         self.world.combine(total, "sum").wait()
         return total.reshape(())
 

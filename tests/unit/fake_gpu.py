@@ -32,7 +32,9 @@ class NoWaiting(TorchDispatchMode):
             raise HostWaits(f"{func} reads from the device")
         is_copy = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
         if is_copy and not _is_asynchronous(func, args, kwargs):
-            devices = {value.device.type for value in given} | {torch.device(kwargs.get("device") or given[0].device).type}
+            devices = {value.device.type for value in given} | {
+                torch.device(kwargs.get("device") or given[0].device).type
+            }
             if len(devices) > 1:
                 raise HostWaits(f"{func} copies between the host and the device, and waits for it")
         return func(*args, **kwargs)

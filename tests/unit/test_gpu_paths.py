@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.fake_gpu import HostWaits, fake_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distributed import Trainer
 from distributed.backends._torch import generators
+from distributed.backends._torch.counted import ClassLoss, _by_zeros
+from distributed.backends._torch.gradients import Gradients
 from distributed.backends._torch.loading import shard
 from distributed.backends._torch.nested import move
+from distributed.backends._torch.objective import Loss
+from distributed.backends.base import Job
+from distributed.backends.single import SingleBackend
+from distributed.backends.torch_base import NoOptions
 from distributed.config import DistributedConfig
 from distributed.data import DataOptions
-from distributed.plan import BatchPlan
-from distributed.state import WorkerContext
+from distributed.errors import TrainingError
+from distributed.plan import BatchPlan, ProcessPlan
+from distributed.settings import Typed, merge
+from distributed.state import Group, StepResult, WorkerContext
+from tests.unit.fake_gpu import HostWaits, fake_gpu
+
+BATCH = BatchPlan(4, 1, 1, 4)
 
 
 def test_the_fake_gpu_refuses_what_waits():
@@ -76,5 +87,135 @@ def test_generators_saved_on_a_cpu_are_not_taken_for_those_of_a_gpu(tmp_path):
     generators.save_rng(tmp_path, 0, torch.device("cpu"))
     before = torch.get_rng_state()
     torch.manual_seed(7)
-    assert not generators.load_rng(tmp_path, 0, torch.device("cuda", 0))  # the caller seeds them from seed, step and rank
+    assert not generators.load_rng(
+        tmp_path, 0, torch.device("cuda", 0)
+    )  # the caller seeds them from seed, step and rank
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+def parameter(device, *shape):
+    made = torch.nn.Parameter(torch.ones(shape, device=device))
+    made.grad = torch.ones(shape, device=device)
+    return made
+
+
+def test_gradients_in_host_memory_are_rescaled_by_a_number_on_the_gpu():
+    with fake_gpu(may_wait=True) as gpu:
+        offloaded = [parameter("cpu", 2, 3), parameter("cpu", 3)]
+        gradients = Gradients(offloaded, torch.nn.Module(), torch.device("cpu"))
+        gradients.rescale(gradients.views(), torch.ones(1, dtype=torch.float64, device=gpu))
+
+
+def test_a_weighted_class_loss_makes_nobody_wait():
+    with fake_gpu() as gpu:
+        loss = ClassLoss(torch.nn.functional.cross_entropy, weight=torch.ones(3, device=gpu), ignore_index=-1)
+        count = loss._count(torch.zeros(4, dtype=torch.int64, device=gpu))
+        assert count.is_cuda and count.dim() == 0
+
+
+def test_the_weights_of_targets_that_count_are_summed_up_alike_on_a_gpu():
+    weight, targets = torch.tensor([0.5, 2.0, 0.25]), torch.tensor([[0, 1, 2], [2, 1, -1]])
+    counted = targets != -1
+    assert _by_zeros(weight, targets, counted) == weight[targets[counted]].sum() == 5.0
+
+
+# ------------------------------------------------------------------ a step
+
+
+def prepared(**settings):
+    """A backend of one process, for a net on the CPU."""
+    merged = merge(Typed(), {"epochs": 1, **settings})
+    backend = SingleBackend(merged, NoOptions(), ProcessPlan(1, 1, "cpu", "single"))
+    backend.setup()
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    backend.prepare(Job(net), BATCH)
+    return backend
+
+
+@pytest.mark.parametrize("clipping", [None, 1.0])
+def test_what_follows_a_backward_pass_makes_nobody_wait(clipping):
+    class Arrives:
+        def record(self):
+            pass
+
+    backend = prepared(gradient_clipping=clipping)
+    with fake_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", Arrives)
+        backend.device = gpu
+        backend._parameters = [parameter(gpu, 2, 3), parameter(gpu, 3)]
+        backend.optimizer = torch.optim.AdamW(backend._parameters)
+        backend._update = backend.precision.updating(backend.optimizer)
+        backend._gradients = backend._make_gradients()
+        backend._looks_later = backend._may_look_later()
+        loss = Loss(torch.ones((), device=gpu), None)
+        backend._start_counting([Loss(loss.value, 4.0), Loss(loss.value, 2.0)])
+        assert backend._total.is_cuda
+        backend._finish_update(Group([], 4, 0), [loss], StepResult([]))
+        assert backend._unread is not None
+        backend._looks_later = False
+        with pytest.raises(HostWaits):
+            backend._finish_update(Group([], 4, 4), [loss], StepResult([]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "may"),
+    [({}, True), ({"nan_policy": "warn"}, True), ({"nan_policy": "skip"}, False), ({"mixed_precision": "fp16"}, False)],
+)
+def test_only_where_no_update_is_left_out_nobody_waits_to_know(settings, may):
+    backend = prepared(**settings)
+    assert not backend._looks_later
+    backend._gradients.device = torch.device("cuda", 0)
+    assert backend._may_look_later() is may
+
+
+class Spoilt(torch.utils.data.Dataset):
+    """One sample is NaN."""
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        return torch.full((4,), float("nan") if index == self.bad else index / 48), index % 3
+
+
+def steps(tmp_path, bad=None, looks_later=True, **settings):
+    """(what training said, weights, names of checkpoints) of 12 updates."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    settings = {"nproc_per_node": 1, "device": "cpu", "batch_size": 4, "shuffle": False, "verbose": False, **settings}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SingleBackend, "_may_look_later", lambda self: looks_later)
+        patch.chdir(tmp_path)
+        trainer = Trainer(net, checkpoint_dir=str(tmp_path / "kept"), **settings)
+        said = ""
+        try:
+            trainer.fit(Spoilt(bad))
+        except TrainingError as error:
+            said = str(error)
+    names = sorted(path.name for path in tmp_path.rglob("step-*"))
+    return said, [p.detach().clone() for p in net.parameters()], names
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_clipping": 0.01}, {"gradient_accumulation_steps": 2}])
+def test_a_later_look_changes_no_bit(tmp_path, settings):
+    _, late, _ = steps(tmp_path, **settings)
+    _, at_once, _ = steps(tmp_path, looks_later=False, **settings)
+    assert all(torch.equal(*both) for both in zip(late, at_once, strict=True))
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_clipping": 1.0}])
+@pytest.mark.parametrize("every", [1, 2, 5, 100])
+def test_a_nan_is_named_and_is_in_no_checkpoint(tmp_path, every, settings):
+    said, _, names = steps(tmp_path, bad=22, checkpoint_every_n_steps=every, **settings)
+    assert said.startswith(
+        "step 6: the loss is nan on rank 0 (samples at positions 20 to 23 of the epoch): stopped after"
+    )
+    assert all(int(name.removeprefix("step-")) < 6 for name in names) and bool(names) is (every < 6)
+
+
+def test_a_nan_of_the_last_update_is_seen_too(tmp_path):
+    said, _, names = steps(tmp_path, bad=47, checkpoint_every_n_steps=11)
+    assert said.startswith("step 12: the loss is nan") and names == ["step-00000011"]

@@ -28,14 +28,25 @@ class ClassLoss:
         total = self.function(
             outputs, targets, weight=self.weight, ignore_index=self.ignore_index, reduction="sum", **more
         )
+        return total, self._count(targets)
+
+    def _count(self, targets: torch.Tensor) -> torch.Tensor:
         counted = targets != self.ignore_index
-        return total, counted.sum() if self.weight is None else self.weight[targets[counted]].sum()
+        if self.weight is None:
+            return counted.sum()
+        return _by_zeros(self.weight, targets, counted) if targets.is_cuda else self.weight[targets[counted]].sum()
 
     def needs_count(self, targets: Any) -> bool:
         """Whether a mean over samples would weigh `targets` wrongly, or might in a later batch."""
         if not isinstance(targets, torch.Tensor) or targets.is_floating_point():
             return False
         return self.weight is not None or targets.dim() > 1 or bool((targets == self.ignore_index).any())
+
+
+def _by_zeros(weight: torch.Tensor, targets: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """The weights of the `counted` targets, summed up. On a GPU a mask as index makes the host wait for its length."""
+    each = weight.index_select(0, torch.where(counted, targets, 0).reshape(-1))
+    return (each * counted.reshape(-1)).sum()
 
 
 def class_loss(loss_fn: Any) -> ClassLoss | None:

@@ -207,9 +207,12 @@ class ShardedGradients(Gradients):
         return [local(p.grad) for p in self._parameters if p.grad is not None]
 
     def are_finite(self, views: list[torch.Tensor]) -> bool:
-        bad = torch.full((1,), 0.0 if super().are_finite(views) else 1.0, device=self._found.device)
-        dist.all_reduce(bad)
-        return bad.item() == 0.0
+        return self.non_finite(views).item() == 0.0
+
+    def non_finite(self, views: list[torch.Tensor]) -> torch.Tensor:
+        found = super().non_finite(views)
+        dist.all_reduce(found)
+        return found
 
     def clip(self, views: list[torch.Tensor], limit: float) -> torch.Tensor:
         return whole(torch.nn.utils.clip_grad_norm_(self._parameters, limit))

@@ -18,6 +18,7 @@ class Gradients:
         self._parameters = parameters
         has_sparse = any(getattr(module, "sparse", False) for module in model.modules())
         self._are_plain = not has_sparse and not any(p.is_complex() for p in parameters)
+        self.device = device  # where the gradients are
         self._found, self._one = torch.zeros(1, device=device), torch.ones(1, device=device)
         self._is_uniform = len({(p.dtype, p.device) for p in parameters}) == 1
 
@@ -30,22 +31,32 @@ class Gradients:
         """True when no entry is NaN or infinite. One pass over the gradients and one read by the host."""
         if not views:
             return True
-        if self._is_uniform:
-            # The loss scaler's own kernel: no allocation. Multiplying by 1 leaves every bit as it was.
-            torch._amp_foreach_non_finite_check_and_unscale_(views, self._found, self._one)
-        else:
-            for kind in {(g.dtype, g.device) for g in views}:
-                same = [g for g in views if (g.dtype, g.device) == kind]
-                torch._amp_foreach_non_finite_check_and_unscale_(same, self._found, self._one)
+        self._look(views, self._found)
         if self._found.item() == 0.0:
             return True
         self._found.zero_()
         return False
 
+    def non_finite(self, views: list[torch.Tensor]) -> torch.Tensor:
+        """A number on the device: 0 when no entry is NaN or infinite. The host does not wait for it."""
+        found = torch.zeros_like(self._found)
+        if views:
+            self._look(views, found)
+        return found
+
+    def _look(self, views: list[torch.Tensor], found: torch.Tensor) -> None:
+        # The loss scaler's own kernel: no allocation. Multiplying by 1 leaves every bit as it was.
+        if self._is_uniform:
+            torch._amp_foreach_non_finite_check_and_unscale_(views, found, self._one)
+            return
+        for kind in {(g.dtype, g.device) for g in views}:
+            same = [g for g in views if (g.dtype, g.device) == kind]
+            torch._amp_foreach_non_finite_check_and_unscale_(same, found, self._one)
+
     def rescale(self, views: list[torch.Tensor], factor: torch.Tensor) -> None:
         """Multiply in place, each in its own precision."""
         for view in views:
-            view.mul_(factor.to(view.dtype).reshape(()))
+            view.mul_(factor.to(view.device, view.dtype).reshape(()))
 
     def clip(self, views: list[torch.Tensor], limit: float) -> torch.Tensor:
         """Shorten the gradient to the norm `limit`; returns its norm before that."""
