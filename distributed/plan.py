@@ -79,7 +79,7 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
     if gpus or config.device == "cuda" or (config.device is None and config.num_gpus is None and gpus is None):
         visible = (count_gpus or visible_gpus)()
     wants_gpu = bool(gpus) or config.device == "cuda"
-    wanted = gpus or per_node or 1
+    wanted = 1 if not gpus and _may_share(config) else gpus or per_node or 1
     if wants_gpu and visible < wanted:
         have = "no GPU" if visible == 0 else f"{visible} GPU{'s' * (visible > 1)}"
         raise ResourceError(
@@ -92,11 +92,18 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
         device, processes = "cuda", per_node or visible
         if processes > visible:
             raise ResourceError(
-                f"nproc_per_node={processes} needs {processes} GPUs, but this machine shows {visible}: add --device cpu for CPU processes"
+                f"nproc_per_node={processes} needs {processes} GPUs, but this machine shows {visible}: add --device cpu for CPU processes,"
+                " or --device cuda --communication-backend gloo for processes that share a GPU"
             )
     else:
         device, processes = "cpu", per_node or 1
     return ProcessPlan(nodes, processes, device, choose_backend(config, nodes * processes))
+
+
+def _may_share(config: DistributedConfig) -> bool:
+    """Whether several processes may train on one GPU: NCCL refuses that, so gloo has to be asked for by name, and GPUs too."""
+    row = backend_row(config.backend or default_backend(2))
+    return row.shares_gpus and config.device == "cuda" and config.communication_backend == "gloo"
 
 
 def choose_backend(config: DistributedConfig, world_size: int) -> str:

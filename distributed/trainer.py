@@ -430,7 +430,10 @@ def _local(config: DistributedConfig, found: WorkerEnvironment) -> DistributedCo
             f" start with --num-gpus {config.num_gpus}, or drop it from the script"
         )
     gpus = found.local_world_size if config.num_gpus or config.gpus_per_node else None
-    return DistributedConfig(device=config.device, nproc_per_node=found.local_world_size, gpus_per_node=gpus)
+    return DistributedConfig(
+        device=config.device, nproc_per_node=found.local_world_size, gpus_per_node=gpus, backend=config.backend,
+        communication_backend=config.communication_backend,
+    )  # fmt: skip
 
 
 class PyTorchDDPTrainer(Trainer):

@@ -42,6 +42,7 @@ class BackendRow:
     # Names of other tools that concern this engine -> what serves here, see `distributed.peers`.
     peers: Mapping[str, str] = field(default_factory=dict)
     for_launcher: tuple[str, ...] = ()  # options that its launcher reads: they hold for a script without a Trainer too
+    shares_gpus: bool = False  # several processes may train on one GPU, over gloo
     compiled: str | None = None  # a module of its library that loads only beside the torch that it was built for
     instead_of: str | None = None  # a trainer that pins that backend runs on this one where ...
     chosen_by: tuple[str, ...] = ()  # ... one of these options of this one is given in code
@@ -81,6 +82,7 @@ REGISTRY: dict[str, BackendRow] = {
                 "ddp_timeout": "use {timeout_s}", "ddp_backend": "use {communication_backend}",
                 "ddp_broadcast_buffers": "not here, because it is always so: drop it",
             },
+            shares_gpus=True,
         ),
         BackendRow(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
