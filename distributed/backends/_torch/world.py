@@ -101,8 +101,7 @@ class OneProcess(World):
 
     def __init__(self, plan: ProcessPlan) -> None:
         found = worker_environment()
-        device = "cuda:0" if plan.device == "cuda" else "cpu"
-        self.context = WorkerContext(0, 1, 0, 1, 0, device, found.restart_count if found else 0)
+        self.context = WorkerContext(0, 1, 0, 1, 0, take_device(plan, 0), found.restart_count if found else 0)
 
     def combine(self, tensor: torch.Tensor, operation: str) -> Pending:
         return _Done()
@@ -158,17 +157,14 @@ class ProcessGroup(World):
             raise ResourceError(
                 f"backend {plan.backend!r} needs a launched worker: use 'python -m distributed.cli train', or fit()"
             )
-        self._device = f"cuda:{found.local_rank}" if plan.device == "cuda" else "cpu"
-        if plan.device == "cuda":
-            torch.cuda.set_device(found.local_rank)
+        self._device = take_device(plan, found.local_rank)
         self._is_ours = not dist.is_initialized()
         if self._is_ours:
             if config.communication_backend == "mpi":
                 raise ConfigError(
                     "backend='mpi' is not in PyTorch's wheels: use gloo, or --backend horovod under mpirun"
                 )
-            usual = transport or ("nccl" if plan.device == "cuda" else "gloo")
-            _join(found, config.communication_backend or usual, config, warn, call)
+            _join(found, _backends(plan, config, transport), config, warn, call)
             atexit.register(leave_group)
         self.context = WorkerContext(
             found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, self._device,
@@ -238,7 +234,10 @@ class ProcessGroup(World):
         return torch.frombuffer(bytearray(wire.to_bytes(value)), dtype=torch.uint8).to(self._device)
 
     def barrier(self) -> None:
-        dist.barrier()
+        device = torch.device(self._device)
+        # Without it torch warns that it uses the current device, which is the same.
+        is_named = device.type == "cuda" and self.transport != "gloo"
+        dist.barrier(device_ids=[device.index] if is_named else None)
 
     def store(self) -> Any:
         return messages(dist.distributed_c10d._get_default_store(), "common-step")
@@ -249,6 +248,39 @@ class ProcessGroup(World):
 
     def end(self) -> None:
         leave_group()
+
+
+def take_device(plan: ProcessPlan, local_rank: int) -> str:
+    """The device of a rank, made the current one. Ranks share GPUs where the plan has more of them than the machine.
+
+    ResourceError where torch cannot use the GPUs.
+    """
+    if plan.device != "cuda":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ResourceError(
+            f"this machine shows a GPU that torch {torch.__version__} cannot use ({_why_no_cuda()}): install a torch for it,"
+            " or add --device cpu"
+        )
+    index = local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
+
+
+def _why_no_cuda() -> str:
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return "it finds none"
+
+
+def _backends(plan: ProcessPlan, config: DistributedConfig, usual: str | None) -> str:
+    """torch's word for the transport. `usual`: the backend's own, such as "cpu:gloo,cuda:nccl"."""
+    asked = config.communication_backend
+    if asked is None:
+        return usual or ("nccl" if plan.device == "cuda" else "gloo")
+    return usual if usual is not None and usual.endswith(f":{asked}") else asked
 
 
 def _join(
