@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from distributed.backends._torch.gradients import Gradients
+    from distributed.backends._torch.precision import Precision
     from distributed.backends._torch.whole import WholeForm
 
 
@@ -106,6 +107,12 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
         from distributed.backends._torch import fully_sharded
 
         return fully_sharded.rebind(optimizer, self._replaced)
+
+    def _make_precision(self) -> Precision:
+        precision = super()._make_precision()
+        if self.options.cpu_offload:
+            precision.keep_scale_on(self.torch.device("cpu"))
+        return precision
 
     def _make_gradients(self) -> Gradients:
         from distributed.backends._torch.fully_sharded import ShardedGradients

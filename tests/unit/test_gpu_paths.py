@@ -7,22 +7,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed import Trainer
-from distributed.backends._torch import generators
+from distributed.backends._torch import fully_sharded, generators, world
 from distributed.backends._torch.counted import ClassLoss, _by_zeros
 from distributed.backends._torch.gradients import Gradients
 from distributed.backends._torch.loading import shard
 from distributed.backends._torch.nested import move
 from distributed.backends._torch.objective import Loss
+from distributed.backends._torch.precision import Precision
 from distributed.backends.base import Job
+from distributed.backends.fsdp import FSDPOptions
 from distributed.backends.single import SingleBackend
 from distributed.backends.torch_base import NoOptions
 from distributed.config import DistributedConfig
 from distributed.data import DataOptions
-from distributed.errors import TrainingError
-from distributed.plan import BatchPlan, ProcessPlan
+from distributed.errors import ResourceError, TrainingError
+from distributed.plan import BatchPlan, ProcessPlan, plan_processes
 from distributed.settings import Typed, merge
 from distributed.state import Group, StepResult, WorkerContext
-from tests.unit.fake_gpu import HostWaits, fake_gpu
+from tests.unit.fake_gpu import GPU, HostWaits, fake_gpu
 
 BATCH = BatchPlan(4, 1, 1, 4)
 
@@ -219,3 +221,102 @@ def test_a_nan_is_named_and_is_in_no_checkpoint(tmp_path, every, settings):
 def test_a_nan_of_the_last_update_is_seen_too(tmp_path):
     said, _, names = steps(tmp_path, bad=47, checkpoint_every_n_steps=11)
     assert said.startswith("step 12: the loss is nan") and names == ["step-00000011"]
+
+
+# ------------------------------------------------------------------ devices and transports
+
+
+CUDA = ProcessPlan(1, 1, "cuda", "single")
+
+
+def test_a_gpu_that_torch_cannot_use_is_said_in_one_line():
+    with pytest.raises(
+        ResourceError, match=r"torch \S+ cannot use \(.+\): install a torch for it, or add --device cpu"
+    ):
+        world.OneProcess(CUDA)
+
+
+def test_ranks_share_the_gpus_that_are_there(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert [world.take_device(CUDA, rank) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert taken == [0, 1, 0]
+
+
+SHARED = {"nproc_per_node": 2, "device": "cuda", "communication_backend": "gloo"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"device": None}, "shows 1: .* --device cuda --communication-backend gloo for processes that share a GPU"),
+        ({"communication_backend": None}, "2 GPUs per node asked for"),
+        ({"communication_backend": "nccl"}, "2 GPUs per node asked for"),
+        ({"backend": "fsdp"}, "2 GPUs per node asked for"),
+        ({"num_gpus": 2}, "2 GPUs per node asked for"),
+    ],
+)
+def test_processes_share_a_gpu_only_where_that_is_asked_for(settings, said):
+    with pytest.raises(ResourceError, match=said):
+        plan_processes(DistributedConfig(**{**SHARED, **settings}), lambda: 1)
+
+
+def test_two_processes_on_one_gpu_by_name():
+    for settings in (SHARED, {**SHARED, "backend": "pytorch-ddp"}):
+        assert plan_processes(DistributedConfig(**settings), lambda: 1) == ProcessPlan(1, 2, "cuda", "pytorch-ddp")
+    with pytest.raises(ResourceError, match="shows no GPU"):
+        plan_processes(DistributedConfig(**SHARED), lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "usual", "chosen"),
+    [
+        (None, None, "nccl"),
+        ("gloo", None, "gloo"),
+        (None, "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
+        ("nccl", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),  # gradients in host memory have a transport all the same
+        ("gloo", "cpu:gloo,cuda:nccl", "gloo"),
+    ],
+)
+def test_transport(asked, usual, chosen):
+    assert world._backends(CUDA, DistributedConfig(communication_backend=asked), usual) == chosen
+
+
+def test_a_scale_for_gradients_in_host_memory_stays_there(monkeypatch):
+    monkeypatch.setattr("torch.amp.grad_scaler.torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    precision = Precision("fp16", torch.device("cuda", 0), DistributedConfig(scaler_init_scale=8.0))
+    precision.keep_scale_on(torch.device("cpu"))
+    offloaded = torch.nn.Parameter(torch.zeros(2))
+    offloaded.grad = torch.tensor([8.0, float("inf")])
+    optimizer = torch.optim.SGD([offloaded], lr=1.0)
+    precision.unscale(optimizer)
+    assert offloaded.grad[0] == 1.0
+    precision.updating(optimizer)()
+    assert torch.equal(offloaded, torch.zeros(2)) and precision.scaler.get_scale() == 4.0
+    assert precision.scaler._scale.device.type == "cpu"
+
+
+def test_weights_of_an_offloaded_model_with_buffers_are_given_out_on_one_device(monkeypatch):
+    """torch refuses weights for tensors of two devices, and fully_shard leaves parameters here and buffers there."""
+    seen = []
+
+    def give(model, state, options):
+        seen.append({tensor.device.type for tensor in model.state_dict().values() if tensor.dim() > 0})
+
+    def move(model, **arguments):
+        fully_sharded._move_buffers(model, GPU)
+
+    monkeypatch.setattr(fully_sharded, "fully_shard", move)
+    monkeypatch.setattr(fully_sharded, "set_model_state_dict", give)
+    monkeypatch.setattr(fully_sharded.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(fully_sharded.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(fully_sharded.dist, "init_device_mesh", lambda *arguments: None)
+    monkeypatch.setattr(fully_sharded.dist, "broadcast", lambda tensor, src: seen.append(tensor.device.type))
+    with fake_gpu(may_wait=True) as gpu:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        model[1].register_buffer("again", model[1].running_mean)
+        fully_sharded.shard(model, FSDPOptions(cpu_offload=True), gpu, "no")
+        assert seen == [{"cpu"}, "cuda", "cuda", "cuda"]
+        assert model[1].again is model[1].running_mean

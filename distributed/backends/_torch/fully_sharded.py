@@ -81,13 +81,12 @@ def shard(model: torch.nn.Module, options: FSDPOptions, device: torch.device, mi
     home = torch.device("cpu") if options.cpu_offload else device
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to_empty(device=home)
-    for name, buffer in model.named_buffers():
-        if buffer.device != device:  # offloading is for parameters
-            _set_buffer(model, name, buffer.to(device))
+    _move_buffers(model, home)  # torch gives weights to tensors of one device only
     plain: dict[str, Any] = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
     set_model_state_dict(
         model, plain, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     )
+    _move_buffers(model, device)  # offloading is for parameters
     for buffer in model.buffers():  # those that no state_dict holds, too
         dist.broadcast(buffer, src=0)
 
@@ -110,9 +109,14 @@ def check_units(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> Non
                 )
 
 
-def _set_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    owner, _, last = name.rpartition(".")
-    model.get_submodule(owner)._buffers[last] = value
+def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # one that has two names stays one
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if buffer.device != device:
+            owner, _, last = name.rpartition(".")
+            if buffer not in moved:
+                moved[buffer] = buffer.to(device)
+            model.get_submodule(owner)._buffers[last] = moved[buffer]
 
 
 def _arguments(options: FSDPOptions, device: torch.device, mixed_precision: str) -> dict[str, Any]:

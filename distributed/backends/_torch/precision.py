@@ -29,6 +29,12 @@ class Precision:
                 device.type, init_scale=config.scaler_init_scale, growth_interval=config.scaler_growth_interval
             )
 
+    def keep_scale_on(self, device: torch.device) -> None:
+        """Keep the scale where the gradients are. Between a GPU and the host torch copies it without waiting for the copy, so
+        the host would divide by a number that is not there yet (`GradScaler._unscale_grads_`, torch 2.13)."""
+        if self.scaler is not None:
+            self.scaler.scale(torch.zeros((), device=device))  # the first tensor says where it lives
+
     def scaled(self, loss: torch.Tensor) -> Any:
         """The loss to go backward from."""
         return loss if self.scaler is None else self.scaler.scale(loss)
