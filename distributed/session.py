@@ -22,12 +22,13 @@ from distributed.checkpoint import CheckpointStore
 from distributed.common_step import CommonStep
 from distributed.config import DistributedConfig
 from distributed.effects import Situation, lines_of, without_effect
-from distributed.errors import ConfigError, TrainingInterrupted
+from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
 from distributed.interrupts import save_by_the_clock, stop_on_signals
 from distributed.launcher import launched_by, link
 from distributed.launching.epochs import Caller, Epochs
 from distributed.loggers import LoggedFit, Logger, loggers_of
 from distributed.monitor import check_monitor
+from distributed.out_of_memory import is_out_of_memory, out_of_memory
 from distributed.plan import BatchPlan, in_effect, plan_batch
 from distributed.report import write_reports_at_end
 from distributed.reporter import Reporter
@@ -53,6 +54,7 @@ class _Fit:
     store: CheckpointStore
     run: RunDirectory
     result: Result
+    batch_size: int
     began: float  # monotonic seconds at which `total_time` would have been 0
     saved: threading.Event = dataclasses.field(default_factory=threading.Event)
 
@@ -105,7 +107,7 @@ class Session:
                 run, merged, self.trainer.plan, batch, self.context, backend, state, train.updates_per_epoch, self._reporter,
             ))  # fmt: skip
             result = Result(run, self.trainer.plan, self.context)
-            fit = _Fit(state, callbacks, store, run, result, time.monotonic() - state.total_time)
+            fit = _Fit(state, callbacks, store, run, result, batch.batch_size, time.monotonic() - state.total_time)
             self._say_start(merged, batch, notices, fit, resumed)
             return self._train(fit, train, val)
 
@@ -135,8 +137,11 @@ class Session:
                 loop.fit(run)
                 self.backend.reassemble()
         except BaseException as error:
-            self._note_failure(fit, error)
-            raise
+            told = self._told(fit, error)
+            self._note_failure(fit, told)
+            if told is error:
+                raise
+            raise told from error
         finally:
             common.close()
             self.backend.unwrap()
@@ -152,6 +157,12 @@ class Session:
         if was_interrupted(state):
             self._leave_after_signal(int(str(state.stop_reason).split()[1]))
         return history
+
+    def _told(self, fit: _Fit, error: BaseException) -> BaseException:
+        """`error`, or for want of memory what names the rank and the ways out. A search for what fits asks for the former."""
+        if self.trainer.is_search or isinstance(error, DistributedError) or not is_out_of_memory(error):
+            return error
+        return out_of_memory(error, self.context.rank, fit.state.step + 1, fit.batch_size, self.trainer.merged.config)
 
     def _note_failure(self, fit: _Fit, error: BaseException) -> None:
         for callback in fit.callbacks:

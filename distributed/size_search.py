@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.callbacks import Callback
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
+from distributed.out_of_memory import is_out_of_memory, memory_line
 from distributed.rate_search import check_unused, search_of
 from distributed.remote import RemoteFit, check_here, failure, remote_fit, run_in_workers
 from distributed.reporter import Reporter
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 _UPDATES = 3
 _PREEMPTED = 128 + signal.SIGTERM
 _KILLED = f"({signal.SIGKILL.name})"  # in the words of the launcher
-_TYPES = {"MemoryError", "OutOfMemoryError", "ResourceExhaustedError"}
-# What a RuntimeError says that has no class of its own: allocators of the host, CUDA, and libraries above it.
-_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 
 
 class OutOfMemory(DistributedError):
@@ -153,14 +151,8 @@ class Attempt(RemoteFit):
         except Exception as error:  # each engine has a class of its own for it
             if is_out_of_memory(error):
                 rank = trainer._worker.rank if trainer._worker is not None else 0
-                raise OutOfMemory(f"rank {rank} is out of memory: {_text(error)}") from error
+                raise OutOfMemory(f"rank {rank} is out of memory: {memory_line(error)}") from error
             raise
-
-
-def _text(error: Exception) -> str:
-    """The line of it that says what was asked for."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return next((line.strip() for line in lines if any(word in line.lower() for word in ("oom", *_WORDS))), lines[0])
 
 
 class _Watch(Callback):
@@ -175,14 +167,3 @@ class _Watch(Callback):
                 f"the data gives the first update {result.num_samples} samples, not {self._num_samples}"
                 " (it has no more, or a batch sampler of its own)"
             )
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error`, or what it came from, is for want of memory: by the words of torch, TensorFlow, CUDA and the host."""
-    while error is not None:
-        if _TYPES & {cls.__name__ for cls in type(error).__mro__}:
-            return True
-        if isinstance(error, (RuntimeError, OSError)) and any(word in str(error).lower() for word in _WORDS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +23,7 @@ from distributed.backends.torch_base import NoOptions
 from distributed.config import DistributedConfig
 from distributed.data import DataOptions
 from distributed.errors import ResourceError, TrainingError
+from distributed.out_of_memory import out_of_memory
 from distributed.plan import BatchPlan, ProcessPlan, plan_processes
 from distributed.settings import Typed, merge
 from distributed.state import Group, StepResult, WorkerContext
@@ -320,3 +323,43 @@ def test_weights_of_an_offloaded_model_with_buffers_are_given_out_on_one_device(
         fully_sharded.shard(model, FSDPOptions(cpu_offload=True), gpu, "no")
         assert seen == [{"cpu"}, "cuda", "cuda", "cuda"]
         assert model[1].again is model[1].running_mean
+
+
+# ------------------------------------------------------------------ memory
+
+
+def test_too_little_memory_names_the_rank_and_the_ways_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    def step(model, batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has ...")
+        return model(batch[0]).square().mean()
+
+    settings = {"nproc_per_node": 1, "device": "cpu", "batch_size": 4, "verbose": False}
+    trainer = Trainer(torch.nn.Linear(4, 1), training_step=step, activation_checkpointing=False, **settings)
+    with pytest.raises(TrainingError) as caught:
+        trainer.fit(Spoilt(None))
+    said = str(caught.value)
+    assert said.startswith(
+        "rank 0 is out of memory in step 3: CUDA out of memory. Tried to allocate 20.00 MiB. To need less:"
+    )
+    for way in (
+        "lower batch_size=4",
+        "activation_checkpointing=true",
+        "mixed_precision=bf16",
+        "fsdp",
+        "find_batch_size",
+    ):
+        assert way in said
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    (result,) = tmp_path.rglob("result.json")
+    assert "rank 0 is out of memory in step 3" in json.loads(result.read_text())["error"]
+
+
+def test_no_way_out_is_named_that_is_in_use():
+    config = DistributedConfig(activation_checkpointing=True, mixed_precision="bf16")
+    said = str(out_of_memory(MemoryError(), 1, 1, 1, config))
+    assert "step 1: MemoryError. To need less: cut the model" in said

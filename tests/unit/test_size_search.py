@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from distributed import ConfigError, ResourceError, Trainer, TrainingError, TrainingInterrupted, size_search
+from distributed.out_of_memory import is_out_of_memory, memory_line
 from distributed.run_dir import RunDirectory
-from distributed.size_search import NotThatSize, OutOfMemory, is_out_of_memory
+from distributed.size_search import NotThatSize, OutOfMemory
 
 
 def trainer(**settings):
@@ -101,10 +102,10 @@ def test_what_counts_as_too_little_memory(error, is_it):
 
 def test_the_line_that_says_it_is_shown():
     said = "OOM when allocating tensor with shape[70368744177664]"
-    assert size_search._text(
+    assert memory_line(
         ResourceExhaustedError(f"Graph execution error:\n\nDetected at node\n  {said} and type float")
     ) == (f"{said} and type float")
-    assert size_search._text(MemoryError()) == "MemoryError"
+    assert memory_line(MemoryError()) == "MemoryError"
 
 
 def _around(error):
