@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from distributed.launching.environment import (
     worker_environment,
 )
 from distributed.settings import Typed
+from distributed.storage.temporary import sweep
 
 __all__ = [
     "Handover", "LaunchRequest", "Link", "NodeEnvironment", "WorkerEnvironment", "handover", "launch", "launched_by", "link",
@@ -193,7 +195,7 @@ class LaunchRequest:
     typed: Typed = dataclasses.field(default_factory=Typed)
     script: str | None = None
     script_args: tuple[str, ...] = ()
-    payload: str | None = None  # file with a cloudpickled callable without arguments
+    payload: str | None = None  # file with a cloudpickled callable without arguments; may be /proc/self/fd/N
     working_dir: str | None = None
     sys_path: tuple[str, ...] | None = None  # of the calling process, for a payload
     resume: bool = False
@@ -283,6 +285,7 @@ def launch(request: LaunchRequest) -> int:
 
     Raises ConfigError or ResourceError, before a framework is imported, for what can be known by then.
     """
+    sweep(tempfile.gettempdir())
     code: int = importlib.import_module(request.launcher).serve(request)
     return code
 

@@ -127,10 +127,10 @@ def run_in_workers(
     job: RemoteFit, trainer: Trainer, merged: MergedConfig, run: RunDirectory, *, resume: bool = False
 ) -> int:
     """Call `job` in workers that are started for it; returns the exit code of their launcher."""
-    with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
-        payload = Path(temporary) / "job"
-        payload.write_bytes(_pickled(job))
-        return start_launcher(_request(trainer, merged, run, payload, resume), trainer.on_epoch)
+    with tempfile.TemporaryFile() as payload:  # it has no name that a caller could leave behind
+        payload.write(_pickled(job))
+        payload.flush()
+        return start_launcher(_request(trainer, merged, run, payload.fileno(), resume), trainer.on_epoch)
 
 
 def take_dir(*, is_search: bool = False) -> Path:
@@ -212,12 +212,12 @@ def _pickled(fit: RemoteFit) -> bytes:
     return content
 
 
-def _request(trainer: Trainer, merged: MergedConfig, run: RunDirectory, payload: Path, resume: bool) -> LaunchRequest:
+def _request(trainer: Trainer, merged: MergedConfig, run: RunDirectory, payload: int, resume: bool) -> LaunchRequest:
     config, plan = merged.config, trainer.plan
     row = row_in_use(config, plan.backend)
     return LaunchRequest(
         run_dir=str(run.path), typed=dataclasses.replace(trainer._typed, notices=()),  # merged.notices has them
-        payload=str(payload), script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
+        payload=f"/proc/self/fd/{payload}", script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
         working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume, nproc_per_node=plan.nproc_per_node,
         device=plan.device, preload=row.preload, meeting=row.meeting,
         before_script=row.before_script, environ={**row.environ, **environ_of_workers(merged)}, max_restarts=config.max_restarts,

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from distributed.backends import REGISTRY, BackendRow, missing_libraries
 from distributed.gpus import visible_gpus
+from distributed.storage.temporary import temporary_directory
 
 OK, BAD, MISSING, INFO = "ok", "bad", "missing", "info"
 PROBE_LIMIT_S = 120.0
@@ -153,8 +154,8 @@ def check_run_directory(path: Path) -> Check:
 def check_all_reduce() -> Check:
     """Two processes of our own add up a tensor over gloo."""
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(_start_probe(rank, Path(directory))) for rank in range(2)]
+    with temporary_directory() as directory, contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(_start_probe(rank, directory)) for rank in range(2)]
         try:
             results = [rank.communicate(timeout=begin + PROBE_LIMIT_S - time.monotonic()) for rank in ranks]
         except subprocess.TimeoutExpired:

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from distributed.errors import ConfigError
 from distributed.launcher import check_script
 from distributed.parity import FIRST_LOSS, FLOORS, Compared, Report, measure
 from distributed.parity_runs import Asked, Cell, is_for
+from distributed.storage.temporary import temporary_directory
 
 _WIDTH = 80
 _HEADS = ("backend", "procs", "weights64", "loss64", "weights32", "loss32", "ms/step", "")
@@ -96,8 +96,8 @@ def _worlds(text: str) -> tuple[int, ...]:
 def _directory(keep: Path | None) -> Iterator[Path]:
     """Where the runs go: a directory of their own that is gone afterwards, or an empty one that stays."""
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="distributed-parity-") as name:
-            yield Path(name)
+        with temporary_directory() as directory:
+            yield directory
         return
     if keep.exists() and not (keep.is_dir() and not any(keep.iterdir())):
         raise ConfigError(f"{keep} is not an empty directory: name another with --keep")

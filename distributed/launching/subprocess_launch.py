@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -118,6 +119,7 @@ def _start(
         stream.flush()
     read, write = os.pipe() if tells_epochs else (None, None)
     read_bar, write_bar = os.pipe() if tells_progress else (None, None)
+    payload = re.fullmatch(r"/proc/self/fd/(\d+)", request.payload or "")
     passed = tuple(fd for fd in (write, write_bar) if fd is not None)
     environ = {name: value for name, value in os.environ.items() if name != HANDOVER_VARIABLE}
     process = subprocess.Popen(
@@ -126,7 +128,7 @@ def _start(
         stdout=None if inherits_out else subprocess.PIPE,
         stderr=None if inherits_err else subprocess.PIPE,
         env=environ,
-        pass_fds=passed,
+        pass_fds=(*passed, *([int(payload[1])] if payload else [])),
         start_new_session=True,  # the terminal's Ctrl-C reaches only the caller, who passes it on
     )
     for fd in passed:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from distributed.errors import DistributedError
+from distributed.storage.temporary import temporary_directory
 from distributed.testing.adapter import Adapter
 from distributed.testing.conformance import checks_for
 from distributed.testing.faults import check_exception, check_kill, check_refusals, check_starts
@@ -32,8 +32,7 @@ def main(argv: Sequence[str]) -> int:
     except DistributedError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    with tempfile.TemporaryDirectory(prefix="distributed-testing-") as name:
-        directory = Path(name)
+    with temporary_directory() as directory:
         references = AllReferences(directory)
         ran = [
             train_cases(adapter, size, directory / f"{number}-{size}")

@@ -232,8 +232,10 @@ def test_what_cannot_be_sent_is_said(run_python, tmp_path):
 SLOWLY = "time.sleep(0.05)"  # a step, so that signals come in the middle
 
 
-def test_killing_the_caller_leaves_nobody(start, tmp_path):
-    command = start([sys.executable, write(tmp_path, at_step=SLOWLY, size=4000)], cwd=tmp_path)
+def test_killing_the_caller_leaves_nobody_and_no_data(start, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    script = write(tmp_path, at_step=SLOWLY, size=4000)
+    command = start([sys.executable, script], cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")})
     command.wait_for(lambda: (tmp_path / "step-3").exists())
     assert len(command.alive()) == 5  # caller, launcher, agent, two workers
 
@@ -241,6 +243,7 @@ def test_killing_the_caller_leaves_nobody(start, tmp_path):
 
     command.process.wait()
     poll(lambda: command.alive() == [], 5, lambda: f"still there: {command.alive()}")
+    assert list((tmp_path / "tmp").glob("distributed*")) == []
 
 
 def test_a_killed_worker_is_replaced_and_the_result_is_the_same(run_python, tmp_path):

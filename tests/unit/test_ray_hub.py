@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import select
+import selectors
 import socket
 import threading
+import time
 
 import pytest
 
-from distributed.backends._ray.hub import STREAMS
+from distributed.backends._ray import door as doors
+from distributed.backends._ray.door import HELLO, Door
+from distributed.backends._ray.hub import STREAMS, Seat, connect, seals
+from distributed.backends._ray.seal import Seal
 from distributed.backends._ray.worker import _hand_in
 
 pytestmark = pytest.mark.timeout(30)
@@ -24,17 +30,19 @@ begun = queue.Queue()
 reports, _ = os.pipe()
 with Signals() as signals:
     hub = Hub(1, signals, Stop(10.0), lambda **_: None, lambda guests: begun.put(list(guests)), lambda *_: None)
+    hub.door.listen("127.0.0.1")
+    hub.door.open()
     hub.start(types.SimpleNamespace(reports=reports))
-    for is_restart in (b"true", b"false"):
-        guest = connect("127.0.0.1", hub.port, hub.token, {"rank": 0})
+    for is_restart in (True, False):
+        guest = connect("127.0.0.1", hub.door.port, hub.token, {"rank": 0})
         assert begun.get(timeout=10) == [0]
-        hub.dismiss(restart=is_restart == b"true")
-        assert guest["orders"].recv(100) == b'{"op": "end", "restart": ' + is_restart + b"}\\n"
-    late = connect("127.0.0.1", hub.port, hub.token, {"rank": 0})
-    for each in late.values():
+        hub.dismiss(restart=is_restart)
+        assert next(guest.read()) == {"op": "end", "restart": is_restart}
+    late = connect("127.0.0.1", hub.door.port, hub.token, {"rank": 0})
+    for each in late.sockets.values():
         each.settimeout(10)
         assert each.recv(100) == b""
-    assert begun.empty()
+    assert begun.empty() and hub.door.num_refused == 0
     print("turned away", flush=True)
     os._exit(0)
 """
@@ -55,12 +63,14 @@ reports, _ = os.pipe()
 with Signals() as signals:
     note = lambda news, error=None: said.put((news, error))
     hub = Hub(1, signals, Stop(10.0), lambda **message: told.put(message), lambda guests: begun.put(guests), note)
+    hub.door.listen("127.0.0.1")
+    hub.door.open()
     hub.start(types.SimpleNamespace(reports=reports))
-    guest = connect("127.0.0.1", hub.port, hub.token, {"rank": 0})
+    guest = connect("127.0.0.1", hub.door.port, hub.token, {"rank": 0})
     begun.get(timeout=10)
-    guest["orders"].sendall(b"no JSON\\n")
+    guest.send(nothing="that it knows")
     print(said.get(timeout=10))
-    print(told.get(timeout=10)["status"], guest["orders"].recv(100), flush=True)
+    print(told.get(timeout=10)["status"], next(guest.read()), flush=True)
     hub._thread.join(10)
     os._exit(0)
 """
@@ -69,16 +79,148 @@ with Signals() as signals:
 def test_an_exception_in_its_thread_ends_the_workers_and_is_seen(run_python):
     done = run_python(["-c", BROKEN])
     news, told = done.stdout.splitlines()
-    assert news.startswith("('failed', 'the launcher cannot hear its workers any more (JSONDecodeError")
-    assert told == """-9 b'{"op": "kill"}\\n'"""
-    assert "Traceback" in done.stderr and "JSONDecodeError" in done.stderr
+    assert news.startswith("('failed'") and "the launcher cannot hear its workers any more (KeyError" in news
+    assert told == "-9 {'op': 'kill'}"
+    assert "Traceback" in done.stderr and "KeyError" in done.stderr
+
+
+# What strangers do to a hub with a worker; afterwards the worker's own words still count.
+STRANGERS = """
+import os, pickle, queue, socket, types
+from distributed.backends._ray.hub import Hub, connect
+from distributed.launching.stopping import Signals, Stop
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("evil",)
+
+begun, told = queue.Queue(), queue.Queue()
+reports, _ = os.pipe()
+with Signals() as signals:
+    hub = Hub(1, signals, Stop(10.0), lambda **message: told.put(message), lambda guests: begun.put(list(guests)), print)
+    hub.door.listen("127.0.0.1")
+    hub.door.open()
+    hub.start(types.SimpleNamespace(reports=reports))
+    address = ("127.0.0.1", hub.door.port)
+    words = [
+        '{"kind": "orders", "guest": "1", "token": "é"}\\n'.encode(), b"[" * 4000 + b"\\n", b"[" * 100_000, bytes(range(256)),
+        b"{}\\n", b"0" * 64 + b" " + b"[" * 4000 + b"\\n", b"\\n", b"\\xff" * 64 + b" {}\\n", pickle.dumps(Evil()) + b"\\n",
+    ]
+    strangers = []
+    for word in words:
+        strangers.append(socket.create_connection(address))
+        strangers[-1].sendall(word)
+    for each in strangers:
+        each.settimeout(10)
+        try:
+            assert each.recv(100) == b""
+        except ConnectionResetError:  # it had more to say
+            pass
+    idle = [socket.create_connection(address) for _ in range(300)]
+    half = socket.create_connection(address)
+    half.sendall(b"0123")
+    guest = connect(*address, hub.token, {"rank": 0})
+    assert begun.get(timeout=10) == [0]
+    guest.send(status=7)
+    print(told.get(timeout=10)["status"], hub.door.num_refused >= len(words) + 40, os.listdir(), flush=True)
+    guest.sockets["orders"].sendall(b"not sealed\\n")
+    assert guest.sockets["orders"].recv(10) == b""
+    os._exit(0)
+"""
+
+
+def test_strangers_are_sent_away_and_counted_and_the_worker_is_heard(run_python, tmp_path):
+    """A token that is not ASCII, brackets, pickles, more connections than it waits for."""
+    done = run_python(["-c", STRANGERS], cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == "7 True []\n", done.output
+
+
+@pytest.fixture
+def door(monkeypatch):
+    monkeypatch.setattr(doors, "_LINE_S", 0.5)
+    with selectors.DefaultSelector() as selector:
+        made = Door(selector, "secret", lambda connection, hello: admitted.append((connection, hello)))
+        admitted = made.admitted = []
+        made.listen("127.0.0.1")
+        made.open()
+        yield made
+        for connection, _ in admitted:
+            connection.close()
+        made._listener.close()
+
+
+def serve(door, until, limit_s=10.0):
+    """What the hub's thread does, until `until()`."""
+    deadline = time.monotonic() + limit_s
+    while not until() and time.monotonic() < deadline:
+        for key, _ in door._selector.select(min(0.1, door.patience_s or 0.1)):
+            key.data(key.fileobj)
+        door.send_late_away()
+    assert until()
+
+
+def test_who_does_not_finish_the_first_line_in_time_is_sent_away(door):
+    with socket.create_connection(("127.0.0.1", door.port)) as half, socket.create_connection(("127.0.0.1", door.port)):
+        half.sendall(b"0123")
+        serve(door, lambda: door.num_refused == 2)
+        half.settimeout(5)
+        assert half.recv(10) == b"" and door.patience_s is None and door.admitted == []
+
+
+def test_a_first_line_may_come_in_pieces(door):
+    line = Seal("secret", HELLO).close({"kind": "orders"})
+    with socket.create_connection(("127.0.0.1", door.port)) as slow:
+        for piece in (line[:10], line[10:-1], line[-1:]):
+            slow.sendall(piece)
+            serve(door, lambda: True)
+            time.sleep(0.05)
+        serve(door, lambda: door.admitted)
+    assert door.admitted[0][1] == {"kind": "orders"} and door.num_refused == 0
+
+
+def test_it_listens_at_the_address_that_it_is_given_alone(door):
+    name = door._listener.getsockname()[0]
+    assert name in ("127.0.0.1", "::ffff:127.0.0.1")
+    with socket.socket() as elsewhere:
+        assert elsewhere.connect_ex(("127.0.0.2", door.port)) != 0
+
+
+def test_lines_cannot_be_changed_moved_repeated_or_sent_back():
+    orders, answers = seals("secret", "guest")
+    first, second = orders.close({"op": "kill"}), orders.close({"op": "end"})
+    assert b"secret" not in first + second
+    for lines in ([second], [first, first], [first.replace(b"kill", b"quit")], [b"kill\n"], [b"\n"], [b"\xff \xff\n"]):
+        reader, _ = seals("secret", "guest")
+        assert [reader.open(line) for line in lines][-1] is None, lines
+    assert answers.open(first) is None and seals("secret", "another")[0].open(first) is None
+    assert seals("other secret", "guest")[0].open(first) is None
+    reader, _ = seals("secret", "guest")
+    assert [reader.open(first), reader.open(second)] == [{"op": "kill"}, {"op": "end"}]
+
+
+def test_what_is_nested_too_deep_is_not_parsed():
+    deep = b"[" * 5000 + b"]" * 5000
+    line = Seal("secret", "name")._next_proof(deep) + b" " + deep + b"\n"
+    assert Seal("secret", "name").open(line) is None
+
+
+def test_a_worker_obeys_nobody_who_does_not_know_the_secret():
+    """As where another process has taken the port of a launcher that ended."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        seat = connect("127.0.0.1", stranger.getsockname()[1], "secret", {"rank": 0})
+        first = stranger.accept()[0]
+        assert b"secret" not in first.recv(4096)
+        first.sendall(b'{"op": "start", "environ": {"LD_PRELOAD": "evil.so"}}\n')
+        assert list(seat.read()) == []
+        for each in (first, *seat.sockets.values()):
+            each.close()
 
 
 def test_the_end_is_said_when_the_output_has_been_read():
     pairs = {kind: socket.socketpair() for kind in ("orders", *STREAMS)}
     mine, launchers = ({kind: pair[side] for kind, pair in pairs.items()} for side in (0, 1))
     mine["control"].sendall(b"why")
-    worker = threading.Thread(target=_hand_in, args=(mine, 1))
+    worker = threading.Thread(target=_hand_in, args=(Seat(mine, *seals("secret", "guest")), 1))
     worker.start()
     for kind in ("stdout", "stderr"):
         assert launchers[kind].recv(10) == b""
@@ -87,7 +229,25 @@ def test_the_end_is_said_when_the_output_has_been_read():
     assert select.select([launchers["orders"]], [], [], 0.3)[0] == []
     assert launchers["control"].recv(10) == b""
     launchers["control"].close()
-    assert launchers["orders"].recv(100) == b'{"status": 1}\n'
+    assert seals("secret", "guest")[1].open(launchers["orders"].recv(200)) == {"status": 1}
     worker.join()
     for each in (*mine.values(), launchers["orders"]):
         each.close()
+
+
+def test_a_child_may_open_the_port_for_its_parent(door):
+    """Ray's process does: it alone knows at which address the cluster sees this machine."""
+    with selectors.DefaultSelector() as selector:
+        made = Door(selector, "secret", lambda connection, hello: connection.close())
+        child = os.fork()
+        if child == 0:
+            made.listen("127.0.0.1")
+            os._exit(0)
+        os.waitpid(child, 0)
+        made.open()
+        with socket.create_connection(("127.0.0.1", made.port)) as worker:
+            worker.sendall(Seal("secret", HELLO).close({}))
+            ((key, _),) = selector.select(10)
+            key.data(key.fileobj)
+            assert worker.recv(10) == b"" and made.num_refused == 0
+        made._listener.close()

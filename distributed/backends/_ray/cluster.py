@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import re
 import secrets
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from distributed.backends import import_library
 from distributed.backends._ray.joining import join
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import LaunchRequest
+from distributed.storage.temporary import claim
 
 _REACH_S = 5.0  # for the port of an existing cluster to answer
 _ANSWER_S = 20.0  # for its server to say a first word, on a busy machine too
 _JOIN_S = 180.0  # for joining it: all tries
 LOCAL_OBJECT_STORE_BYTES = 10**8
-_LONGEST_DIRECTORY = 28
+_LONGEST_DIRECTORY = 26
 _ADDRESS = re.compile(r"(?:ray://)?(\[[^\[\]]+\]|[^\[\]/:\s]+):(\d+)")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")  # which every node takes for itself
 
@@ -40,7 +42,7 @@ class Cluster:
         self._ray: Any = None
         self.scratch: Path | None = None  # the files of a cluster of its own; whoever ends it removes them
         if self._address is None:
-            self.scratch = short_directory() / f"ray-{secrets.token_hex(4)}"
+            self.scratch = new_scratch()
 
     @property
     def patience_s(self) -> float:
@@ -81,13 +83,7 @@ class Cluster:
             self._check_resources()
             return
         assert self.scratch is not None
-        self.scratch.mkdir(mode=0o700)
-        self._ray.init(
-            "local", num_cpus=_local_cpus(), include_dashboard=False, _temp_dir=str(self.scratch),
-            object_store_memory=LOCAL_OBJECT_STORE_BYTES + 2 * payload_bytes,
-            # Workers of Ray Train have an environment of their own: those started in advance would serve nobody.
-            _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False}, **quiet,
-        )  # fmt: skip
+        start_own(self._ray, self.scratch, _local_cpus(), LOCAL_OBJECT_STORE_BYTES + 2 * payload_bytes, **quiet)
 
     def train(self, order: Mapping[str, Any], storage: Path) -> None:
         """Run the workers until all of them have ended for good."""
@@ -116,10 +112,8 @@ class Cluster:
             "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "10",  # of three tries, for a busy head to say its first word
         })  # fmt: skip
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if self._address is None:  # nobody else's: no word with other clusters, and no token in the user's home
-            os.environ.update({
-                "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"
-            })  # fmt: skip
+        if self._address is None:
+            os.environ.update({**own_token(), "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"})
             os.environ.pop("RAY_ADDRESS", None)
 
     def _check_resources(self) -> None:
@@ -197,10 +191,40 @@ class Cluster:
         return places[:processes]
 
 
-def short_directory() -> Path:
-    """Where temporary files go: Ray's sockets lie below it, and their names may have 107 bytes."""
+def own_token() -> dict[str, str]:
+    """The environment of a cluster that is nobody else's: it knows its token from there alone, not from the user's home."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def start_own(ray: Any, scratch: Path, cpus: int, object_store_bytes: int, **settings: Any) -> None:
+    """Start a cluster of our own under `own_token`, with its files below `scratch`, and connect to it."""
+    with _on_loopback():
+        ray.init(
+            "local", num_cpus=cpus, include_dashboard=False, object_store_memory=object_store_bytes,
+            # Ray opens whatever it makes to everyone, this directory too: so it is one that lies in one of ours.
+            _temp_dir=str(claim(scratch) / "r"),
+            # Workers of Ray Train have an environment of their own: those started in advance would serve nobody.
+            _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False}, **settings,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Have Ray's servers listen on the loopback interface alone, as they do by themselves on macOS: on Linux Ray puts another
+    address of this machine in the place of a 127.0.0.1 that it is given, and its servers then listen on all interfaces."""
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    before = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+
+
+def new_scratch() -> Path:
+    """A name for the files of a cluster of our own. A short one: Ray's sockets lie below it, and their names may have 107 bytes."""
     usual = tempfile.gettempdir()
-    return Path(usual if len(usual) <= _LONGEST_DIRECTORY else "/tmp")
+    return Path(usual if len(usual) <= _LONGEST_DIRECTORY else "/tmp", f"ray-{secrets.token_hex(4)}")
 
 
 def check_place(address: str | None, processes: int, cpus: float) -> None:

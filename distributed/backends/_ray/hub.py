@@ -1,14 +1,14 @@
 """Where the launcher and the workers that Ray placed meet: TCP, as it works the same on one machine and on many.
 
 A Ray worker opens four connections: one for orders, and three that become its process' stdout, stderr and control pipe.
-Each begins with one line that carries the token of this launch.
+Each begins with one line that is sealed with the token of this launch, and so is everything on the first of them. The token
+itself travels through Ray alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import secrets
 import selectors
@@ -16,9 +16,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from distributed.backends._ray.door import HELLO, Door
+from distributed.backends._ray.seal import LINE_BYTES, Seal
 from distributed.launching.guarded import Guarded
 from distributed.launching.output import WorkerOutput
 from distributed.launching.processes import STOP_SIGNALS
@@ -26,13 +28,14 @@ from distributed.launching.stopping import Signals, Stop
 
 STREAMS = ("stdout", "stderr", "control")
 _KINDS = ("orders", *STREAMS)
-_FIRST_LINE_BYTES = 4096
 
 
 @dataclasses.dataclass
 class Guest:
     """One Ray worker of this attempt, as it introduced itself."""
 
+    orders: Seal  # of what it is told
+    answers: Seal  # of what it says
     sockets: dict[str, socket.socket] = dataclasses.field(default_factory=dict)
     hello: dict[str, Any] = dataclasses.field(default_factory=dict)
     rest: bytes = b""
@@ -41,7 +44,7 @@ class Guest:
     def send(self, **order: Any) -> None:
         """Give it an order; one that has gone, or is not all here yet, gets none."""
         with contextlib.suppress(OSError, KeyError):
-            self.sockets["orders"].sendall(json.dumps(order).encode() + b"\n")
+            self.sockets["orders"].sendall(self.orders.close(order))
 
 
 class Hub:
@@ -67,17 +70,13 @@ class Hub:
         self._present: dict[int, Guest] = {}  # of a complete attempt, by rank
         self._is_over = False  # whoever Ray still sends is turned away
         self.token = secrets.token_hex(16)
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._listener = socket.create_server(("", 0), backlog=128, family=family, dualstack_ipv6=both)
-        self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self.door = Door(self._selector, self.token, self._admit)
         self._selector.register(signals, selectors.EVENT_READ, self._note_signals)
         self._thread = threading.Thread(target=self._serve, name="workers of Ray", daemon=True)
 
     def start(self, ray: Guarded) -> None:
-        """Start listening to workers, signals and Ray's process."""
+        """Start listening to signals and Ray's process, and to workers once that one has opened the port for them."""
         self._selector.register(ray.reports, selectors.EVENT_READ, lambda _: self._hear_ray(ray))
         self._thread.start()
 
@@ -101,9 +100,10 @@ class Hub:
     def _serve(self) -> None:
         try:
             while True:
-                for key, _ in self._selector.select(self._patience()):
+                for key, _ in self._selector.select(self._patience_s()):
                     with self._lock:
                         key.data(key.fileobj)
+                self.door.send_late_away()
                 if self._stop.is_due():
                     self.order(op="kill")
         except BaseException as error:  # the top frame of a thread: who waits for it must hear of its end
@@ -115,8 +115,10 @@ class Hub:
                 self._note_end(guest, -9)
             raise
 
-    def _patience(self) -> float | None:
-        return None if self._stop.kill_at is None else max(0.0, self._stop.kill_at - time.monotonic())
+    def _patience_s(self) -> float | None:
+        kill_at = self._stop.kill_at
+        waits = [self.door.patience_s, None if kill_at is None else max(0.0, kill_at - time.monotonic())]
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def _note_signals(self, _: Any) -> None:
         for number in self._signals.read():
@@ -131,6 +133,8 @@ class Hub:
     def _hear_ray(self, ray: Guarded) -> None:
         reports = ray.read()
         for report in reports or ():
+            if report["news"] == "joined":
+                self.door.open()
             self._note(**report)
         if reports is None:
             self._selector.unregister(ray.reports)
@@ -138,23 +142,13 @@ class Hub:
 
     # ------------------------------------------------------------------ arrivals
 
-    def _accept(self, _: Any) -> None:
-        connection, _ = self._listener.accept()
-        connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ, self._introduce)
-
-    def _introduce(self, connection: socket.socket) -> None:
-        """The first line. A worker sends nothing after it before it has its order."""
-        self._selector.unregister(connection)
-        line = b""
-        with contextlib.suppress(OSError):
-            line = connection.recv(_FIRST_LINE_BYTES)
-        hello = _hello(line)
-        if hello is None or self._is_over or not secrets.compare_digest(str(hello.get("token")), self.token):
+    def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        """One of the connections of a worker. It is turned away where the run is over."""
+        if self._is_over:
             connection.close()
             return
-        guest = self._guests.setdefault(str(hello["guest"]), Guest())
-        connection.setblocking(True)
+        name = str(hello["guest"])
+        guest = self._guests.setdefault(name, Guest(*seals(self.token, name)))
         guest.sockets[hello["kind"]] = connection
         if hello["kind"] == "orders":
             guest.hello = hello
@@ -176,9 +170,10 @@ class Hub:
         with contextlib.suppress(OSError):
             data = guest.sockets["orders"].recv(65536)
         *lines, guest.rest = (guest.rest + data).split(b"\n")
-        for line in lines:
-            self._note_end(guest, json.loads(line)["status"])
-        if not data:
+        answers = [guest.answers.open(line) for line in lines]
+        for answer in filter(None, answers):
+            self._note_end(guest, int(answer["status"]))
+        if not data or None in answers or len(guest.rest) > LINE_BYTES:  # it has gone, or these are not its words
             self._leave(guest)
 
     def _leave(self, guest: Guest) -> None:
@@ -211,21 +206,37 @@ def reachable_address(target: str | None) -> str:
         return address
 
 
-def connect(address: str, port: int, token: str, hello: Mapping[str, Any]) -> dict[str, socket.socket]:
-    """A worker's connections to the hub, by kind."""
+def seals(token: str, guest: str) -> tuple[Seal, Seal]:
+    """Of the orders to a worker, and of its answers. Both sides make them."""
+    return Seal(token, f"orders to {guest}"), Seal(token, f"answers of {guest}")
+
+
+@dataclasses.dataclass
+class Seat:
+    """A worker's connections to the hub."""
+
+    sockets: dict[str, socket.socket]
+    orders: Seal
+    answers: Seal
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The launcher's orders, until it has gone. What nobody can have written but a stranger ends them too."""
+        with contextlib.suppress(OSError), self.sockets["orders"].makefile("rb") as lines:
+            while (line := lines.readline(LINE_BYTES)) and (order := self.orders.open(line)) is not None:
+                yield order
+
+    def send(self, **answer: Any) -> None:
+        """Say something to the launcher."""
+        self.sockets["orders"].sendall(self.answers.close(answer))
+
+
+def connect(address: str, port: int, token: str, hello: Mapping[str, Any]) -> Seat:
+    """Take a seat at the hub, as the worker that `hello` describes."""
     guest = f"{os.getpid()}-{secrets.token_hex(8)}"
     sockets = {}
     for kind in _KINDS:
         sockets[kind] = socket.create_connection((address, port), timeout=30)
         sockets[kind].settimeout(None)
-        first = {"token": token, "kind": kind, "guest": guest, **(hello if kind == "orders" else {})}
-        sockets[kind].sendall(json.dumps(first).encode() + b"\n")
-    return sockets
-
-
-def _hello(line: bytes) -> dict[str, Any] | None:
-    try:
-        hello = json.loads(line)
-    except ValueError:
-        return None
-    return hello if isinstance(hello, dict) and hello.get("kind") in _KINDS else None
+        first = {"kind": kind, "guest": guest, **(hello if kind == "orders" else {})}
+        sockets[kind].sendall(Seal(token, HELLO).close(first))
+    return Seat(sockets, *seals(token, guest))

@@ -96,6 +96,7 @@ class _Launch:
                 self._wait_for_ray()
         finally:
             ray.end()
+        self._tell_of_strangers()
         return self._judged() if is_judged else self._never_begun()
 
     def _watch(self) -> bool:
@@ -130,6 +131,13 @@ class _Launch:
             while self._news.get(timeout=_RAY_ENDS_S) == "begun":
                 continue
 
+    def _tell_of_strangers(self) -> None:
+        count = self._hub.door.num_refused
+        if count:
+            self._run.event("strangers_refused", count=count)
+            text = f"{count} connections to this launcher were closed: they did not know the secret of this run"
+            self._display.handle({"kind": "warning", "text": text})
+
     def _judged(self) -> int:
         code, cause = self._verdicts.exit_code(), self._verdicts.cause
         close_results(self._run, code, in_words(cause) if cause is not None else None)
@@ -157,8 +165,10 @@ class _Launch:
         try:
             payload = Path(self._request.payload).read_bytes() if self._request.payload is not None else None
             self._cluster.connect(len(payload or b""))
+            address = reachable_address(self._cluster.host)
+            self._hub.door.listen(address)
             report({"news": "joined"})
-            self._cluster.train(self._order(payload), self._run.logs.absolute() / "ray")
+            self._cluster.train(self._order(address, payload), self._run.logs.absolute() / "ray")
         except DistributedError as error:
             report({"news": "failed", "error": str(error), "exit_code": error.exit_code})
         except BaseException as error:  # the top frame of a process: who waits must hear of it, whatever it is
@@ -171,11 +181,11 @@ class _Launch:
         finally:
             self._cluster.leave()
 
-    def _order(self, payload: bytes | None) -> dict[str, Any]:
+    def _order(self, address: str, payload: bytes | None) -> dict[str, Any]:
         """What every worker is told when Ray starts it."""
         request = dataclasses.replace(self._request, started_lines=())
         return {
-            "address": reachable_address(self._cluster.host), "port": self._hub.port, "token": self._hub.token,
+            "address": address, "port": self._hub.door.port, "token": self._hub.token,
             "request": json.loads(request.to_json()), "payload": payload, "cwd": str(Path.cwd()), "run_dir": request.run_dir,
         }  # fmt: skip
 

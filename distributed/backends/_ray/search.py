@@ -11,7 +11,6 @@ import math
 import os
 import random
 import re
-import secrets
 import shutil
 import signal
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends import import_library
-from distributed.backends._ray.cluster import LOCAL_OBJECT_STORE_BYTES, check_place, short_directory
+from distributed.backends._ray.cluster import LOCAL_OBJECT_STORE_BYTES, check_place, new_scratch, own_token, start_own
 from distributed.backends._ray.joining import join
 from distributed.backends._ray.schedulers import STOPPING_S, make_scheduler
 from distributed.backends._ray.trial import Order, run
@@ -66,11 +65,6 @@ def check_here(plan: SearchPlan) -> None:
         check_fits(total(plan.bundles), here(), "this machine")
 
 
-def new_scratch() -> Path:
-    """A name for the files of a cluster of its own. A short one: sockets lie below it."""
-    return short_directory() / f"ray-{secrets.token_hex(4)}"
-
-
 def has_own_cluster(address: str | None) -> bool:
     """Whether a search with this `address` would start a cluster now: there is none to join."""
     return _named(address) is None and not _is_connected()
@@ -103,8 +97,8 @@ def _environment(is_own: bool) -> Iterator[None]:
         "TUNE_FORCE_TRIAL_CLEANUP_S": str(STOPPING_S), "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     })  # fmt: skip
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if is_own:  # nobody else's: no word with other clusters, and no token in the user's home
-        os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+    if is_own:
+        os.environ.update(own_token())
         _read_token_again()
     try:
         yield
@@ -141,12 +135,7 @@ def _joined(plan: SearchPlan) -> Iterator[Any]:
             join(ray, address, **_QUIET)
         else:
             scratch = plan.scratch or new_scratch()
-            scratch.mkdir(mode=0o700)
-            ray.init(
-                "local", num_cpus=_own_cpus(plan), include_dashboard=False, _temp_dir=str(scratch),
-                object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-                _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False}, **_QUIET,
-            )  # fmt: skip
+            start_own(ray, scratch, _own_cpus(plan), LOCAL_OBJECT_STORE_BYTES, **_QUIET)
         if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
         yield ray

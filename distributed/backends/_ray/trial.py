@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 from distributed.errors import ConfigError, TrainingError
 from distributed.monitor import unknown_metric
 from distributed.storage.durable import replace_text
+from distributed.storage.temporary import temporary_directory
 from distributed.tuning.context import Trial
 from distributed.tuning.jobs import UnknownMetric, one_line
 from distributed.tuning.plan import SearchPlan, total
@@ -133,9 +133,9 @@ class Reports:
             if not self._order.is_shared:
                 tune.report(news)
                 return
-            with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
-                Path(temporary, _SOURCE).write_text(json.dumps({"trial": self._number}))
-                tune.report(news, checkpoint=tune.Checkpoint.from_directory(temporary))
+            with temporary_directory() as temporary:
+                (temporary / _SOURCE).write_text(json.dumps({"trial": self._number}))
+                tune.report(news, checkpoint=tune.Checkpoint.from_directory(str(temporary)))
         except SystemExit:
             raise Stopped(0) from None
 

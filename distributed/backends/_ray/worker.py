@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.backends._ray.hub import STREAMS, connect, reachable_address
+from distributed.backends._ray.hub import STREAMS, Seat, connect, reachable_address
+from distributed.storage.temporary import temporary_directory
 
 _READ_S = 10.0  # for the launcher to read a process' last output
 
@@ -44,9 +45,9 @@ def _report(metrics: Mapping[str, Any], rank: int) -> None:
     if rank:
         ray.train.report(dict(metrics))
         return
-    with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
-        Path(temporary, "metrics.json").write_text(json.dumps(metrics))
-        ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(temporary))
+    with temporary_directory() as temporary:
+        (temporary / "metrics.json").write_text(json.dumps(metrics))
+        ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(str(temporary)))
 
 
 def work(order: Mapping[str, Any], rank: int, report: Callable[[Mapping[str, Any]], None] | None = None) -> None:
@@ -62,38 +63,36 @@ def work(order: Mapping[str, Any], rank: int, report: Callable[[Mapping[str, Any
         "gpus": ray.get_runtime_context().get_accelerator_ids().get("GPU", []),
         "sees_run": Path(order["cwd"], order["run_dir"], ".lock").exists(),
     }  # fmt: skip
-    sockets = connect(order["address"], order["port"], order["token"], hello)
-    orders = sockets["orders"].makefile("r", encoding="utf-8")
-    start = next(_read(orders), {"op": "end", "restart": False})
+    seat = connect(order["address"], order["port"], order["token"], hello)
+    orders = seat.read()
+    start = next(orders, {"op": "end", "restart": False})
     if start["op"] != "start":
         return
-    with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
-        process = _start(order, start, [sockets[kind] for kind in STREAMS], Path(temporary))
-        verdict = _Verdict(process)
-        threads = [threading.Thread(target=verdict.listen, args=(orders,), daemon=True)]
-        if report is not None:
-            threads.append(threading.Thread(target=verdict.pass_on, args=(report,), daemon=True))
-        for thread in threads:
-            thread.start()
-        status = process.wait()
-    _hand_in(sockets, status)
+    process = _start(order, start, [seat.sockets[kind] for kind in STREAMS])
+    verdict = _Verdict(process)
+    threads = [threading.Thread(target=verdict.listen, args=(orders,), daemon=True)]
+    if report is not None:
+        threads.append(threading.Thread(target=verdict.pass_on, args=(report,), daemon=True))
+    for thread in threads:
+        thread.start()
+    _hand_in(seat, process.wait())
     for thread in threads:
         thread.join()
-    for each in sockets.values():
+    for each in seat.sockets.values():
         each.close()
     if verdict.is_restart:
         raise Restart(f"rank {rank} starts again")
 
 
-def _hand_in(sockets: Mapping[str, socket.socket], status: int) -> None:
+def _hand_in(seat: Seat, status: int) -> None:
     """Say how the process ended, once the launcher has read all of its output: connections overtake each other."""
     for kind in STREAMS:
-        sockets[kind].shutdown(socket.SHUT_WR)  # its end, also where a process of its own still holds it
+        seat.sockets[kind].shutdown(socket.SHUT_WR)  # its end, also where a process of its own still holds it
     for kind in STREAMS:
-        sockets[kind].settimeout(_READ_S)
+        seat.sockets[kind].settimeout(_READ_S)
         with contextlib.suppress(OSError):
-            sockets[kind].recv(1)  # the launcher closes what it has read to the end
-    sockets["orders"].sendall(json.dumps({"status": status}).encode() + b"\n")
+            seat.sockets[kind].recv(1)  # the launcher closes what it has read to the end
+    seat.send(status=status)
 
 
 class _Verdict:
@@ -104,9 +103,9 @@ class _Verdict:
         self._metrics: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self.is_restart = False
 
-    def listen(self, orders: Any) -> None:
+    def listen(self, orders: Iterable[Mapping[str, Any]]) -> None:
         """Until the process is to end. A launcher that has gone wants that too."""
-        for order in _read(orders):
+        for order in orders:
             if order["op"] == "signal":
                 self._process.send_signal(order["signum"])
             elif order["op"] == "kill":
@@ -125,27 +124,18 @@ class _Verdict:
             report(metrics)
 
 
-def _read(orders: Any) -> Iterator[dict[str, Any]]:
-    try:
-        for line in orders:
-            yield json.loads(line)
-    except OSError:
-        return
-
-
-def _start(
-    order: Mapping[str, Any], start: Mapping[str, Any], streams: list[socket.socket], temporary: Path
-) -> subprocess.Popen[bytes]:
+def _start(order: Mapping[str, Any], start: Mapping[str, Any], streams: list[socket.socket]) -> subprocess.Popen[bytes]:
     """The process, born with `streams` and told the rest on its standard input."""
-    request = dict(order["request"])
-    if order["payload"] is not None:
-        request["payload"] = str(temporary / "job")
-        Path(request["payload"]).write_bytes(order["payload"])
-    fds = [stream.fileno() for stream in streams]
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("process.py")), str(os.getpid())], cwd=order["cwd"], stdin=subprocess.PIPE, pass_fds=fds,
-        start_new_session=True,
-    )  # fmt: skip
+    request, fds = dict(order["request"]), [stream.fileno() for stream in streams]
+    with tempfile.TemporaryFile() as payload:
+        if order["payload"] is not None:
+            payload.write(order["payload"])
+            payload.flush()
+            request["payload"] = f"/proc/self/fd/{payload.fileno()}"
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("process.py")), str(os.getpid())], cwd=order["cwd"], stdin=subprocess.PIPE,
+            pass_fds=[*fds, payload.fileno()], start_new_session=True,
+        )  # fmt: skip
     assert process.stdin is not None
     with process.stdin:
         process.stdin.write(json.dumps({"request": request, "fds": fds, **start}).encode())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ def staged_model(checkpoint: Path, model_class: str, run_id: str) -> Iterator[Pa
     """A directory with the weights of `checkpoint`, their description, and the MLmodel file that MLflow looks for."""
     from distributed.storage.manifest import read_manifest
     from distributed.storage.shards import read_weights
+    from distributed.storage.temporary import temporary_directory
     from distributed.storage.tensor_file import write_tensors
 
     tensors = read_weights(checkpoint)
@@ -26,8 +26,7 @@ def staged_model(checkpoint: Path, model_class: str, run_id: str) -> Iterator[Pa
         "model_class": model_class, "weights": WEIGHTS, "step": manifest.step, "epoch": manifest.epoch,
         "tensors": {tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in tensors},
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="distributed-") as temporary:
-        directory = Path(temporary)
+    with temporary_directory() as directory:
         write_tensors(directory / WEIGHTS, tensors, {"format": "pt"})
         (directory / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         (directory / "MLmodel").write_text(_mlmodel(model_class, run_id), encoding="utf-8")

@@ -1,0 +1,150 @@
+"""Temporary directories: for their owner alone, and gone where their owner was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from distributed.storage import temporary
+from distributed.storage.temporary import claim, sweep, temporary_directory
+from tests.conftest import poll
+
+pytestmark = pytest.mark.timeout(30)
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from distributed.storage.temporary import claim
+path = claim(Path(sys.argv[1]))
+(path / "data").mkdir()
+(path / "data" / "set").write_text("private")
+(path / "data" / "link").symlink_to(sys.argv[2])
+print("made", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def left(start, tmp_path):
+    """A directory of a process that runs, and that process."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").touch()
+    command = start([sys.executable, "-c", OWNER, str(tmp_path / "ray-left"), str(tmp_path / "elsewhere")])
+    command.wait_for("made")
+    return tmp_path / "ray-left", command
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_start_and_nothing_before(left, tmp_path):
+    path, command = left
+    sweep(tmp_path)
+    assert (path / "data" / "set").exists()
+    command.signal(signal.SIGKILL)
+    command.finish()
+    claim(tmp_path / "distributed-next")
+    assert not path.exists() and (tmp_path / "elsewhere" / "precious").exists()
+    assert (tmp_path / "distributed-next").exists()
+
+
+def test_every_launch_sweeps(left, tmp_path, monkeypatch):
+    from distributed.launcher import LaunchRequest, launch
+
+    path, command = left
+    command.signal(signal.SIGKILL)
+    command.finish()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "a_launcher", type("Launcher", (), {"serve": staticmethod(lambda request: 0)}))
+    assert launch(LaunchRequest("run", launcher="a_launcher")) == 0
+    assert not path.exists()
+
+
+def made_by(tmp_path, name, owner):
+    path = tmp_path / name
+    path.mkdir(mode=0o700)
+    (path / "owner").write_text(owner)
+    (path / "data").touch()
+    return path
+
+
+def test_a_process_id_that_came_again_is_not_its_owner(tmp_path):
+    own = temporary._identity(os.getpid())
+    earlier = own.rsplit(" ", 1)[0] + " 1"
+    again, mine = made_by(tmp_path, "ray-again", earlier), made_by(tmp_path, "ray-mine", own)
+    sweep(tmp_path)
+    assert not again.exists() and (mine / "data").exists()
+
+
+def test_one_that_only_waits_to_be_reaped_has_ended(tmp_path):
+    child = os.fork()
+    if child == 0:
+        time.sleep(100)
+    path = made_by(tmp_path, "ray-zombie", temporary._identity(child))
+    os.kill(child, signal.SIGKILL)
+    poll(lambda: temporary._identity(child) is None, 10, lambda: "it runs")
+    sweep(tmp_path)
+    assert not path.exists()
+    os.waitpid(child, 0)
+
+
+def test_what_is_not_surely_ours_stays(tmp_path):
+    own = temporary._identity(os.getpid())
+    boot, namespace, _, _ = own.split()
+    ended = f"{boot} {namespace} 999999999 1"
+    elsewhere = [
+        f"another-boot {namespace} 999999999 1",
+        f"{boot} pid:[1] 999999999 1",
+        "",
+        "words",
+        "999999999",
+        "a b c d e",
+    ]
+    stays = [made_by(tmp_path, f"distributed-{number}", owner) for number, owner in enumerate(elsewhere)]
+    stays.append(made_by(tmp_path, "another-name", ended))
+    open_to_all = made_by(tmp_path, "ray-open", ended)
+    open_to_all.chmod(0o777)
+    target = made_by(tmp_path, "target", ended)
+    (tmp_path / "ray-link").symlink_to(target)
+    linked = made_by(tmp_path, "ray-owner", "")
+    (linked / "owner").unlink()
+    (linked / "owner").symlink_to(target / "owner")
+    (tmp_path / "ray-file").write_text(ended)
+    without = tmp_path / "ray-without"
+    without.mkdir(mode=0o700)
+    sweep(tmp_path)
+    assert all((path / "data").exists() for path in (*stays, open_to_all, target, linked)) and without.exists()
+    assert (tmp_path / "ray-link").is_symlink() and (tmp_path / "ray-file").exists()
+    sweep(tmp_path / "nowhere")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user")
+def test_what_another_user_made_stays(tmp_path):
+    boot, namespace, _, _ = temporary._identity(os.getpid()).split()
+    path = made_by(tmp_path, "ray-theirs", f"{boot} {namespace} 999999999 1")
+    os.chown(path, 65534, 65534)
+    sweep(tmp_path)
+    assert (path / "data").exists()
+
+
+def test_a_temporary_directory_is_empty_for_its_owner_alone_and_gone_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_directory() as path:
+        assert list(path.iterdir()) == [] and path.parent.stat().st_mode & 0o777 == 0o700
+        (path / "file").touch()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_else_of_the_package_makes_one():
+    package = Path(temporary.__file__).parents[1]
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if any(
+            word in path.read_text() for word in ("TemporaryDirectory(", "mkdtemp(", "mkstemp(", "NamedTemporaryFile(")
+        )
+    }
+    assert found == set(), "use distributed.storage.temporary"
