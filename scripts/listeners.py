@@ -1,0 +1,355 @@
+"""Which sockets a run of each backend listens on, who can reach them and what they could do there.
+
+    python scripts/listeners.py                 print the table
+    python scripts/listeners.py --write         put it into docs/security.md
+    python scripts/listeners.py ray fsdp        of these alone
+
+Starts every backend on two processes of this machine (and one as `fit()` of a plain script, and one as two nodes), stops it in the
+middle of training and reads /proc for the sockets that its processes listen on: what `ss -tlnp` and `ss -xlp` show. Run it as
+the user who may read /proc/PID/fd of those processes: the same one, or root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+JOB = Path(__file__).with_name("listeners_job.py")
+PAGE = ROOT / "docs" / "security.md"
+MARK = "DISTRIBUTED_LISTENERS"
+BEGIN, END = "<!-- scripts/listeners.py --write: begin -->\n", "<!-- scripts/listeners.py --write: end -->\n"
+START_S = 240.0  # until training has begun, on a busy machine too
+
+
+@dataclasses.dataclass(frozen=True)
+class Service:
+    """What is known of something that listens. What is not among SERVICES must not listen."""
+
+    whose: str
+    can: str  # what somebody who reaches the socket can do there
+    holds: bool  # the run ends as if nothing had happened, whatever a stranger sends to it
+
+
+SERVICES = {
+    "launcher": Service("ours", "nothing: lines without a valid HMAC are not parsed; the connection is closed and counted", True),
+    "Ray's gRPC": Service("Ray", "nothing without the run's token, which is in the environment of its processes alone", True),
+    "Ray's HTTP": Service("Ray", "nothing without the run's token, which is in the environment of its processes alone", True),
+    "TCPStore": Service("torch", "read and change the addresses under which the ranks meet: end or hang the run; run no code", False),
+    "gloo": Service("torch", "connect in the place of a rank while the run starts: end or hang the run; run no code", False),
+    "Horovod's rendezvous": Service(
+        "Horovod", "read and change the addresses under which the ranks meet: end or hang the run; run no code", False
+    ),
+    "TensorFlow's gRPC": Service(
+        "TensorFlow", "**everything that the owner of the run can do**: TensorFlow's servers run any graph that they are sent", False
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """One way to start a run of two processes."""
+
+    name: str
+    backend: str
+    model: str = "torch"
+    processes: int = 2
+    nodes: int = 1
+    is_fit: bool = False
+
+    def commands(self, directory: Path) -> list[list[str]]:
+        """One for each node. `directory` is where the job is and leaves its files."""
+        job = [str(JOB), self.model, str(directory)]
+        if self.is_fit:
+            return [[sys.executable, *job, f"backend={self.backend}", f"nproc_per_node={self.processes}"]]
+        flags = ["--backend", self.backend, "--nproc-per-node", str(self.processes // self.nodes)]
+        train = [sys.executable, "-m", "distributed.cli", "train", "--script", job[0], *flags]
+        if self.nodes == 1:
+            return [[*train, "--run-dir", str(directory / "run"), "--", *job[1:]]]
+        meet = ["--num-nodes", str(self.nodes), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        return [
+            [*train, *meet, "--node-rank", str(node), "--run-dir", str(directory / f"run-{node}" if node else directory / "run"), "--", *job[1:]]
+            for node in range(self.nodes)
+        ]  # fmt: skip
+
+
+STARTS = {
+    start.name: start
+    for start in (
+        Start("single", "single", processes=1),
+        Start("pytorch-ddp", "pytorch-ddp"),
+        Start("fsdp", "fsdp"),
+        Start("deepspeed", "deepspeed"),
+        Start("horovod", "horovod"),
+        Start("ray", "ray"),
+        Start("tensorflow", "tensorflow", "keras"),
+        Start("fit() of a script", "pytorch-ddp", is_fit=True),
+        Start("pytorch-ddp, 2 nodes", "pytorch-ddp", nodes=2),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Listener:
+    """A socket that a run listens on."""
+
+    service: str  # of SERVICES, or what the process is that nobody expected to listen
+    process: str
+    address: str  # "*" for all interfaces; the path of a unix socket
+    port: int | None = None  # None for a unix socket
+    pid: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be reached from other machines."""
+        return self.port is not None and not _is_loopback(self.address)
+
+
+class Run:
+    """A run that waits in the middle of its training. Leave the `with` to end it."""
+
+    def __init__(self, start: Start, directory: Path, environ: Mapping[str, str] | None = None) -> None:
+        self.start, self.directory, self.mark = start, directory, uuid.uuid4().hex
+        self._environ = {**(os.environ if environ is None else environ), MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        self._outputs: list[Path] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Run:
+        for number, command in enumerate(self.start.commands(self.directory)):
+            self._outputs.append(self.directory / f"output-{number}")
+            with self._outputs[-1].open("wb") as output:
+                self.processes.append(
+                    subprocess.Popen(
+                        command, cwd=self.directory, env=self._environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                        start_new_session=True,
+                    )
+                )  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    @property
+    def output(self) -> str:
+        """All that it wrote."""
+        return "".join(path.read_text(errors="replace") for path in self._outputs)
+
+    def pids(self) -> list[int]:
+        """Its processes, however they detached themselves: those whose environment carries the mark of this run, and their children."""
+        wanted, found, parents = f"{MARK}={self.mark}".encode(), set(), {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                parents[int(entry.name)] = _parent(int(entry.name))
+                with contextlib.suppress(OSError):  # ended while we looked, or not ours
+                    if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                        found.add(int(entry.name))
+        while more := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= more  # whose title lies where the environment was
+        return sorted(found)
+
+    def wait_for(self, step: int) -> list[dict[str, object]]:
+        """What each rank says of itself, once all of them wait after this step."""
+        files = [self.directory / f"at-{step}-{rank}.json" for rank in range(self.start.processes)]
+        deadline = time.monotonic() + START_S
+        while not all(file.exists() for file in files):
+            if time.monotonic() > deadline or any(process.poll() is not None for process in self.processes):
+                raise RuntimeError(f"{self.start.name} did not come to step {step}\n{self.output[-3000:]}")
+            time.sleep(0.05)
+        return [json.loads(file.read_text()) for file in files]
+
+    def go_on(self, step: int) -> None:
+        """Let it train on after this step."""
+        (self.directory / f"go-{step}").touch()
+
+    def end(self, limit_s: float) -> int:
+        """The exit code, the worst one where it has several nodes. Raises TimeoutExpired."""
+        deadline = time.monotonic() + limit_s
+        return max(abs(process.wait(max(0.1, deadline - time.monotonic()))) for process in self.processes)
+
+    def listeners(self, step: int) -> list[Listener]:
+        """The sockets that it listens on while its ranks wait after this step."""
+        ranks = self.wait_for(step)
+        sockets = {**_tcp_listeners(), **_unix_listeners()}
+        found: dict[str, list[int]] = {}
+        for pid in self.pids():
+            for inode in _sockets_of(pid) & sockets.keys():
+                found.setdefault(inode, []).append(pid)
+        listeners = []
+        for inode, pids in found.items():
+            address, port = sockets[inode]
+            process, service = self._known(pids[0], port, ranks)  # the one that opened it is older than its children
+            listeners.append(Listener(service, process, address, port, pids[0]))
+        return sorted(listeners, key=lambda each: (each.process, each.service, each.address, each.port or 0))
+
+    def _known(self, pid: int, port: int | None, ranks: Sequence[Mapping[str, object]]) -> tuple[str, str]:
+        """What process this is, and what listens there."""
+        words = _command(pid)
+        named = {number: name for rank in ranks for name, number in dict(rank["ports"]).items()}  # type: ignore[call-overload]
+        rank = next((each["rank"] for each in ranks if each["pid"] == pid), None)
+        if rank is not None:
+            return f"rank {rank}", named.get(port, "gloo")
+        if words[0].startswith("ray::"):
+            return "Ray's workers", "Ray's HTTP" if "Agent" in words[0] else "Ray's gRPC"
+        if (name := Path(words[0]).name) in ("gcs_server", "raylet"):
+            return name, "Ray's gRPC"
+        if pid in [process.pid for process in self.processes] or words != _command(_parent(pid)):
+            return "launcher", named.get(port, "launcher")
+        if self.start.backend == "ray":
+            return "Ray's driver", "Ray's gRPC"
+        return "agent", named.get(port, "a service of the agent")
+
+
+# ------------------------------------------------------------------ /proc
+
+
+def _tcp_listeners() -> dict[str, tuple[str, int | None]]:
+    """inode -> address and port of every TCP socket of this machine that listens."""
+    found: dict[str, tuple[str, int | None]] = {}
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with contextlib.suppress(OSError):  # a machine without IPv6
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":
+                    host, _, port = fields[1].partition(":")
+                    found[fields[9]] = (_address(host, family), int(port, 16))
+    return found
+
+
+def _address(digits: str, family: int) -> str:
+    """Of words in the machine's order, as /proc/net writes them."""
+    words = [int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)]
+    text = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")
+    return "*" if text in ("0.0.0.0", "::") else text
+
+
+def _unix_listeners() -> dict[str, tuple[str, int | None]]:
+    """inode -> path of every unix socket that listens; an abstract one begins with @."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {fields[6]: (fields[7], None) for fields in lines if len(fields) > 7 and int(fields[3], 16) & 1 << 16}
+
+
+def _sockets_of(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if match := re.fullmatch(r"socket:\[(\d+)\]", str(entry.readlink())):
+                    found.add(match[1])
+    return found
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return [""]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+def can_enter(path: str) -> bool:
+    """Whether any user of this machine can connect to this unix socket."""
+    if path.startswith("@"):
+        return True
+    return all(parent.stat().st_mode & 0o001 for parent in Path(path).parents) and bool(Path(path).stat().st_mode & 0o002)
+
+
+def free_port() -> int:
+    """A port that was free just now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+# ------------------------------------------------------------------ the table
+
+
+def rows(start: Start, listeners: Sequence[Listener]) -> Iterator[tuple[str, ...]]:
+    """Of the table: equal ones are counted."""
+    counted = Counter(dataclasses.replace(each, port=each.port and 1, pid=0) for each in listeners if each.port is not None)
+    if not counted:
+        yield start.name, "", "nothing", "", "", ""
+    for each, number in counted.items():
+        service = SERVICES.get(each.service)
+        many = f" ({number})" if number > 1 else ""
+        yield (
+            start.name, each.process, f"{each.service}{many}", _reachable(each), service.whose if service else "",
+            service.can if service else "**not expected: shut it**",
+        )  # fmt: skip
+
+
+def _reachable(listener: Listener) -> str:
+    if listener.address == "*":
+        return "every machine that reaches this one"
+    return "users of this machine" if _is_loopback(listener.address) else f"machines that reach {listener.address}"
+
+
+HEADS = ("run", "process", "what listens", "who reaches it", "whose", "what a stranger can do there")
+
+
+def table(found: Sequence[tuple[str, ...]]) -> str:
+    """Markdown."""
+    lines = [HEADS, tuple("---" for _ in HEADS), *found]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def measure(start: Start) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The rows of one start, and its unix sockets that everyone can enter."""
+    with tempfile.TemporaryDirectory() as directory, Run(start, Path(directory)) as run:
+        listeners = run.listeners(2)
+        open_sockets = [each.address for each in listeners if each.port is None and can_enter(each.address)]
+        return list(rows(start, listeners)), open_sockets
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure what was asked for and show it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("starts", nargs="*", metavar="START", help=f"of: {', '.join(STARTS)}")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/security.md")
+    asked = parser.parse_args(argv)
+    if unknown := [name for name in asked.starts if name not in STARTS]:
+        parser.error(f"no such start: {', '.join(unknown)}")
+    if asked.write and asked.starts:
+        parser.error("--write needs all of them")
+    found: list[tuple[str, ...]] = []
+    for name in asked.starts or STARTS:
+        sys.stderr.write(f"{name}\n")
+        new, open_sockets = measure(STARTS[name])
+        found += new + [(name, "", f"unix socket {path}", "users of this machine", "", "") for path in open_sockets]
+    text = table(found)
+    sys.stdout.write(text)
+    if asked.write:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}{text}{END}{rest.partition(END)[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
