@@ -242,9 +242,20 @@ ALIASES: Mapping[str, str] = {
     "save_interval": "checkpoint_every_n_steps",
     "use_gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing": "activation_checkpointing",
-    "rank": "node_rank",
 }
 SWEEP_ALIASES: Mapping[str, str] = {"lr": "learning_rate"}  # only in a dict that a sweep hands over
+
+
+def nproc_of_world(world_size: Any, num_nodes: Any) -> tuple[Any, str]:
+    """Return the processes of each of `num_nodes` nodes that make a world of `world_size`, and the notice that says so."""
+    if not isinstance(world_size, int) or not isinstance(num_nodes, int) or num_nodes <= 1:
+        return world_size, "world_size is read as nproc_per_node"
+    if world_size % num_nodes:
+        raise ConfigError(
+            f"world_size={world_size} does not divide over num_nodes={num_nodes}: set a multiple of {num_nodes}"
+        )
+    per_node = world_size // num_nodes
+    return per_node, f"world_size is read as nproc_per_node={per_node} on each of {num_nodes} nodes"
 
 
 def canonical(
@@ -259,8 +270,8 @@ def canonical(
     for raw, value in given.items():
         name = raw.replace("-", "_")
         if name == "world_size":
-            notices.append("world_size is read as nproc_per_node")
-            out["nproc_per_node"] = value
+            out["nproc_per_node"], notice = nproc_of_world(value, given.get("num_nodes", 1))
+            notices.append(notice)
             continue
         if name == "no_nccl":
             notices.append("no_nccl is read as communication_backend=gloo")

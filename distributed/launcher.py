@@ -17,16 +17,16 @@ from distributed.errors import ConfigError, nearest
 from distributed.launching.environment import (
     NodeEnvironment,
     WorkerEnvironment,
-    is_local_rank,
     node_environment,
     worker_environment,
 )
+from distributed.launching.variables import is_local_rank, pass_over_stale_rank
 from distributed.settings import Typed
 from distributed.storage.temporary import sweep
 
 __all__ = [
     "Handover", "LaunchRequest", "Link", "NodeEnvironment", "WorkerEnvironment", "handover", "launch", "launched_by", "link",
-    "node_environment", "running_script", "start_launcher", "typed_for_script", "worker_environment",
+    "node_environment", "pass_over_stale_rank", "running_script", "start_launcher", "typed_for_script", "worker_environment",
 ]  # fmt: skip
 
 HANDOVER_VARIABLE = "DISTRIBUTED_CONFIG"

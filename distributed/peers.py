@@ -214,6 +214,7 @@ _TORCHRUN = {
     "nodes": "use {num_nodes}",
     "standalone": "not here, because one node needs no meeting point: drop it",
     "hosts": "not here, because each node is started by itself: use {num_nodes}, {node_rank} and {master_addr}",
+    "rank": "'train --world-size N --rank R' makes a command one worker of N; {node_rank} numbers a machine",
     "role": "not here, because there is one role",
     "module": "not here, because --script FILE names the script",
     "start_method": "not here, because workers are always forked from a process that has imported the engine",

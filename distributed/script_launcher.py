@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, DistributedError, nearest
-from distributed.launcher import start_launcher, worker_environment
+from distributed.launcher import pass_over_stale_rank, start_launcher, worker_environment
 from distributed.settings import Typed
 
 # LaunchConfig's names that are not the settings' own
@@ -88,25 +90,32 @@ class DistributedLauncher:
     def __init__(self, config: LaunchConfig | None = None) -> None:
         self.config = config if config is not None else LaunchConfig()
 
-    def launch(self, script: str, *script_args: str) -> int:
+    def launch(self, script: str | os.PathLike[str], *script_args: str | float | os.PathLike[str]) -> int:
         """Run `script` with `script_args` on this node's processes until they end; returns the exit code.
 
+        Numbers and paths among `script_args` reach the script as their text.
         0: done; 1: the script failed, and its own error was printed; else as `distributed train`. Works from notebooks and
         threads, as the workers are children of a process of their own. Raises ConfigError or ResourceError before
         anything starts, also in a process that is itself a worker.
         """
         from distributed.cli.start import launch_request
 
-        found = worker_environment(nproc_per_node=self.config.nproc_per_node)
+        asked = self.config.nproc_per_node or 1  # a call of launch() is a request to launch
+        found = worker_environment(nproc_per_node=asked, num_nodes=self.config.nnodes)
         if found is not None:
             raise ConfigError(
                 f"launch({script!r}) in a process that already is rank {found.rank} of {found.world_size}: call it from a"
                 " process that no launcher started"
             )
-        return start_launcher(launch_request(_typed(self.config, script, script_args), self.config.run_dir))
+        typed = _typed(self.config, script, script_args)
+        if (line := pass_over_stale_rank(dict(os.environ), nproc_per_node=asked)) is not None:
+            typed = dataclasses.replace(typed, notices=(line,))
+        return start_launcher(launch_request(typed, self.config.run_dir))
 
 
-def launch_distributed_training(script: str, *script_args: str, **settings: Any) -> int:
+def launch_distributed_training(
+    script: str | os.PathLike[str], *script_args: str | float | os.PathLike[str], **settings: Any
+) -> int:
     """Run `script` with `script_args` on the processes that `settings` describe (those of LaunchConfig).
 
     Returns the exit code, as `DistributedLauncher.launch`, and raises the same.
@@ -177,10 +186,14 @@ def _value(flag: str, text: str, kind: str) -> Any:
         ) from None
 
 
-def _typed(config: LaunchConfig, script: str, script_args: Sequence[str]) -> Typed:
-    for argument in (script, *script_args):
-        if not isinstance(argument, str):
-            raise ConfigError(
-                f"script argument {argument!r} is a {type(argument).__name__}: pass text, {str(argument)!r}"
-            )
-    return Typed(flag=config.settings(), script=script, script_args=tuple(script_args))
+def _typed(config: LaunchConfig, script: Any, script_args: Sequence[Any]) -> Typed:
+    return Typed(flag=config.settings(), script=_text(script), script_args=tuple(map(_text, script_args)))
+
+
+def _text(argument: Any) -> str:
+    """What stands in the script's `sys.argv`: text as it is, numbers and paths as their text."""
+    if isinstance(argument, (str, os.PathLike)):
+        return os.fspath(argument)
+    if isinstance(argument, numbers.Real) and not isinstance(argument, bool):
+        return str(argument)
+    raise ConfigError(f"script argument {argument!r} is a {type(argument).__name__}: pass text, {str(argument)!r}")

@@ -46,16 +46,28 @@ class Service:
 
 
 SERVICES = {
-    "launcher": Service("ours", "nothing: lines without a valid HMAC are not parsed; the connection is closed and counted", True),
-    "Ray's gRPC": Service("Ray", "nothing without the run's token, which is in the environment of its processes alone", True),
-    "Ray's HTTP": Service("Ray", "nothing without the run's token, which is in the environment of its processes alone", True),
-    "TCPStore": Service("torch", "read and change the addresses under which the ranks meet: end or hang the run; run no code", False),
-    "gloo": Service("torch", "connect in the place of a rank while the run starts: end or hang the run; run no code", False),
+    "launcher": Service(
+        "ours", "nothing: lines without a valid HMAC are not parsed; the connection is closed and counted", True
+    ),
+    "Ray's gRPC": Service(
+        "Ray", "nothing without the run's token, which is in the environment of its processes alone", True
+    ),
+    "Ray's HTTP": Service(
+        "Ray", "nothing without the run's token, which is in the environment of its processes alone", True
+    ),
+    "TCPStore": Service(
+        "torch", "read and change the addresses under which the ranks meet: end or hang the run; run no code", False
+    ),
+    "gloo": Service(
+        "torch", "connect in the place of a rank while the run starts: end or hang the run; run no code", False
+    ),
     "Horovod's rendezvous": Service(
         "Horovod", "read and change the addresses under which the ranks meet: end or hang the run; run no code", False
     ),
     "TensorFlow's gRPC": Service(
-        "TensorFlow", "**everything that the owner of the run can do**: TensorFlow's servers run any graph that they are sent", False
+        "TensorFlow",
+        "**everything that the owner of the run can do**: TensorFlow's servers run any graph that they are sent",
+        False,
     ),
 }
 
@@ -278,7 +290,9 @@ def can_enter(path: str) -> bool:
     """Whether any user of this machine can connect to this unix socket."""
     if path.startswith("@"):
         return True
-    return all(parent.stat().st_mode & 0o001 for parent in Path(path).parents) and bool(Path(path).stat().st_mode & 0o002)
+    return all(parent.stat().st_mode & 0o001 for parent in Path(path).parents) and bool(
+        Path(path).stat().st_mode & 0o002
+    )
 
 
 def free_port() -> int:
@@ -293,7 +307,9 @@ def free_port() -> int:
 
 def rows(start: Start, listeners: Sequence[Listener]) -> Iterator[tuple[str, ...]]:
     """Of the table: equal ones are counted."""
-    counted = Counter(dataclasses.replace(each, port=each.port and 1, pid=0) for each in listeners if each.port is not None)
+    counted = Counter(
+        dataclasses.replace(each, port=each.port and 1, pid=0) for each in listeners if each.port is not None
+    )
     if not counted:
         yield start.name, "", "nothing", "", "", ""
     for each, number in counted.items():

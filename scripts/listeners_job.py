@@ -51,10 +51,10 @@ def ports(rank: int) -> dict[str, int]:
 
 def main() -> None:
     model, data = importlib.import_module(f"distributed.testing.jobs.{MODEL}_parts").short()
-    settings: dict[str, Any] = {
-        name: int(value) if value.isdecimal() else value for name, value in SETTINGS.items()
-    }
-    trainer = Trainer(model, callbacks=[Pause()], global_batch_size=8, max_steps=6, epochs=2, checkpoint_every_n_steps=4, **settings)
+    settings: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in SETTINGS.items()}
+    trainer = Trainer(
+        model, callbacks=[Pause()], global_batch_size=8, max_steps=6, epochs=2, checkpoint_every_n_steps=4, **settings
+    )
     trainer.fit(data)
 
 

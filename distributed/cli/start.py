@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from distributed import loggers
 from distributed.backends import groups_in_use, make_backend, row_in_use
 from distributed.backends._keras.scripts import check_keras_backend
 from distributed.backends.base import Backend
-from distributed.config import GROUPS
+from distributed.config import GROUPS, DistributedConfig, nproc_of_world
 from distributed.effects import Situation, lines_of, without_effect
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import (
@@ -21,6 +22,7 @@ from distributed.launcher import (
     check_script,
     launch,
     node_environment,
+    pass_over_stale_rank,
     set_missing,
     set_thread_variables,
     thread_count,
@@ -36,18 +38,31 @@ from distributed.storage.manifest import check_source
 _NODE_SETTINGS = ("num_nodes", "node_rank", "master_addr", "master_port")
 
 
-def start(typed: Typed, *, run_dir: str | None, resume: bool, dry_run: bool) -> int:
-    """Run the typed job, here or in workers of our own; returns the exit code. Raises DistributedError first."""
-    typed = _with_slurm_node(typed)
+def start(
+    typed: Typed,
+    *,
+    run_dir: str | None,
+    resume: bool,
+    dry_run: bool,
+    world_size: int | None = None,
+    rank: int | None = None,
+) -> int:
+    """Run the typed job, here or in workers of our own; returns the exit code. Raises DistributedError first.
+
+    `world_size` processes are started on this machine, or cut over its nodes; with `rank` this process is one of them.
+    """
+    this = None if rank is None else _this_worker(typed, world_size, rank)
+    typed = _with_processes(typed if this is not None else _without_stale_rank(typed, world_size), world_size)
     merged = merge(typed, {})
-    wanted = merged.config.nproc_per_node or merged.config.gpus_per_node
-    environment = worker_environment(nproc_per_node=wanted)
+    asked = _asked_processes(merged.config)
+    environment = this or worker_environment(nproc_per_node=asked, num_nodes=merged.config.num_nodes)
     if environment is not None and not dry_run:
+        os.environ.update(this.to_environ() if this is not None else {})
         return _run_as_worker(typed, merged, environment, run_dir, resume)
     plan = plan_processes(merged.config)
     backend, request = _checked_request(typed, merged, plan, run_dir, resume)
     if dry_run:
-        sys.stdout.write("\n".join(_dry_run_lines(merged, backend, request)) + "\n")
+        sys.stdout.write("\n".join(_dry_run_lines(merged, backend, request, this)) + "\n")
         return 0
     if merged.source("checkpoint_dir") == "flag":  # else the script may name another
         RunDirectory(str(merged.config.checkpoint_dir), "checkpoint_dir", "--checkpoint-dir").check(resume=True)
@@ -58,7 +73,7 @@ def start(typed: Typed, *, run_dir: str | None, resume: bool, dry_run: bool) -> 
 
 def launch_request(typed: Typed, run_dir: str | None) -> LaunchRequest:
     """What `start` would launch from a process that is no worker. Raises DistributedError for what is wrong."""
-    typed = _with_slurm_node(typed)
+    typed = _with_processes(typed)
     merged = merge(typed, {})
     return _checked_request(typed, merged, plan_processes(merged.config), run_dir, False)[1]
 
@@ -72,14 +87,65 @@ def _checked_request(
     return backend, started
 
 
-def _with_slurm_node(typed: Typed) -> Typed:
-    """One Slurm task per node: what the nodes are comes from Slurm, where nobody typed it."""
-    node = node_environment()
+def _asked_processes(config: DistributedConfig) -> int | None:
+    """Return the processes per node that were explicitly asked for, or None."""
+    total = config.num_gpus // config.num_nodes if config.num_gpus else None
+    return config.nproc_per_node or config.gpus_per_node or total
+
+
+def _without_stale_rank(typed: Typed, world_size: int | None) -> Typed:
+    """Whoever asks for processes does not mean a RANK=0 that was exported for other scripts."""
+    asked = _asked_processes(merge(typed, {}).config) or world_size
+    line = None if asked is None else pass_over_stale_rank(os.environ, nproc_per_node=asked)
+    return typed if line is None else dataclasses.replace(typed, notices=(*typed.notices, line))
+
+
+def _with_processes(typed: Typed, world_size: int | None = None) -> Typed:
+    """The settings of nodes that Slurm or a pod's variables say and nobody typed, and `world_size` cut over the nodes."""
     given = {**typed.file, **typed.flag}
-    if node is None or node.num_nodes == 1 or any(name in given for name in _NODE_SETTINGS):
-        return typed
-    found = {name: getattr(node, name) for name in _NODE_SETTINGS}
+    asked = _asked_processes(merge(typed, {}).config) or world_size
+    node = node_environment(nproc_per_node=asked)
+    found: dict[str, Any] = {}
+    if node is not None and node.num_nodes == given.get("num_nodes", node.num_nodes):
+        found = {name: getattr(node, name) for name in _NODE_SETTINGS if node.num_nodes > 1 and name not in given}
+        found |= {"nproc_per_node": node.nproc_per_node} if asked is None and node.nproc_per_node is not None else {}
+    if world_size is not None:
+        num_nodes = found.get("num_nodes", given.get("num_nodes", 1))
+        found["nproc_per_node"], notice = nproc_of_world(world_size, num_nodes)
+        other = typed.flag.get("nproc_per_node", found["nproc_per_node"])
+        if other != found["nproc_per_node"]:
+            raise ConfigError(f"--world-size {world_size} contradicts --nproc-per-node {other}: drop one of them")
+        typed = dataclasses.replace(typed, notices=(*typed.notices, notice))
     return dataclasses.replace(typed, flag={**typed.flag, **found})
+
+
+def _this_worker(typed: Typed, world_size: int | None, rank: int) -> WorkerEnvironment:
+    """`--world-size N --rank R`: this command is one worker, and others like it are started by hand."""
+    given = {**typed.file, **typed.flag}
+    if world_size is None:
+        raise ConfigError(
+            f"--rank {rank} needs --world-size, the number of processes in all (--node-rank numbers a machine)"
+        )
+    if rank >= world_size:
+        raise ConfigError(f"--rank {rank} is not below --world-size {world_size}: number the processes from 0")
+    for name in ("nproc_per_node", "gpus_per_node", "num_gpus", "num_nodes", "node_rank"):
+        if name in typed.flag:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"--rank {rank} makes this command one worker, and {flag} is for starting several: drop one"
+            )
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    for name, value in place.items():
+        if os.environ.get(name, value) not in (value, ""):
+            flag = f"--{name.lower().replace('_', '-')} {value}"
+            raise ConfigError(f"{flag} contradicts {name}={os.environ[name]} in the environment: drop one of them")
+    if given.get("master_addr"):
+        place["MASTER_ADDR"] = str(given["master_addr"])
+    if given.get("master_port"):
+        place["MASTER_PORT"] = str(given["master_port"])
+    found = worker_environment({**os.environ, **place})
+    assert found is not None  # RANK and WORLD_SIZE are set
+    return found
 
 
 def _run_as_worker(
@@ -186,7 +252,9 @@ def _plan_line(plan: ProcessPlan) -> str:
     return f"{processes}{nodes}, device {plan.device}, {threads} thread{'s' * (threads > 1)} each"
 
 
-def _dry_run_lines(merged: MergedConfig, backend: Backend[Any], request: LaunchRequest) -> list[str]:
+def _dry_run_lines(
+    merged: MergedConfig, backend: Backend[Any], request: LaunchRequest, this: WorkerEnvironment | None
+) -> list[str]:
     plan = backend.plan
     values = merged.config.to_dict()
     names = sorted(values, key=lambda name: not merged.is_typed(name))
@@ -204,10 +272,18 @@ def _dry_run_lines(merged: MergedConfig, backend: Backend[Any], request: LaunchR
         f"  backend        {plan.backend}"
         + ("" if merged.is_typed("backend") else " (unless the script says another)"),
         f"  processes      {_plan_line(plan)}",
+        *_this_lines(this),
         f"  run directory  {request.run_dir}",
         *lines_of(without_effect(Situation(backend, request)), " unless the script says more"),
         "nothing was started (--dry-run)",
     ]
+
+
+def _this_lines(this: WorkerEnvironment | None) -> list[str]:
+    if this is None:
+        return []
+    where = f"{this.master_addr}:{this.master_port}"
+    return [f"  this command   rank {this.rank} of {this.world_size}, joins the others at {where}"]
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from distributed.config import GROUPS, DistributedConfig, canonical, check_setting, group_options
 from distributed.errors import ConfigError, nearest
-from distributed.fields import Rule, in_words, rules
+from distributed.fields import Rule, check, in_words, rules
 from distributed.launching.secret import read_token_file
 from distributed.peers import answer_for
 from distributed.settings import Typed, joined, read_config_file
@@ -78,10 +78,18 @@ def train(arguments: Sequence[str]) -> int:
     if own["token_file"] is not None:
         read_token_file(own["token_file"])
     flags = {name: value for name, value in command.items() if value is not None}
+    world = {name: _world_number(name, flags.pop(name)) for name in ("world_size", "rank") if name in flags}
     typed = read_typed(own["config"], flags, own["set"], own["script"], script_args)
     from distributed.cli.start import start
 
-    return start(typed, run_dir=own["run_dir"], resume=own["resume"], dry_run=own["dry_run"])
+    return start(typed, run_dir=own["run_dir"], resume=own["resume"], dry_run=own["dry_run"], **world)
+
+
+def _world_number(name: str, text: str) -> int:
+    """`--world-size` and `--rank` are no settings: they say which of how many processes this command is."""
+    rule = _RULES["nproc_per_node" if name == "world_size" else "node_rank"]
+    number: int = check(name, int(text) if text.isdigit() else text, rule)
+    return number
 
 
 def read_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:

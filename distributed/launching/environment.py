@@ -12,6 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distributed.errors import ResourceError
+from distributed.launching import pods
+from distributed.launching.variables import (
+    contradicting_rank,
+    has_rank,
+    is_bare_rank,
+    is_local_rank,
+    is_pods_number,
+    number,
+    refuse_half_a_rank,
+)
 
 _SLURM_NOT_A_STEP = {"", "4294967290", "4294967291", "4294967292", "-5", "-6", "-4"}  # batch, interactive, external
 
@@ -28,7 +38,9 @@ class WorkerEnvironment:
     master_addr: str
     master_port: int
     restart_count: int
-    source: str  # "environment" (torchrun, ours, RANK set by hand), "slurm", "openmpi", "horovodrun" or "TF_CONFIG"
+    source: (
+        str  # "environment" (torchrun, ours, RANK set by hand), "slurm", "openmpi", "horovodrun", "TF_CONFIG", "pod"
+    )
 
     def to_environ(self) -> dict[str, str]:
         """The variables that a plain torchrun script reads."""
@@ -63,28 +75,50 @@ class WorkerEnvironment:
 
 @dataclasses.dataclass(frozen=True)
 class NodeEnvironment:
-    """One task per node: this process is to launch the workers of its node."""
+    """One task or pod per node: this process is to launch the workers of its node."""
 
     num_nodes: int
     node_rank: int
     master_addr: str
     master_port: int
+    nproc_per_node: int | None = None  # None where the environment does not say
 
 
 def worker_environment(
-    environ: Mapping[str, str] | None = None, argv: Sequence[str] | None = None, *, nproc_per_node: int | None = None
+    environ: Mapping[str, str] | None = None,
+    argv: Sequence[str] | None = None,
+    *,
+    nproc_per_node: int | None = None,
+    num_nodes: int = 1,
 ) -> WorkerEnvironment | None:
-    """What this process is as a worker, or None where it is to launch workers itself.
+    """Return what this process is as a worker, or None where it is to launch workers itself.
 
     RANK and WORLD_SIZE win; then Open MPI; then horovodrun; then a step of `srun`, as `mpirun` and `horovodrun` may stand
-    in one (in the shell of `srun --pty`); then a TF_CONFIG of several workers, which wins over a step of one task too. One
-    Slurm task per node that is asked for `nproc_per_node` > 1 launches its node (see `node_environment`). Raises
-    ResourceError where the variables make no sense.
+    in one (in the shell of `srun --pty`); then a TF_CONFIG of several workers, which wins over a step of one task too; then
+    the variables of a pod. `nproc_per_node` is the number of processes that somebody explicitly asked for, on each of
+    `num_nodes` nodes. Beside it one Slurm task or pod per node launches its node (see `node_environment`), and RANK and
+    WORLD_SIZE count only together with what a launcher sets beside them (see `is_bare_rank`).
+
+    Raises ResourceError where the variables make no sense, and where WORLD_SIZE names several processes and nothing says
+    which one this is. Raises ConfigError for a bare RANK above 0 beside `nproc_per_node`.
     """
     environ = os.environ if environ is None else environ
     argv = sys.argv if argv is None else argv
-    if environ.get("RANK", "") != "" and environ.get("WORLD_SIZE", "") != "":
-        return _from_variables(environ, argv)
+    if has_rank(environ):
+        if not is_bare_rank(environ, argv) or not (nproc_per_node or is_pods_number(environ)):
+            _refuse_exported_rank(environ)
+            return _from_variables(environ, argv)
+        if number(environ, "RANK") > 0 and not is_pods_number(environ):
+            raise contradicting_rank(environ, nproc_per_node)
+    found = _from_other_launchers(environ, nproc_per_node)
+    if found is not None or node_environment(environ, nproc_per_node=nproc_per_node) is not None:
+        return found
+    if not has_rank(environ):
+        refuse_half_a_rank(environ, nproc_per_node, num_nodes)
+    return None
+
+
+def _from_other_launchers(environ: Mapping[str, str], nproc_per_node: int | None) -> WorkerEnvironment | None:
     if _is_openmpi(environ):
         return _from_openmpi(environ)
     if _is_horovod(environ):
@@ -92,19 +126,29 @@ def worker_environment(
     if _is_slurm_step(environ):
         if (nproc_per_node or 1) > 1 and _one_task_per_node(environ):
             return None
-        is_alone = _number(environ, "SLURM_NTASKS", 1) == 1
+        is_alone = number(environ, "SLURM_NTASKS", 1) == 1
         return (_from_tensorflow(environ) if is_alone else None) or _from_slurm(environ)
-    return _from_tensorflow(environ)
+    return _from_tensorflow(environ) or (None if nproc_per_node else _from_pod(environ))
 
 
-def node_environment(environ: Mapping[str, str] | None = None) -> NodeEnvironment | None:
-    """This node among the nodes of an `srun` step with one task per node, or None."""
+def node_environment(
+    environ: Mapping[str, str] | None = None, *, nproc_per_node: int | None = None
+) -> NodeEnvironment | None:
+    """Return this node among the nodes of an `srun` step with one task per node, or among pods, or None.
+
+    `nproc_per_node` is as in `worker_environment`.
+    """
     environ = os.environ if environ is None else environ
-    has_rank = environ.get("RANK", "") != "" or _is_openmpi(environ) or _is_horovod(environ)
-    if has_rank or not _is_slurm_step(environ) or not _one_task_per_node(environ):
+    is_worker = has_rank(environ) and not is_pods_number(environ)
+    if is_worker or _is_openmpi(environ) or _is_horovod(environ):
         return None
-    addr, port = _slurm_meeting_point(environ)
-    return NodeEnvironment(_number(environ, "SLURM_NTASKS", 1), _number(environ, "SLURM_PROCID"), addr, port)
+    if _is_slurm_step(environ):
+        if not _one_task_per_node(environ):
+            return None
+        addr, port = _slurm_meeting_point(environ)
+        return NodeEnvironment(number(environ, "SLURM_NTASKS", 1), number(environ, "SLURM_PROCID"), addr, port)
+    pod = pods.find_node(environ, nproc_per_node)
+    return None if pod is None else NodeEnvironment(*dataclasses.astuple(pod))
 
 
 def expand_hostlist(text: str) -> list[str]:
@@ -128,24 +172,19 @@ def _expand(item: str) -> list[str]:
 
 
 def _from_variables(environ: Mapping[str, str], argv: Sequence[str]) -> WorkerEnvironment:
-    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise ResourceError(
             f"RANK={rank} is not below WORLD_SIZE={world_size}: number processes from 0, or unset both to launch here"
         )
-    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size)
-    local_rank = _number(environ, "LOCAL_RANK", _local_rank_in(argv, rank % max(1, local_world_size)))
+    local_world_size = number(environ, "LOCAL_WORLD_SIZE", world_size)
+    local_rank = number(environ, "LOCAL_RANK", _local_rank_in(argv, rank % max(1, local_world_size)))
     return WorkerEnvironment(
         rank, local_rank, world_size, local_world_size,
-        _number(environ, "GROUP_RANK", rank // max(1, local_world_size)),
-        environ.get("MASTER_ADDR") or "127.0.0.1", _number(environ, "MASTER_PORT", 29500),
-        _number(environ, "TORCHELASTIC_RESTART_COUNT", 0), "environment",
+        number(environ, "GROUP_RANK", rank // max(1, local_world_size)),
+        environ.get("MASTER_ADDR") or "127.0.0.1", number(environ, "MASTER_PORT", 29500),
+        number(environ, "TORCHELASTIC_RESTART_COUNT", 0), "environment",
     )  # fmt: skip
-
-
-def is_local_rank(argument: str) -> bool:
-    """Whether it is the `--local_rank=N` that `torch.distributed.launch` adds to a script's arguments."""
-    return re.fullmatch(r"--local[-_]rank=\d+", argument) is not None
 
 
 def _local_rank_in(argv: Sequence[str], default: int) -> int:
@@ -167,17 +206,17 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def _one_task_per_node(environ: Mapping[str, str]) -> bool:
-    nodes = _number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1))
-    return _number(environ, "SLURM_NTASKS", 1) == nodes
+    nodes = number(environ, "SLURM_STEP_NUM_NODES", number(environ, "SLURM_NNODES", 1))
+    return number(environ, "SLURM_NTASKS", 1) == nodes
 
 
 def _from_slurm(environ: Mapping[str, str]) -> WorkerEnvironment:
     addr, port = _slurm_meeting_point(environ)
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or environ["SLURM_NTASKS"]
-    node = _number(environ, "SLURM_NODEID", 0)
+    node = number(environ, "SLURM_NODEID", 0)
     return WorkerEnvironment(
-        _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID", 0), _number(environ, "SLURM_NTASKS"),
-        _tasks_on(tasks, node), node, addr, port, _number(environ, "SLURM_RESTART_COUNT", 0), "slurm",
+        number(environ, "SLURM_PROCID"), number(environ, "SLURM_LOCALID", 0), number(environ, "SLURM_NTASKS"),
+        _tasks_on(tasks, node), node, addr, port, number(environ, "SLURM_RESTART_COUNT", 0), "slurm",
     )  # fmt: skip
 
 
@@ -189,7 +228,20 @@ def _slurm_meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
     hosts = expand_hostlist(nodes)
     addr = environ.get("MASTER_ADDR") or (hosts[0] if hosts else environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
     key = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
-    return addr, _number(environ, "MASTER_PORT", _derived_port(key))
+    return addr, number(environ, "MASTER_PORT", _derived_port(key))
+
+
+def _refuse_exported_rank(environ: Mapping[str, str]) -> None:
+    """`export RANK=$SLURM_PROCID` in a batch script is 0 in every task of the `srun` that follows."""
+    if not _is_slurm_step(environ) or _is_openmpi(environ) or _is_horovod(environ):
+        return
+    if "TORCHELASTIC_RUN_ID" in environ or environ["WORLD_SIZE"] != environ["SLURM_NTASKS"]:
+        return
+    if environ["RANK"] != environ["SLURM_PROCID"]:
+        raise ResourceError(
+            f"RANK={environ['RANK']} contradicts SLURM_PROCID={environ['SLURM_PROCID']}: RANK was exported outside of srun, the"
+            " same for all tasks: drop 'export RANK' and 'export LOCAL_RANK', SLURM_PROCID and SLURM_LOCALID count then"
+        )
 
 
 def _tasks_on(tasks_per_node: str, node: int) -> int:
@@ -203,8 +255,8 @@ def _tasks_on(tasks_per_node: str, node: int) -> int:
 
 
 def _from_openmpi(environ: Mapping[str, str]) -> WorkerEnvironment:
-    rank, world_size = _number(environ, "OMPI_COMM_WORLD_RANK"), _number(environ, "OMPI_COMM_WORLD_SIZE")
-    local_world_size = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", world_size)
+    rank, world_size = number(environ, "OMPI_COMM_WORLD_RANK"), number(environ, "OMPI_COMM_WORLD_SIZE")
+    local_world_size = number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", world_size)
     addr = environ.get("MASTER_ADDR") or ("127.0.0.1" if local_world_size == world_size else "")
     if not addr:
         raise ResourceError(
@@ -212,8 +264,8 @@ def _from_openmpi(environ: Mapping[str, str]) -> WorkerEnvironment:
         )
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
     return WorkerEnvironment(
-        rank, _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", rank), world_size, local_world_size,
-        rank // max(1, local_world_size), addr, _number(environ, "MASTER_PORT", _derived_port(job)), 0, "openmpi",
+        rank, number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", rank), world_size, local_world_size,
+        rank // max(1, local_world_size), addr, number(environ, "MASTER_PORT", _derived_port(job)), 0, "openmpi",
     )  # fmt: skip
 
 
@@ -221,12 +273,22 @@ def _from_horovod(environ: Mapping[str, str]) -> WorkerEnvironment:
     """horovodrun over Gloo (over MPI it is mpirun). Its own server is where others may meet too."""
     server = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") or "127.0.0.1"
     job = f"{server}:{environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT', '')}"
-    is_one_node = _number(environ, "HOROVOD_CROSS_SIZE", 1) == 1
+    is_one_node = number(environ, "HOROVOD_CROSS_SIZE", 1) == 1
     return WorkerEnvironment(
-        _number(environ, "HOROVOD_RANK"), _number(environ, "HOROVOD_LOCAL_RANK", 0), _number(environ, "HOROVOD_SIZE"),
-        _number(environ, "HOROVOD_LOCAL_SIZE", 1), _number(environ, "HOROVOD_CROSS_RANK", 0),
+        number(environ, "HOROVOD_RANK"), number(environ, "HOROVOD_LOCAL_RANK", 0), number(environ, "HOROVOD_SIZE"),
+        number(environ, "HOROVOD_LOCAL_SIZE", 1), number(environ, "HOROVOD_CROSS_RANK", 0),
         environ.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else server),
-        _number(environ, "MASTER_PORT", _derived_port(job)), 0, "horovodrun",
+        number(environ, "MASTER_PORT", _derived_port(job)), 0, "horovodrun",
+    )  # fmt: skip
+
+
+def _from_pod(environ: Mapping[str, str]) -> WorkerEnvironment | None:
+    """One process in each pod."""
+    pod = pods.find_worker(environ)
+    if pod is None:
+        return None
+    return WorkerEnvironment(
+        pod.index, 0, pod.num_pods, 1, pod.index, pod.master_addr, pod.master_port, 0, "pod"
     )  # fmt: skip
 
 
@@ -238,7 +300,7 @@ def _from_tensorflow(environ: Mapping[str, str]) -> WorkerEnvironment | None:
         return None
     hosts = [address.rpartition(":")[0] for address in cluster.addresses]
     here = [rank for rank, host in enumerate(hosts) if host == hosts[cluster.rank]]
-    port = _number(environ, "MASTER_PORT", _derived_port(",".join(cluster.addresses)))
+    port = number(environ, "MASTER_PORT", _derived_port(",".join(cluster.addresses)))
     return WorkerEnvironment(
         cluster.rank, here.index(cluster.rank), len(hosts), len(here), list(dict.fromkeys(hosts)).index(hosts[cluster.rank]),
         hosts[0], port, 0, "TF_CONFIG",
@@ -282,15 +344,3 @@ def read_tf_config(text: str) -> TFCluster | str:
 
 def _derived_port(job: str) -> int:
     return 20000 + zlib.crc32(job.encode()) % 12000  # below the kernel's range of free ports
-
-
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name, "")
-    if text == "" and default is not None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ResourceError(
-            f"{name}={text!r} is not a whole number: the launcher that set it is broken, or unset it"
-        ) from None

@@ -232,7 +232,6 @@ def test_every_alias_is_accepted_and_said_once(alias):
         "gradient_clip_norm": 1.0,
         "save_interval": 10,
         "world_size": 2,
-        "rank": 0,
         "zero_stage": 1,
         "deepspeed_config": {},
     }

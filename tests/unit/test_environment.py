@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from distributed.errors import ResourceError
+from distributed.errors import ConfigError, ResourceError
 from distributed.launching.environment import NodeEnvironment, expand_hostlist, node_environment, worker_environment
+from distributed.launching.variables import pass_over_stale_rank
 
 STEP = {
     "SLURM_JOB_ID": "812", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1",
@@ -195,3 +196,137 @@ def test_a_tf_config_of_several_workers_makes_this_process_one_of_them():
     assert found("worker", 0, worker=["a:1"]) is None
     assert found("worker", 0, ps=["a:1"], worker=workers) is None  # the backend says why
     assert worker_environment({"TF_CONFIG": "{", "RANK": "1", "WORLD_SIZE": "2"}, []).rank == 1
+
+
+# ------------------------------------------------------------------ RANK and WORLD_SIZE by hand
+
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "4"}
+
+
+def test_a_bare_rank_is_a_worker_where_nobody_asks_for_processes():
+    assert worker(BY_HAND).world_size == 4
+    assert worker({**BY_HAND, "RANK": "3"}).rank == 3
+
+
+@pytest.mark.parametrize("beside", [{"LOCAL_RANK": "0"}, {"TORCHELASTIC_RUN_ID": "x"}])
+def test_what_launchers_set_beside_rank_makes_a_worker_also_where_processes_are_asked_for(beside):
+    found = worker({**BY_HAND, "RANK": "2", **beside}, nproc_per_node=2)
+
+    assert (found.rank, found.world_size) == (2, 4)
+    environ = {**BY_HAND, **beside}
+    assert pass_over_stale_rank(environ, [], nproc_per_node=2) is None and "RANK" in environ
+    assert worker({**BY_HAND, "RANK": "2"}, ["train.py", "--local-rank=0"], nproc_per_node=2).rank == 2
+
+
+def test_a_bare_rank_0_is_passed_over_beside_a_request_and_named():
+    assert worker(BY_HAND, nproc_per_node=4) is None
+    environ = {**BY_HAND, "MASTER_ADDR": "h"}
+
+    line = pass_over_stale_rank(environ, [], nproc_per_node=4)
+
+    assert line == "RANK=0 and WORLD_SIZE=4 in the environment are passed over: nproc_per_node=4 says what to start"
+    assert environ == {"MASTER_ADDR": "h"}
+    assert worker({**MPI, **BY_HAND}, nproc_per_node=2).source == "openmpi"
+
+
+def test_a_bare_rank_above_0_is_refused_beside_a_request():
+    with pytest.raises(ConfigError, match=r"RANK=1 and WORLD_SIZE=4 .* nproc_per_node=2 .* unset RANK and WORLD_SIZE"):
+        worker({**BY_HAND, "RANK": "1"}, nproc_per_node=2)
+    environ = {**BY_HAND, "RANK": "1"}
+    assert pass_over_stale_rank(environ, [], nproc_per_node=2) is None and environ["RANK"] == "1"
+
+
+def test_a_rank_exported_in_a_batch_script_contradicts_the_task_it_reaches():
+    """`export RANK=$SLURM_PROCID` before `srun` is 0 in all tasks, and so is LOCAL_RANK."""
+    exported = {**STEP, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
+
+    with pytest.raises(ResourceError, match=r"RANK=0 contradicts SLURM_PROCID=3: .*drop 'export RANK'"):
+        worker(exported)
+    assert worker({**exported, "SLURM_PROCID": "0"}).rank == 0  # cannot be told from a right one
+    assert worker({**exported, "RANK": "3"}).source == "environment"
+    assert worker({**exported, "TORCHELASTIC_RUN_ID": "x"}).rank == 0  # torchrun in each task
+    assert worker({**exported, "WORLD_SIZE": "8"}).world_size == 8  # somebody starts more processes in each task
+    assert worker({**exported, **MPI}).rank == 0
+    bare = {**PER_NODE, "RANK": "0", "WORLD_SIZE": "2"}
+    assert worker(bare, nproc_per_node=8) is None  # a node launcher, which RANK=0 does not concern
+
+
+def test_world_size_without_rank_is_refused_unless_it_is_what_is_started():
+    alone = {"WORLD_SIZE": "4"}
+
+    with pytest.raises(ResourceError, match=r"WORLD_SIZE=4 without RANK: 4 processes .* JOB_COMPLETION_INDEX"):
+        worker(alone)
+    with pytest.raises(ResourceError, match="WORLD_SIZE=4 without RANK beside nproc_per_node=2"):
+        worker(alone, nproc_per_node=2)
+    assert worker(alone, nproc_per_node=4) is None
+    assert worker(alone, nproc_per_node=2, num_nodes=2) is None
+    assert worker({"WORLD_SIZE": "1"}) is None
+    assert worker({**STEP, **alone}).rank == 3 and worker({**MPI, **alone}).rank == 1
+
+
+def test_rank_without_world_size_is_refused_above_0():
+    with pytest.raises(ResourceError, match="RANK=2 without WORLD_SIZE"):
+        worker({"RANK": "2"})
+    assert worker({"RANK": "general"}) is None  # of a program that has nothing to do with this
+
+
+# ------------------------------------------------------------------ pods
+
+INDEXED = {"WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2", "MASTER_ADDR": "train-0.train", "MASTER_PORT": "2345"}
+KUBEFLOW = {  # a worker of a PyTorchJob with three replicas
+    "PET_NNODES": "3", "PET_NODE_RANK": "2", "RANK": "2", "WORLD_SIZE": "3",
+    "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456",
+}  # fmt: skip
+KUBEFLOW_OF_4 = {**KUBEFLOW, "PET_NPROC_PER_NODE": "4", "WORLD_SIZE": "12"}
+
+
+def test_a_pod_of_an_indexed_job_is_the_worker_of_its_index():
+    found = worker(INDEXED)
+
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank) == (2, 4, 0, 1, 2)
+    assert (found.master_addr, found.master_port, found.source) == ("train-0.train", 2345, "pod")
+    assert worker({"JOB_COMPLETION_INDEX": "2"}) is None  # tasks that have nothing to do with each other
+    assert worker({**INDEXED, "RANK": "3"}).rank == 3
+    with pytest.raises(ResourceError, match="JOB_COMPLETION_INDEX=2 is not below WORLD_SIZE=2"):
+        worker({**INDEXED, "WORLD_SIZE": "2"})
+    with pytest.raises(ResourceError, match="MASTER_ADDR is not set"):
+        worker({**INDEXED, "MASTER_ADDR": ""})
+
+
+def test_a_pod_of_an_indexed_job_launches_its_node_where_processes_are_asked_for():
+    eight = {**INDEXED, "WORLD_SIZE": "8"}
+
+    assert worker(eight, nproc_per_node=2) is None
+    assert node_environment(eight, nproc_per_node=2) == NodeEnvironment(4, 2, "train-0.train", 2345)
+    assert node_environment(eight) is None
+    with pytest.raises(ResourceError, match=r"WORLD_SIZE=4 cannot be 2 processes .* number of pods x 2"):
+        worker(INDEXED, nproc_per_node=2)  # four pods of two processes are a world of eight
+
+
+def test_kubeflows_variables_make_a_pod_one_worker_or_the_launcher_of_its_node():
+    found = worker(KUBEFLOW)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (2, 3, 0, 1)
+
+    assert worker(KUBEFLOW, nproc_per_node=2) is None
+    assert node_environment(KUBEFLOW, nproc_per_node=2).node_rank == 2
+    assert node_environment(KUBEFLOW_OF_4) == NodeEnvironment(3, 2, "job-master-0", 23456, 4)
+    assert node_environment({**KUBEFLOW_OF_4, "PET_NPROC_PER_NODE": "auto"}).nproc_per_node == 4
+    without_rank = {name: value for name, value in KUBEFLOW_OF_4.items() if name not in ("RANK", "WORLD_SIZE")}
+    assert node_environment(without_rank) == node_environment(KUBEFLOW_OF_4)
+    assert node_environment({**KUBEFLOW_OF_4, "LOCAL_RANK": "0"}) is None
+    assert pass_over_stale_rank({**KUBEFLOW, "RANK": "0", "PET_NODE_RANK": "0"}, [], nproc_per_node=2) is None
+    with pytest.raises(ResourceError, match="this pod is to run 4 processes: start the script with"):
+        worker(KUBEFLOW_OF_4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"PET_NNODES": "1:4"}, "PET_NNODES='1:4' is not one number of nodes"),
+        ({"PET_NODE_RANK": "3", "RANK": "3", "WORLD_SIZE": "4"}, "PET_NODE_RANK=3 is not below PET_NNODES=3"),
+        ({"PET_NODE_RANK": "", "RANK": "", "WORLD_SIZE": ""}, "PET_NODE_RANK='' is not a whole number"),
+    ],
+)
+def test_variables_of_a_pod_that_make_no_sense_are_an_error(wrong, said):
+    with pytest.raises(ResourceError, match=said):
+        worker({**KUBEFLOW, **wrong})

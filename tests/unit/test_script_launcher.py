@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 import distributed
-from distributed import ConfigError, DistributedLauncher, LaunchConfig, launch_distributed_training
+from distributed import ConfigError, DistributedLauncher, LaunchConfig, launch_distributed_training, script_launcher
 from distributed.script_launcher import parse
 
 
@@ -58,12 +62,45 @@ def test_wrong_calls_are_refused_before_anything_starts(monkeypatch):
         launch_distributed_training("train.py", nnode=2)
     with pytest.raises(ConfigError, match="does not exist"):
         DistributedLauncher(LaunchConfig(device="cpu")).launch("no_such_script.py")
-    with pytest.raises(ConfigError, match="pass text, '100'"):
-        launch_distributed_training("train.py", "--epochs", 100)
+    with pytest.raises(ConfigError, match=r"script argument \[100\] is a list: pass text, '\[100\]'"):
+        launch_distributed_training("train.py", "--epochs", [100])
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="unset RANK and WORLD_SIZE"):
+        DistributedLauncher().launch(__file__)
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ConfigError, match="already is rank 1 of 2"):
         DistributedLauncher().launch(__file__)
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """What is launched, which does not start."""
+    found = []
+    monkeypatch.setattr(script_launcher, "start_launcher", lambda request: found.append(request) or 0)
+    return found
+
+
+def test_numbers_and_paths_among_the_scripts_arguments_are_taken_as_their_text(requests):
+    launch_distributed_training(
+        Path(__file__), "--batch_size", 32, "--lr", 1e-3, np.int64(7), Path("a") / "b", device="cpu"
+    )
+
+    assert requests[0].script == __file__
+    assert requests[0].script_args == ("--batch_size", "32", "--lr", "0.001", "7", "a/b")
+    with pytest.raises(ConfigError, match="script argument True is a bool"):
+        launch_distributed_training(__file__, True)
+
+
+def test_a_launch_names_a_stale_rank_0_and_leaves_the_callers_environment(requests, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    DistributedLauncher(LaunchConfig(nproc_per_node=2, device="cpu")).launch(__file__)
+
+    assert requests[0].nproc_per_node == 2
+    assert requests[0].started_lines[0].startswith("RANK=0 and WORLD_SIZE=4 in the environment are passed over")
+    assert os.environ["RANK"] == "0"
 
 
 def test_every_exported_name_is_there():
