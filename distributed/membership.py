@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 @dataclasses.dataclass
 class _ThisProcess:
     world: World | None = None
+    transport: str | None = None  # what init_process_group() was asked for
     wrappers: weakref.WeakSet[DistributedDataParallel] = dataclasses.field(default_factory=weakref.WeakSet)
     is_ending: bool = False  # destroy_process_group is called at exit
 
@@ -71,7 +72,8 @@ def init_process_group(
     typed = typed_for_script("backend", "communication_backend", "device", "timeout_s", "start_timeout")
     config = merge(typed, {name: value for name, value in code.items() if value is not None}).config
     if is_initialized():
-        joined = get_distributed_info()["backend"]  # None in a world of one, which has no transport to differ in
+        world = _joined()
+        joined = world.transport if world is not None else None  # a world of one has no transport to differ in
         if joined is not None and config.communication_backend not in (None, joined):
             raise ConfigError(
                 f"backend={config.communication_backend!r}, but this process joined with {joined!r}: call"
@@ -80,7 +82,7 @@ def init_process_group(
         return
     if backend not in (None, config.communication_backend) and (found is None or found.rank == 0):
         _log.warning("backend=%r gives way to the launcher's %r", backend, config.communication_backend)
-    _this.world = _join(config, found)
+    _this.world, _this.transport = _join(config, found), config.communication_backend
 
 
 def _join(config: DistributedConfig, found: WorkerEnvironment | None) -> World:
@@ -151,7 +153,7 @@ def destroy_process_group() -> None:
     for wrapper in list(_this.wrappers):
         wrapper.release()
     world = _joined()
-    _this.world = None
+    _this.world = _this.transport = None
     if world is not None:
         world.end()
 
@@ -166,30 +168,45 @@ def is_initialized() -> bool:
 
 def get_rank() -> int:
     """This process' rank, from 0: of the group, or before joining as the launcher says it. No collective."""
-    return int(get_distributed_info()["rank"])
+    return _numbers(_joined())["rank"]
 
 
 def get_world_size() -> int:
     """Processes in all: of the group, or before joining as the launcher says. 1 without a launcher. No collective."""
-    return int(get_distributed_info()["world_size"])
+    return _numbers(_joined())["world_size"]
 
 
 def get_distributed_info() -> dict[str, Any]:
     """What this process is among the others. No collective.
 
     Returns `available` (whether there are other processes), `initialized`, `world_size`, `rank`, `local_rank`,
-    `local_world_size`, `node_rank`, `backend` (the transport; None in a world of one and before joining) and `device`
-    (None before joining).
+    `local_world_size`, `node_rank`, `backend` (the transport: nccl, gloo or mpi; before joining and in a world of one the
+    one that several processes would use) and `device` (None before joining).
     """
     world = _joined()
+    numbers = _numbers(world)
+    device = world.context.device if world is not None else None
+    backend = world.transport if world is not None else None
+    return {
+        "available": numbers["world_size"] > 1, "initialized": world is not None, **numbers,
+        "backend": backend or _usual_transport(device), "device": device,
+    }  # fmt: skip
+
+
+def _numbers(world: World | None) -> dict[str, int]:
     names = ("world_size", "rank", "local_rank", "local_world_size", "node_rank")
     place: Any = world.context if world is not None else worker_environment()
-    numbers = (1, 0, 0, 1, 0) if place is None else [getattr(place, name) for name in names]
-    info: dict[str, Any] = dict(zip(names, numbers, strict=True))
-    backend = world.transport if world is not None else None
-    device = world.context.device if world is not None else None
-    is_many = info["world_size"] > 1
-    return {"available": is_many, "initialized": world is not None, **info, "backend": backend, "device": device}
+    values = (1, 0, 0, 1, 0) if place is None else [getattr(place, name) for name in names]
+    return dict(zip(names, values, strict=True))
+
+
+def _usual_transport(device: str | None) -> str:
+    """What a group would use: as asked for here or typed for the launcher, else by the device."""
+    config = merge(typed_for_script("communication_backend", "device"), {}).config
+    if asked := _this.transport or config.communication_backend:
+        return asked
+    device = device or config.device or ("cuda" if visible_gpus() else "cpu")
+    return "nccl" if device.startswith("cuda") else "gloo"
 
 
 def wrappers() -> weakref.WeakSet[DistributedDataParallel]:

@@ -60,7 +60,7 @@ def facts(done):
 
 def test_every_call_works_in_a_single_process(run_python):
     found = facts(run_python([str(SCRIPT)], env=ONE_THREAD))
-    assert [(each["world_size"], each["backend"]) for each in found] == [(1, None)]
+    assert [(each["world_size"], each["backend"]) for each in found] == [(1, "gloo")]
 
 
 def test_every_call_works_under_our_launcher(run_python, tmp_path):
