@@ -149,6 +149,19 @@ def test_a_node_of_slurm_keeps_its_place_where_a_port_or_the_nodes_are_typed(ask
     assert values(lines, "node_rank", "master_addr", "master_port") == ["1", "gpu07", "29511"]
 
 
+def test_a_task_of_slurm_takes_world_size_as_the_number_of_all_tasks(worker):
+    step = {
+        **TASK,
+        "SLURM_NTASKS": "4",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    }
+    for flags in (["--world-size", "4"], ["--world-size", "4", "--master-addr", "gpu07", "--master-port", "29511"]):
+        found, _ = worker(*flags, **step)
+        assert (found.rank, found.world_size, found.local_rank, found.source) == (3, 4, 1, "slurm")
+
+
 def test_a_pod_of_kubeflow_launches_its_node(plan):
     pod = {
         "PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "4", "RANK": "2", "WORLD_SIZE": "12",
