@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed.errors import ConfigError
 from distributed.monitor import unknown_metric
 
 if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
     from distributed.state import StepResult, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class FitContext:
+    """What the hooks of a callback may use, as `self.context`. Made once per fit, on every rank.
+
+    Attributes:
+        model: the user's own module, without the backend's wrapper. `fsdp` and ZeRO 3 leave a part of each parameter on a rank.
+        optimizer: the optimizer that updates it.
+        config: the settings of this fit.
+        run_dir: absolute path of the run directory.
+        stop: `stop(reason)` ends training. One call on any rank, in any hook, ends it on all ranks after the same step; the
+            run counts as finished, saves a checkpoint at that step, and shows `reason` as its `stop_reason`. Asked for in
+            `on_train_start`, `on_log` of "train" or `on_epoch_end` it holds at once, in other hooks of a run of several
+            processes within some tenths of a second.
+    """
+
+    model: Any
+    optimizer: Any
+    config: DistributedConfig
+    run_dir: Path
+    stop: Callable[[str], None]
 
 
 class Callback:
     """Override what you need; every hook runs on every rank. `state` is to be read.
 
+    During a fit `self.context` is a FitContext: the model, the optimizer, the settings, `run_dir`, and `stop(reason)`.
+
     `state_dict` and `load_state_dict` make a callback part of the checkpoint (JSON-able values only). The main process'
     state is the one that is kept and given to every rank: the metrics that hooks see are the same everywhere.
     """
+
+    _context: FitContext | None = None
+
+    @property
+    def context(self) -> FitContext:
+        """What a hook may use. ConfigError outside of a fit."""
+        if self._context is None:
+            raise ConfigError(
+                f"{type(self).__name__}.context is known while fit() runs: use it in a hook, such as on_train_start"
+            )
+        return self._context
 
     def on_train_start(self, state: TrainState) -> None:
         """Before the first step of this attempt."""
@@ -68,7 +107,7 @@ class EarlyStopping(Callback):
             return
         self.bad_epochs += 1
         if self.bad_epochs >= self.patience:
-            state.stop_reason = "early_stopping"
+            self.context.stop("early_stopping")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": None if math.isnan(self.best) else self.best, "bad_epochs": self.bad_epochs}
@@ -76,6 +115,19 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best = math.nan if state["best"] is None else state["best"]
         self.bad_epochs = state["bad_epochs"]
+
+
+@contextlib.contextmanager
+def bound(callbacks: Sequence[Callback], context: FitContext) -> Iterator[None]:
+    """Within it `context` is that of `callbacks`."""
+    before = [callback._context for callback in callbacks]
+    for callback in callbacks:
+        callback._context = context
+    try:
+        yield
+    finally:
+        for callback, earlier in zip(callbacks, before, strict=True):
+            callback._context = earlier
 
 
 def states(callbacks: Sequence[Callback]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import threading
 import time
 from typing import Any
 
+STOP = "stop: "  # before the reason, in the request that `stop` makes
+
 
 class CommonStep:
     """One per rank and fit. `tick()` is called by the training thread before each unit (update, evaluation batch).
@@ -23,6 +25,7 @@ class CommonStep:
     ) -> None:
         self._rank, self._world_size, self._store = rank, world_size, store
         self._name, self._poll_s, self._timeout_s = name, poll_s, timeout_s
+        self.reasons: list[str] = []  # for which this rank asked to stop
         self._entered = 0
         self._is_armed = False
         self._requests: list[str] = []
@@ -41,6 +44,12 @@ class CommonStep:
         self._requests.append(action)
         if self._watcher is None:
             self._is_armed = True
+
+    def stop(self, reason: str) -> None:
+        """Ask all ranks to end training for `reason`. Any rank, any thread."""
+        self.reasons.append(reason)
+        if len(self.reasons) == 1:
+            self.request(f"{STOP}{reason}")
 
     def tick(self) -> str | None:
         """Enter the next unit, or get the action that all ranks do now instead of it; then call again. All ranks alike."""

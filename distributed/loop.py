@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,11 +11,12 @@ from typing import Any
 
 from distributed.backends.base import Backend, ShardedData
 from distributed.callbacks import Callback, EarlyStopping
-from distributed.common_step import CommonStep
+from distributed.common_step import STOP, CommonStep
 from distributed.config import DistributedConfig
-from distributed.errors import TrainingError
+from distributed.errors import ConfigError, TrainingError
 from distributed.monitor import best_metrics, check_reported, uncertain, unknown_metric
 from distributed.state import Group, MicroBatch, StepResult, TrainState
+from distributed.summary import was_interrupted
 from distributed.timing import TimeSplit
 
 _EVAL_WINDOW = 256  # evaluation batches whose results are kept before they are summed up
@@ -41,12 +43,21 @@ class Run:
     saved_s: float = 0.0  # of checkpoints since then, which `spent.total` has already
     spent: TimeSplit = dataclasses.field(default_factory=TimeSplit)
 
+    def stop(self, reason: str) -> None:
+        """End training, as FitContext says. ConfigError for a reason that is none, or that says something else already."""
+        if not isinstance(reason, str) or not reason.strip() or reason == "max_steps" or reason.startswith("signal "):
+            raise ConfigError(
+                f"stop({reason!r}) gives no reason of its own: say it in words, stop('the loss is low enough')"
+            )
+        self.common_step.stop(reason)
+
 
 def fit(run: Run) -> None:
     """Train until the epochs, the steps, early stopping or a signal end it; always saves at its last step. All ranks."""
     state = run.state
     for callback in run.callbacks:
         callback.on_train_start(state)
+    _agree_on_stop(run)
     run.uncertain = uncertain(
         _monitors(run), run.metrics, is_validated=run.val is not None, known=state.rows[-1] if state.rows else ()
     )
@@ -56,7 +67,7 @@ def fit(run: Run) -> None:
         if not _train_epoch(run) or not _finish_epoch(run):
             break
     _log(run)
-    if state.stop_reason == "max_steps" and state.samples_in_epoch:
+    if state.stop_reason is not None and not was_interrupted(state) and state.samples_in_epoch:
         _measure_part(run)
     if run.last_saved != (state.step, state.epoch):
         save(run)
@@ -78,10 +89,10 @@ def _train_epoch(run: Run) -> bool:
     limit = run.config.max_steps or math.inf
     run.window_start, run.saved_s = time.perf_counter(), 0.0
     for group in run.spent.timed(run.train.epoch(state.epoch, state.samples_in_epoch)):
+        if state.stop_reason is not None:  # a callback's, which all ranks know by the log line
+            return False
         if state.step >= limit:
             state.stop_reason = "max_steps"
-            return False
-        if state.stop_reason is not None:  # a callback's, known to all ranks alike
             return False
         while (action := tick()) is not None:
             if not _act(run, action):
@@ -137,8 +148,26 @@ def _act(run: Run, action: str) -> bool:
     if action == "save":
         save(run)
         return True
-    run.state.stop_reason = action
+    if action.startswith(STOP):
+        _stop(run, action.removeprefix(STOP))
+    else:
+        run.state.stop_reason = action
     return False
+
+
+def _stop(run: Run, reason: str) -> None:
+    """Training ends here for a callback's `reason`. All ranks alike."""
+    if run.state.stop_reason is None:
+        run.state.stop_reason = reason
+        run.last_saved = (-1, -1)  # the last checkpoint is to hold the reason
+
+
+def _agree_on_stop(run: Run, sums: Mapping[str, float] | None = None) -> dict[str, float]:
+    """`sums` over all ranks; where a callback of any rank asked to stop, all of them do. A collective."""
+    total = run.backend.reduce({**(sums or {}), STOP: float(bool(run.common_step.reasons))})
+    if total.pop(STOP):
+        _stop(run, next(reasons[0] for reasons in run.backend.gather(run.common_step.reasons) if reasons))
+    return total
 
 
 def _collect(run: Run) -> None:
@@ -174,9 +203,12 @@ def _log(run: Run) -> None:
     state.log_sums = {}
     state.metrics.update(means)
     context = run.backend.context
-    times = run.spent.take(run.backend.waited_s(), context.rank, context.world_size, run.backend.reduce)
     for callback in run.callbacks:
         callback.on_log(state, "train", means)
+    times = run.spent.take(
+        run.backend.waited_s(), context.rank, context.world_size, functools.partial(_agree_on_stop, run)
+    )
+    for callback in run.callbacks:
         callback.on_times(state, times)
 
 
@@ -194,6 +226,7 @@ def _finish_epoch(run: Run) -> bool:
     _keep_row(run, row)
     for callback in run.callbacks:
         callback.on_epoch_end(state, row)
+    _agree_on_stop(run)
     frequency = run.config.checkpoint_frequency
     if run.is_save_due or (frequency is not None and state.epoch % frequency == 0):
         save(run)
@@ -201,7 +234,7 @@ def _finish_epoch(run: Run) -> bool:
 
 
 def _measure_part(run: Run) -> None:
-    """What `max_steps` cut off is validated too. Its row stands until the epoch is finished by a run that goes on."""
+    """What `max_steps` or a callback cut off is validated too. Its row stands until the epoch is finished by a run that goes on."""
     row = _measure(run)
     if row is not None:
         _keep_row(run, row)
@@ -233,9 +266,9 @@ def _keep_row(run: Run, row: dict[str, float]) -> None:
 
 
 def _tick_in_evaluation(run: Run) -> bool:
-    """Enter the next evaluation batch; False when all ranks stop here instead."""
+    """Enter the next evaluation batch; False when a signal stops all ranks here instead. A callback's stop can wait."""
     while (action := run.common_step.tick()) is not None:
-        if not _act(run, action):
+        if not _act(run, action) and was_interrupted(run.state):
             return False
     return True
 

@@ -81,7 +81,7 @@ class LossRecorder(Callback):
 
     def on_train_start(self, state: TrainState) -> None:
         if self._is_over:  # before a restart
-            state.stop_reason = _DIVERGED
+            self.context.stop(_DIVERGED)
 
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
         loss = metrics["loss"]
@@ -89,7 +89,7 @@ class LossRecorder(Callback):
             self.losses.append(loss)
         if self._divergence.add(loss):
             self._is_over = True
-            state.stop_reason = _DIVERGED
+            self.context.stop(_DIVERGED)
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.losses, "is_over": self._is_over}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import loop
 from distributed.backends.base import Backend
-from distributed.callbacks import Callback, EarlyStopping, load_states, states
+from distributed.callbacks import Callback, EarlyStopping, FitContext, bound, load_states, states
 from distributed.checkpoint import CheckpointStore
 from distributed.common_step import CommonStep
 from distributed.config import DistributedConfig
@@ -36,7 +36,7 @@ from distributed.run_dir import RunDirectory
 from distributed.settings import MergedConfig, for_evaluation
 from distributed.state import History, TrainState, WorkerContext
 from distributed.storage.agreement import Agreement
-from distributed.summary import Result, finished_lines, started_lines, was_interrupted
+from distributed.summary import Result, finished_lines, is_stopped_by_callback, started_lines, was_interrupted
 from distributed.trainer_files import TrainerFiles
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ class Session:
         )  # fmt: skip
         try:
             with (
+                bound(fit.callbacks, self._context_of(fit, run)),
                 stop_on_signals(common, in_worker=self.trainer._worker is not None),
                 save_by_the_clock(common, config.checkpoint_every_s, self.context, fit.saved),
             ):
@@ -163,6 +164,10 @@ class Session:
         if self.trainer.is_search or isinstance(error, DistributedError) or not is_out_of_memory(error):
             return error
         return out_of_memory(error, self.context.rank, fit.state.step + 1, fit.batch_size, self.trainer.merged.config)
+
+    def _context_of(self, fit: _Fit, run: loop.Run) -> FitContext:
+        backend = self.backend
+        return FitContext(backend.model, backend.users_optimizer, run.config, fit.run.path.absolute(), run.stop)
 
     def _note_failure(self, fit: _Fit, error: BaseException) -> None:
         for callback in fit.callbacks:
@@ -220,8 +225,8 @@ class Session:
         state = store.load(path)
         self._is_saved = path.parent == store.directory
         self._checkpoint = path if self._is_saved else None
-        if state.stop_reason != "early_stopping" or self.context.restart_count == 0:
-            state.stop_reason = None
+        if self.context.restart_count == 0 or not is_stopped_by_callback(state):
+            state.stop_reason = None  # a restart of what a callback had stopped has nothing left to do
         for name in load_states(callbacks, state.callbacks):
             text = f"{path.name} holds the state of a callback {name}, and this run has none"
             self._reporter({"kind": "warning", "text": text})
@@ -304,7 +309,7 @@ class Session:
         if was_interrupted(state):
             fit.run.event("preempted", signal=int(str(state.stop_reason).split()[1]), step=state.step)
         else:
-            fit.run.event("finished", step=state.step, epoch=state.epoch_in_words)
+            fit.run.event("finished", step=state.step, epoch=state.epoch_in_words, stop_reason=state.stop_reason)
         self._write_report(fit)
         self._reporter({"kind": "finished", "lines": finished_lines(fit.run, state)})
 

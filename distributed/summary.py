@@ -22,6 +22,11 @@ def was_interrupted(state: TrainState) -> bool:
     return state.stop_reason is not None and state.stop_reason.startswith("signal ")
 
 
+def is_stopped_by_callback(state: TrainState) -> bool:
+    """Whether a callback ended the run."""
+    return state.stop_reason not in (None, "max_steps") and not was_interrupted(state)
+
+
 def started_lines(plan: ProcessPlan, context: WorkerContext, batch: BatchPlan, notices: Sequence[str]) -> list[str]:
     """Backend and processes, the batch equation, and each notice once."""
     processes = f"{context.world_size} process{'es' * (context.world_size > 1)}"
@@ -35,6 +40,8 @@ def finished_lines(run: RunDirectory, state: TrainState) -> list[str]:
     done = "stopped" if was_interrupted(state) else "finished"
     if state.stop_reason == "early_stopping":
         done = "stopped early, because the monitored metric no longer improved,"
+    elif is_stopped_by_callback(state):
+        done = f"stopped ({state.stop_reason})"
     line = f"{done} at step {state.step}, epoch {state.epoch_in_words}, in {state.total_time:.1f} s"
     return [f"{line}; best: {best}" if best else line, f"run directory: {run.path}"]
 

@@ -123,6 +123,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self._refuse()
         self.context: WorkerContext  # after `setup`
         self.model: Any = None  # the user's module, once it is prepared
+        self.optimizer: Any = None  # what updates it, once it is prepared for training
         self.batch_dependent: Sequence[str] = ()  # its parts whose output differs with the split of a batch; then known
         self.has_schedule = (
             False  # whether a schedule counts updates or epochs, see `scheduler_interval`; once it is prepared
@@ -161,6 +162,11 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def data_parallel_size(self) -> int:
         """Into how many slices a micro-batch is cut."""
         return self.plan.world_size * self.devices_per_process
+
+    @property
+    def users_optimizer(self) -> Any:
+        """The optimizer as the user knows it, once it is prepared for training."""
+        return self.optimizer
 
     @property
     def on_epoch(self) -> Callable[[Mapping[str, Any]], None] | None:

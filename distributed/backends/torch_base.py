@@ -212,6 +212,10 @@ class TorchBackend(Backend[OptionsT]):
         is_on_gpu = self._gradients.device.type == "cuda"
         return is_on_gpu and not self.precision.leaves_out and self.config.nan_policy != "skip"
 
+    @property
+    def users_optimizer(self) -> Any:
+        return getattr(self.optimizer, "keras", self.optimizer)  # a Keras optimizer has one of torch's around it
+
     def _prepare_losses(self, job: Job) -> None:
         """From batches to losses and metrics."""
         from distributed.backends._torch.averages import Averages

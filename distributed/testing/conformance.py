@@ -22,13 +22,14 @@ from distributed.parity import FIRST_LOSS, FLOORS, farthest
 from distributed.storage.manifest import step_name
 from distributed.storage.state_file import read_state
 from distributed.testing.adapter import Adapter
+from distributed.testing.jobs.cases import CUT_OFF, STOP_REASON
 from distributed.testing.running import Case, Ran, References, has_compiled, refused_cases
 
 EXACT = 1e-9
 SAME_EVERYWHERE = (
     "adamw", "sgd-schedule-clip-warmup", "accumulation", "accumulation-clip", "sum-count", "unreduced", "tiny-last",
     "empty-slices", "stream", "class-weights", "ignored", "epoch-schedule", "scaled-rate", "in-order", "kept", "recomputed",
-    "repeatable", "left-out", "stopped-early", "whole", "one-update", "one-clipped-update", "cut-off", "resumed",
+    "repeatable", "left-out", "stopped-early", "stopped-by-one", "whole", "one-update", "one-clipped-update", "cut-off", "resumed",
 )  # fmt: skip
 _NUMBERS = ("loss", "val_loss", "again", "predicted", "norms")
 _SEEDS = range(4)
@@ -99,6 +100,16 @@ def check_nan_is_left_out_everywhere(ran: Ran, references: References) -> None:
     """A NaN on one rank leaves the update out on all."""
     skipped = [rank["skipped"] for rank in ran.case("left-out").ranks]
     assert skipped == [[3]] * ran.world_size, f"{ran}: left out {skipped}"
+
+
+def check_stop_by_one(ran: Ran, references: References) -> None:
+    """A callback that asks on one rank ends training on all after that step, and finds what the context promises."""
+    for name, rank in enumerate(ran.case("stopped-by-one").ranks):
+        assert rank["stop_reason"] == STOP_REASON, f"{ran}: rank {name} stopped because of {rank['stop_reason']!r}"
+        assert all(rank["context"]), f"{ran}: rank {name} found {rank['context']} for model, optimizer and run_dir"
+    assert ran.case("stopped-by-one").numbers["steps"] == CUT_OFF, f"{ran}: not after the step that it was asked in"
+    result = json.loads((Path(ran.case("stopped-by-one").ranks[0]["run_dir"]) / "result.json").read_text())
+    assert (result["status"], result["stop_reason"]) == ("finished", STOP_REASON), f"{ran}: {result}"
 
 
 def check_bf16(ran: Ran, references: References) -> None:
@@ -249,6 +260,7 @@ _CHECKS: dict[str, Check] = {
     "clipping": check_clipping,
     "resume in the middle of an epoch": check_resume,
     "nan is left out everywhere": check_nan_is_left_out_everywhere,
+    "stop by one rank": check_stop_by_one,
     "bf16": check_bf16,
     "fp16": check_fp16,
     "recomputed": check_recomputed,

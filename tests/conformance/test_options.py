@@ -283,6 +283,14 @@ def test_max_steps_counts_updates(seen):
     assert seen["max-steps"]["steps"] == 5 and agrees(seen["max-steps"], by_hand([0.1] * 5))
 
 
+def test_one_rank_that_asks_in_a_step_stops_all_after_the_same_one(worlds, world):
+    ranks = worlds[world][0]["asked-in-a-step"]
+    assert {rank["stop_reason"] for rank in ranks} == {"asked in step 2"}
+    (steps,) = {rank["steps"] for rank in ranks}
+    assert steps == 2 if world == 1 else 2 <= steps < 4 * 10**4
+    assert ranks[0]["checkpoints"][-1] == f"step-{steps:08d}" and ranks[0]["rows"][-1]["step"] == steps
+
+
 def test_log_lines_come_every_n_updates_and_at_the_end_of_an_epoch(seen):
     assert [step for step, _, _ in seen["logged-by-threes"]["logged"]] == [3, 4, 6, 8]
 

@@ -1,8 +1,15 @@
-"""The state of callbacks in a checkpoint."""
+"""The state of callbacks in a checkpoint, and what their hooks may use."""
 
 from __future__ import annotations
 
-from distributed.callbacks import Callback, load_states, states
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from distributed.callbacks import Callback, FitContext, bound, load_states, states
+from distributed.config import DistributedConfig
+from distributed.errors import ConfigError
 
 
 class Counts(Callback):
@@ -30,3 +37,41 @@ def test_a_callback_finds_its_own_state_wherever_it_stands():
 def test_a_state_that_no_callback_takes_is_named():
     kept = states([Counts(1), Totals(2), Counts(3)])
     assert load_states([Counts()], kept) == ["Totals", "Counts:2"]
+
+
+def context(**given):
+    return FitContext(model=None, optimizer=None, config=DistributedConfig(), run_dir=Path("/runs/one"), **given)
+
+
+def test_outside_of_a_fit_the_context_is_an_error_that_says_so():
+    callback = Counts()
+    with pytest.raises(ConfigError, match=r"Counts.context is known while fit\(\) runs: use it in a hook"):
+        _ = callback.context
+    assert not hasattr(callback, "contexts")  # other names are plain AttributeErrors
+
+
+def test_the_context_is_there_for_the_fit_alone_also_where_that_fails():
+    callback, given = Counts(), context(stop=print)
+
+    def fit():
+        with bound([callback], given):
+            assert callback.context is given and callback.context.run_dir == Path("/runs/one")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fit()
+    with pytest.raises(ConfigError):
+        _ = callback.context
+
+
+def test_a_fit_within_a_hook_gives_the_outer_context_back():
+    callback, outer, inner = Counts(), context(stop=print), context(stop=print)
+    with bound([callback], outer):
+        with bound([callback], inner):
+            assert callback.context is inner
+        assert callback.context is outer
+
+
+def test_the_context_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        context(stop=print).run_dir = Path()

@@ -7,11 +7,13 @@ import itertools
 import json
 import math
 import random
+from pathlib import Path
 
 import numpy
 import pytest
 
-from distributed import ConfigError
+from distributed import ConfigError, DistributedConfig
+from distributed.callbacks import FitContext, bound
 from distributed.learning_rate import Divergence, LearningRateCurve
 from distributed.rate_search import LossRecorder, Request, _begin, _finish
 from distributed.state import TrainState
@@ -65,14 +67,15 @@ def test_four_times_the_best_smoothed_loss_has_diverged_and_one_bad_batch_has_no
 
 
 def test_the_end_of_a_search_holds_after_a_restart():
-    recorder, state = LossRecorder(), TrainState()
-    for loss in (1.0, 1.0, math.nan):
-        recorder.on_log(state, "train", {"loss": loss})
-    assert recorder.losses == [1.0, 1.0] and state.stop_reason == "diverged"
-    again, state = LossRecorder(), TrainState()
-    again.load_state_dict(recorder.state_dict())
-    again.on_train_start(state)
-    assert again.losses == [1.0, 1.0] and state.stop_reason == "diverged"
+    recorder, again, stopped = LossRecorder(), LossRecorder(), []
+    with bound([recorder, again], FitContext(None, None, DistributedConfig(), Path(), stopped.append)):
+        recorder.on_train_start(TrainState())
+        for loss in (1.0, 1.0, math.nan):
+            recorder.on_log(TrainState(), "train", {"loss": loss})
+        assert recorder.losses == [1.0, 1.0] and stopped == ["diverged"]
+        again.load_state_dict(recorder.state_dict())
+        again.on_train_start(TrainState())
+        assert again.losses == [1.0, 1.0] and stopped == ["diverged"] * 2
 
 
 def test_a_run_that_goes_on_takes_a_kept_curve_of_the_same_range_alone(tmp_path):

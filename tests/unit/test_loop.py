@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from distributed.callbacks import Callback, EarlyStopping
+from distributed.callbacks import Callback, EarlyStopping, FitContext, bound
 from distributed.checkpoint import CheckpointStore
 from distributed.common_step import CommonStep
 from distributed.errors import ConfigError, TrainingError
 from distributed.loggers.files import MetricsFile
-from distributed.loop import Run, evaluate, fit
+from distributed.loop import Run, evaluate
+from distributed.loop import fit as fit_loop
 from distributed.plan import BatchPlan, ProcessPlan
 from distributed.settings import Typed, merge
-from distributed.state import TrainState
+from distributed.state import TrainState, WorkerContext
 from distributed.testing import FakeBackend, FakeData, FakeOptions
+from tests.unit.test_common_step import Store
 
 BATCH = BatchPlan(2, 2, 1, 4)
 
@@ -62,25 +68,155 @@ def make(samples=10, state=None, callbacks=(), val=None, saved=None, shuffle=Tru
     return run
 
 
+def fit(run):
+    write = run.write_checkpoint
+
+    def written():  # as the session does it
+        is_written = write()
+        for callback in run.callbacks:
+            callback.on_checkpoint(run.state, Path("/runs/one"))
+        return is_written
+
+    run.write_checkpoint = written
+    with bound(run.callbacks, FitContext(None, None, run.config, Path("/runs/one"), run.stop)):
+        fit_loop(run)
+
+
 def timeless(row):
     return {name: value for name, value in row.items() if name != "samples_per_second"}
 
 
-class StopsAfter(Callback):
+class Stops(Callback):
+    """Asks to stop in `hook`, at `step`."""
+
+    def __init__(self, hook, step, reason="enough"):
+        def stop(state, *rest):
+            if state.step == step:
+                self.context.stop(reason)
+
+        setattr(self, hook, stop)
+
+
+class StopsAtStep(Callback):
     def __init__(self, step):
         self.step = step
 
-    def on_log(self, state, split, metrics):
+    def on_step_end(self, state, result):
         if state.step == self.step:
-            state.stop_reason = "enough"
+            self.context.stop("enough")
 
 
-def test_a_callback_may_end_training_within_an_epoch():
+STOPPED = {  # hook -> where it asks, and (step, epochs finished, rows) at the end: five updates an epoch
+    "on_train_start": (0, 0, 0, 0),
+    "on_log": (2, 2, 0, 1),
+    "on_times": (3, 3, 0, 1),
+    "on_checkpoint": (4, 4, 0, 1),
+    "on_epoch_end": (5, 5, 1, 1),
+}
+
+
+@pytest.mark.parametrize("hook", STOPPED)
+def test_a_callback_ends_training_from_any_hook(hook):
+    at, steps, epochs, rows = STOPPED[hook]
     saved = []
-    run = make(samples=20, callbacks=[StopsAfter(2)], saved=saved, log_every_n_steps=1)  # five updates an epoch
+    run = make(
+        samples=20,
+        callbacks=[Stops(hook, at)],
+        saved=saved,
+        val=FakeData(3, BATCH),
+        log_every_n_steps=1,
+        checkpoint_every_n_steps=4,
+    )
     fit(run)
-    assert (run.state.step, run.state.epoch, run.state.stop_reason) == (2, 0, "enough")
-    assert [state.step for state in saved] == [2]
+    state = run.state
+    assert (state.step, state.epoch, len(state.rows), state.stop_reason) == (steps, epochs, rows, "enough")
+    assert all("val_loss" in row for row in state.rows)  # what is cut off is validated, as with max_steps
+    assert (saved[-1].step, saved[-1].stop_reason) == (steps, "enough")
+
+
+def test_a_stop_at_the_end_of_a_step_holds_for_the_next_one_and_in_validation_lets_the_epoch_finish():
+    for step, epochs in ((2, 0), (5, 1)):
+        saved = []
+        run = make(
+            samples=20, callbacks=[StopsAtStep(step)], saved=saved, val=FakeData(20, BATCH), log_every_n_steps=100
+        )
+        fit(run)
+        assert (run.state.step, run.state.epoch, run.state.stop_reason) == (step, epochs, "enough")
+        assert len(run.state.rows) == 1 and saved[-1].stop_reason == "enough"
+
+
+def test_a_stop_goes_before_max_steps():
+    run = make(samples=20, callbacks=[Stops("on_log", 3)], log_every_n_steps=1, max_steps=3)
+    fit(run)
+    assert (run.state.step, run.state.stop_reason) == (3, "enough")
+
+
+def test_a_signal_after_a_stop_ends_the_validation_too():
+    class Both(StopsAtStep):
+        def on_step_end(self, state, result):
+            super().on_step_end(state, result)
+            run.common_step.request("signal 15")
+
+    run = make(
+        samples=20,
+        callbacks=[Both(5)],
+        val=FakeData(20, BATCH),
+        log_every_n_steps=100,
+        state=TrainState(step=4, samples_in_epoch=16),
+    )
+    fit(run)
+    assert (run.state.step, run.state.epoch, run.state.stop_reason) == (5, 0, "signal 15")
+
+
+@pytest.mark.parametrize("reason", ["", "signal 15", "max_steps", None, 3])
+def test_a_reason_that_says_nothing_or_something_else_is_refused(reason):
+    with pytest.raises(ConfigError, match="stop"):
+        fit(make(callbacks=[Stops("on_log", 1, reason)], log_every_n_steps=1))
+
+
+def test_one_rank_alone_stops_all_at_the_same_step():
+    """Two ranks in threads, with a backend whose reduce and gather are theirs."""
+    for hook, at, steps in (("on_epoch_end", 5, 5), ("on_log", 2, 2), ("on_train_start", 0, 0)):
+        ended, asked = stop_on_rank_1(Stops(hook, at))
+        assert ended == [(steps, "enough")] * 2, hook
+        assert len(set(asked)) == 1, "both ranks must have called the same collectives"
+    ended, _ = stop_on_rank_1(StopsAtStep(2), pause_s=0.002, epochs=10**6)  # met by the watcher, some steps later
+    assert ended[0] == ended[1] and ended[0][0] >= 2 and ended[0][1] == "enough"
+
+
+def stop_on_rank_1(callback, pause_s=0.0, **settings):
+    store, meeting, parts = Store(), threading.Barrier(2, timeout=20), [None, None]
+
+    def rank_of(rank):
+        run = make(samples=20, callbacks=[callback] if rank else [], **{"log_every_n_steps": 1, **settings})
+        run.backend.context = WorkerContext(rank, 2, rank, 2, 0, "cpu")
+        run.common_step = CommonStep(rank, 2, store, "fit", poll_s=0.01)
+        called = []
+
+        def gather(value):
+            called.append(sorted(value) if isinstance(value, dict) else "gather")
+            parts[rank] = value
+            meeting.wait()
+            both = list(parts)
+            meeting.wait()
+            return both
+
+        def train_step(group, step=run.backend.train_step):
+            time.sleep(pause_s)
+            meeting.wait()
+            return step(group)
+
+        run.backend.train_step, run.backend.gather = train_step, gather
+        run.backend.reduce = lambda sums: {name: sum(each[name] for each in gather(dict(sums))) for name in sums}
+        try:
+            fit(run)
+        finally:
+            run.common_step.close()
+        return (run.state.step, run.state.stop_reason), str(called)
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(rank_of, range(2)))
+    return [end for end, _ in ended], [called for _, called in ended]
 
 
 def test_hooks_come_in_order_and_the_last_step_is_saved():

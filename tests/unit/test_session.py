@@ -304,3 +304,28 @@ def test_every_fit_in_this_process_leaves_a_report(tmp_path):
 class FailsLate(Callback):
     def on_train_end(self, state):
         raise ZeroDivisionError
+
+
+class StopsInStep2(Callback):
+    def on_step_end(self, state, result):
+        self.seen = self.context
+        if state.step == 2:
+            self.context.stop("the loss is low enough")
+
+
+def test_a_run_that_a_callback_stops_is_finished_and_says_why(tmp_path, capsys):
+    callback = StopsInStep2()
+    fitted = trainer(None, callback, epochs=9)
+    history = fitted.fit(DATA, DATA)
+
+    assert (history.steps, history.stop_reason) == (2, "the loss is low enough")
+    result = results(tmp_path)[Path(history.run_dir).name]
+    assert (result["status"], result["stop_reason"]) == ("finished", "the loss is low enough")
+    assert result["checkpoint"] == "checkpoints/step-00000002" and history.rows[-1]["val_loss"] > 0
+    assert "stopped (the loss is low enough) at step 2" in capsys.readouterr().out
+    assert callback.seen.model is fitted.model and callback.seen.config.epochs == 9
+    assert callback.seen.run_dir == Path(history.run_dir).absolute()
+    assert callback.seen.optimizer.param_groups[0]["params"][0] is fitted.model.weight
+    with pytest.raises(ConfigError, match=r"StopsInStep2.context is known while fit"):
+        _ = callback.context
+    assert fitted.fit(DATA, DATA, epochs=1).steps > 2  # a further fit goes on

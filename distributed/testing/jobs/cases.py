@@ -26,6 +26,7 @@ from distributed import Callback, Trainer
 
 GLOBAL, RATE = 22, 1e-2
 UPDATES_PER_EPOCH, CUT_OFF = 5, 7  # the second update of the second epoch
+STOP_REASON = "the last rank has seen enough"
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 CLIP = 0.05
 BASE: dict[str, Any] = {
@@ -73,6 +74,7 @@ def cases(parts: Any) -> dict[str, dict[str, Any]]:
         "repeatable": {"deterministic": True, "model": parts.smooth},
         "left-out": {**parts.poisoned(), "nan_policy": "skip", "max_steps": 6},
         "stopped-early": {"epochs": 9, "early_stopping_patience": 1, "val": -1},
+        "stopped-by-one": {"stop_at": CUT_OFF},
         "whole": resumable(parts),
     }  # fmt: skip
 
@@ -80,14 +82,20 @@ def cases(parts: Any) -> dict[str, dict[str, Any]]:
 class Watch(Callback):
     """What the loop told this rank."""
 
-    def __init__(self, parts: Any) -> None:
+    def __init__(self, parts: Any, stop_at: int | None) -> None:
+        self.context_of_start: Any = None
         self.logged: list[Any] = []
         self.skipped: list[int] = []
         self.is_deterministic = False
-        self._parts = parts
+        self._parts, self._stop_at = parts, stop_at
+
+    def on_train_start(self, state: Any) -> None:
+        self.context_of_start = self.context
 
     def on_log(self, state: Any, split: str, metrics: Mapping[str, float]) -> None:
         self.logged.append([split, state.step, metrics["loss"], metrics.get("grad_norm", 0.0)])
+        if state.step == self._stop_at and RANK == WORLD - 1:
+            self.context.stop(STOP_REASON)
 
     def on_step_end(self, state: Any, result: Any) -> None:
         self.skipped += [state.step] * result.skipped
@@ -109,7 +117,7 @@ class Fits:
             del settings["learning_rate"]
         training = self.parts.samples(dtype, kind)
         validation = None if only_weights else self.parts.samples(dtype, kind, sign)
-        watch = Watch(self.parts)
+        watch = Watch(self.parts, settings.pop("stop_at", None))
         before = self.parts.counts()
         trainer = Trainer(built, callbacks=[watch], **settings)
         history = trainer.fit(self.parts.source(dtype, kind), validation)
@@ -120,7 +128,13 @@ class Fits:
             predicted = self.parts.numbers(trainer.predict(self.parts.samples(dtype)))
             after = {"predicted": predicted, "again": again["loss"], "accuracy": again["accuracy"]}
         trainer.save(self.out / f"{name}.safetensors")  # whole everywhere; trainer.model may hold this rank's part
+        given = watch.context_of_start
         seen = {
+            "context": [
+                given.model is trainer.model,
+                given.optimizer is not None,
+                given.run_dir.samefile(history.run_dir),
+            ],
             "logged": watch.logged,
             "skipped": watch.skipped,
             "stop_reason": history.stop_reason,

@@ -463,6 +463,14 @@ def checkpoints(**settings: Any) -> Any:
     return run
 
 
+class StopsInAStep(Callback):
+    """The last rank asks, in a hook after which no rank waits for another."""
+
+    def on_step_end(self, state: Any, result: Any) -> None:
+        if state.step == 2 and RANK == WORLD - 1:
+            self.context.stop("asked in step 2")
+
+
 OUT = Path(sys.argv[1]) if len(sys.argv) > 1 and __name__ == "__main__" else Path()
 CASES = {
     "plain": case(),
@@ -505,6 +513,9 @@ CASES = {
     "sparse": case(lambda: Embedded(True), loss_fn=pair, gradient_clipping=0.3, gradient_accumulation_steps=2),
     "dense": case(lambda: Embedded(False), loss_fn=pair, gradient_clipping=0.3, gradient_accumulation_steps=2),
     "max-steps": case(max_steps=5),
+    "asked-in-a-step": case(
+        epochs=10**4, log_every_n_steps=10**6, checkpoint_frequency=None, callbacks=[StopsInAStep()]
+    ),
     "seed-0": case(unseeded, shuffle=True),
     "seed-0-again": case(unseeded, shuffle=True, seed=0),
     "seed-1": case(unseeded, shuffle=True, seed=1),
