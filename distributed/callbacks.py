@@ -28,7 +28,7 @@ class FitContext:
         run_dir: absolute path of the run directory.
         stop: `stop(reason)` ends training. One call on any rank, in any hook, ends it on all ranks after the same step; the
             run counts as finished, saves a checkpoint at that step, and shows `reason` as its `stop_reason`. Asked for in
-            `on_train_start`, `on_log` of "train" or `on_epoch_end` it holds at once, in other hooks of a run of several
+            `on_train_start`, `on_log` or `on_epoch_end` it holds at once, in other hooks of a run of several
             processes within some tenths of a second.
     """
 

@@ -19,6 +19,12 @@ class ConfigError(DistributedError):
     exit_code = 2
 
 
+class ScriptError(ConfigError):
+    """The script is not valid Python; nothing was started. The exit code is python's own."""
+
+    exit_code = 1
+
+
 class ResourceError(DistributedError):
     """A backend, a library, a device or a port is missing."""
 

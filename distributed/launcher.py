@@ -9,11 +9,13 @@ import os
 import sys
 import tempfile
 import threading
+import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.errors import ConfigError, nearest
+from distributed.errors import ConfigError, ScriptError, nearest
 from distributed.launching.environment import (
     NodeEnvironment,
     WorkerEnvironment,
@@ -243,11 +245,13 @@ class LaunchRequest:
 
 
 def check_script(script: str) -> None:
-    """Raise ConfigError where `script` cannot be run, naming a file of a similar name where there is one."""
+    """Raise ConfigError where `script` cannot be run, naming a file of a similar name where there is one; ScriptError where
+    it does not compile."""
     path = Path(script)
     if path.is_file():
         if not os.access(path, os.R_OK):
             raise ConfigError(f"script {script!r} cannot be read: check its permissions")
+        _check_syntax(script, path.read_bytes())
         return
     if path.is_dir():
         raise ConfigError(f"script {script!r} is a directory: name the file with --script")
@@ -256,6 +260,19 @@ def check_script(script: str) -> None:
     raise ConfigError(
         f"script {script!r} does not exist{hint}: check --script, the working directory is {str(Path.cwd())!r}"
     )
+
+
+def _check_syntax(script: str, source: bytes) -> None:
+    """Raise ScriptError with Python's own words where `source` does not compile. Warnings are left to the workers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            compile(source, script, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:  # ValueError: a null byte, in Python 3.11
+            said = "".join(traceback.format_exception_only(error)).rstrip()
+            raise ScriptError(f"script {script!r} does not compile:\n{said}") from None
+        except (RecursionError, MemoryError):  # too deep for the compiler here: the workers will see
+            return
 
 
 def thread_count(local_processes: int) -> int:

@@ -84,7 +84,7 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
         have = "no GPU" if visible == 0 else f"{visible} GPU{'s' * (visible > 1)}"
         raise ResourceError(
             f"{wanted} GPU{'s' * (wanted > 1)} per node asked for, but this machine shows {have}:"
-            f" use --nproc-per-node {wanted} for CPU processes with gloo"
+            f" use {_flags_for_cpus(config, wanted)} for CPU processes with gloo"
         )
     if wants_gpu:
         device, processes = "cuda", gpus or per_node or visible
@@ -104,6 +104,15 @@ def _may_share(config: DistributedConfig) -> bool:
     """Whether several processes may train on one GPU: NCCL refuses that, so gloo has to be asked for by name, and GPUs too."""
     row = backend_row(config.backend or default_backend(2))
     return row.shares_gpus and config.device == "cuda" and config.communication_backend == "gloo"
+
+
+def _flags_for_cpus(config: DistributedConfig, processes: int) -> str:
+    """What to type for `processes` CPU processes per node where GPUs were asked for, in the script too."""
+    flags = ["--device cpu"] if config.device == "cuda" else []
+    flags += [f"--{name.replace('_', '-')} 0" for name in ("num_gpus", "gpus_per_node") if getattr(config, name)]
+    if config.nproc_per_node is None and processes > 1:
+        flags.append(f"--nproc-per-node {processes}")
+    return " ".join(flags)
 
 
 def choose_backend(config: DistributedConfig, world_size: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -12,6 +14,7 @@ from distributed.cli.__main__ import run
 from distributed.cli.train import SETTINGS, make_parser, read_typed, train_parser
 from distributed.config import GROUPS, DistributedConfig, group_options
 from distributed.errors import DistributedError, ResourceError
+from distributed.launcher import check_script
 
 FLAGS = """
 --script --config --set --run-dir --resume --dry-run --help --token-file
@@ -140,7 +143,7 @@ WRONG = [
     ([*HERE, "--run-dir", "here.py"], 2, "run directory 'here.py' is no directory"),
     ([*HERE, "--run-dir", "."], 2, "run directory '.' is not empty"),
     ([*HERE, "--num-gpus", "6", "--num-nodes", "2", "--gpus-per-node", "4"], 2, "set num_gpus=8 or drop it"),
-    ([*HERE, "--num-gpus", "64"], 3, "use --nproc-per-node 64 for CPU processes with gloo"),
+    ([*HERE, "--num-gpus", "64"], 3, "use --num-gpus 0 --nproc-per-node 64 for CPU processes with gloo"),
     ([*HERE, "--num-nodes", "2", "--run-dir", "new"], 2, "needs the same master_port on every node"),
     ([*HERE, "--batch-size", "4", "--global-batch-size", "9"], 2, "global_batch_size=9 is not a multiple"),
 ]  # fmt: skip
@@ -184,6 +187,48 @@ def test_on_the_command_line_it_is_quick_and_loads_no_framework(run_python, tmp_
     assert done.stdout == "[]\n"
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: script 'gone.py' does not exist")
+
+
+@pytest.mark.parametrize("source", ["import os\nx = = 1\n", "if True:\nprint(1)\n", "print('open\n"])
+def test_a_script_that_is_no_python_is_what_python_says_of_it_and_nothing_starts(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text(source)
+    (tmp_path / "space.yaml").write_text("learning_rate: {loguniform: [1e-4, 1e-1]}\n")
+    said = subprocess.run([sys.executable, "bad.py"], capture_output=True, text=True, timeout=30).stderr.rstrip()
+    said = said.replace(f'"{tmp_path}/bad.py"', '"bad.py"')
+    assert 'File "bad.py", line ' in said
+    train = ["train", "--script", "bad.py", "--nproc-per-node", "2", "--device", "cpu"]
+    tune = ["tune", "--script", "bad.py", "--search-space", "space.yaml", "--num-samples", "2"]
+    for arguments in (train, [*train, "--dry-run"], tune, [*tune, "--dry-run"]):
+        with pytest.raises(DistributedError) as caught:
+            run(arguments)
+        assert caught.value.exit_code == 1
+        told = re.sub(r"\^+", "^", str(caught.value))  # from a file Python marks less of the line than from a text
+        assert told == re.sub(r"\^+", "^", f"script 'bad.py' does not compile:\n{said}")
+    assert names(tmp_path) == ["bad.py", "space.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [("distributed.cli.__main__", ["train", "--script"]), ("distributed.script_launcher", ["--nproc_per_node=2"])],
+)
+def test_a_syntax_error_is_known_before_a_framework_is_loaded(module, arguments, run_python, tmp_path):
+    (tmp_path / "bad.py").write_text("import torch\n\ndef f(:\n")
+    code = (
+        f"import atexit, sys; from {module} import main\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        f"sys.exit(main({[*arguments, 'bad.py']}))"
+    )
+    done = run_python(["-c", code], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "False\n"), done.output
+    assert 'File "bad.py", line 3' in done.stderr and "SyntaxError: invalid syntax" in done.stderr
+    assert "Traceback" not in done.output and names(tmp_path) == ["bad.py"]
+
+
+def test_a_warning_of_the_compiler_is_the_workers_to_give(tmp_path, recwarn):
+    (tmp_path / "odd.py").write_text("assert (1, 'always true')\n")
+    check_script(str(tmp_path / "odd.py"))
+    assert not recwarn.list
 
 
 def test_dry_run_says_everything_and_starts_nothing(capsys, tmp_path, monkeypatch):

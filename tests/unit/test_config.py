@@ -395,7 +395,7 @@ def test_processes_follow_the_machine_unless_they_are_given():
         (8, {"num_gpus": 3, "num_nodes": 2}, ConfigError, "num_gpus=3"),
         (8, {"gpus_per_node": 2, "nproc_per_node": 4}, ConfigError, "nproc_per_node=4"),
         (8, {"num_gpus": 2, "device": "cpu"}, ConfigError, "device='cpu'"),
-        (0, {"num_gpus": 4}, ResourceError, "--nproc-per-node 4"),
+        (0, {"num_gpus": 4}, ResourceError, "--num-gpus 0 --nproc-per-node 4"),
         (0, {"device": "cuda"}, ResourceError, "no GPU"),
         (2, {"num_gpus": 4}, ResourceError, "shows 2 GPUs"),
         (0, {"backend": "single", "nproc_per_node": 2}, ConfigError, "pytorch-ddp"),
@@ -405,6 +405,34 @@ def test_processes_that_do_not_fit_are_an_error_with_the_fix(gpus, given, kind, 
     with pytest.raises(kind) as caught:
         processes(gpus=gpus, **given)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"device": "cuda"},
+        {"device": "cuda", "nproc_per_node": 1},
+        {"device": "cuda", "nproc_per_node": 3},
+        {"num_gpus": 4},
+        {"num_gpus": 4, "nproc_per_node": 4},
+        {"num_gpus": 4, "num_nodes": 2, "device": "cuda"},
+        {"gpus_per_node": 2, "num_nodes": 2},
+        {"num_gpus": 4, "gpus_per_node": 2, "num_nodes": 2},
+    ],
+)
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_what_the_error_advises_where_gpus_are_missing_works(gpus, given):
+    config = DistributedConfig(**given)
+    if gpus == 1 and given in ({"device": "cuda"}, {"device": "cuda", "nproc_per_node": 1}):
+        assert processes(gpus, **given)[3] == "cuda"
+        return
+    with pytest.raises(ResourceError) as caught:
+        processes(gpus, **given)
+    advised = re.findall(r"--([\w-]+) (\w+)", str(caught.value))
+    typed = {name.replace("-", "_"): int(value) if value.isdecimal() else value for name, value in advised}
+    assert typed.items() - given.items(), "it advises what was asked for already"
+    wanted = config.nproc_per_node or (config.num_gpus or 0) // config.num_nodes or config.gpus_per_node or 1
+    assert processes(gpus, **given | typed)[1:] == (config.num_nodes, wanted, "cpu")
 
 
 # the registry
