@@ -38,6 +38,7 @@ _FOR_ANY_SCRIPT = frozenset({
     "master_port", "timeout_s", "start_timeout", "monitor_interval", "max_restarts", "restart_on_exception", "seed",
     "verbose",
 })  # fmt: skip
+_MOST_PER_CORE = 4  # processes, before a start is warned of
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -280,8 +281,23 @@ def thread_count(local_processes: int) -> int:
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdigit() and int(given) > 0:
         return int(given)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(1, local_processes))
+    return max(1, _cores() // max(1, local_processes))
+
+
+def crowding(local_processes: int) -> str | None:
+    """A warning where this machine gets far more processes than it has cores; else None."""
+    cores = _cores()
+    if local_processes <= _MOST_PER_CORE * cores:
+        return None
+    return (
+        f"{local_processes} processes share {cores} core{'s' * (cores > 1)}, more than {_MOST_PER_CORE} on each:"
+        " they start slowly and wait for each other; lower --nproc-per-node"
+    )
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def set_missing(environ: Mapping[str, str]) -> None:

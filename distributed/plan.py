@@ -49,6 +49,15 @@ class BatchPlan:
         )
 
 
+def starting_line(plan: ProcessPlan, *, is_chosen: bool = True) -> str:
+    """What starts now and what of it takes long. The backend is left out where nobody chose it: the script still may."""
+    workers = f"starting {plan.nproc_per_node} worker{'s' * (plan.nproc_per_node > 1)}"
+    if not is_chosen:
+        return f"{workers} ({plan.device})"
+    note = backend_row(plan.backend).start_note
+    return f"{workers} ({plan.backend}, {plan.device})" + (f": {note}" if note else "")
+
+
 def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | None = None) -> ProcessPlan:
     """Processes, device and backend out of the resource settings. Arithmetic first, then what the machine has."""
     nodes = config.num_nodes

@@ -26,7 +26,7 @@ from distributed.launcher import LaunchRequest, start_launcher
 from distributed.launching.exposure import warnings_of
 from distributed.loggers import environ_of_workers
 from distributed.monitor import check_monitor
-from distributed.plan import plan_batch
+from distributed.plan import plan_batch, starting_line
 from distributed.reporter import Reporter
 from distributed.run_dir import RunDirectory, choose_run_dir
 from distributed.settings import MergedConfig
@@ -223,7 +223,7 @@ def _request(trainer: Trainer, merged: MergedConfig, run: RunDirectory, payload:
         before_script=row.before_script, environ={**row.environ, **environ_of_workers(merged)}, max_restarts=config.max_restarts,
         restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
         start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose,
-        started_lines=(*merged.notices, *warnings_of(config, plan)),
+        started_lines=(*merged.notices, *warnings_of(config, plan), starting_line(plan)),
         launcher=trainer.backend.launcher, launcher_options=trainer.backend.launcher_options(),
     )  # fmt: skip
 

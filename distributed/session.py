@@ -26,6 +26,7 @@ from distributed.errors import ConfigError, DistributedError, TrainingInterrupte
 from distributed.interrupts import save_by_the_clock, stop_on_signals
 from distributed.launcher import launched_by, link
 from distributed.launching.epochs import Caller, Epochs
+from distributed.launching.processes import raise_kept
 from distributed.loggers import LoggedFit, Logger, loggers_of
 from distributed.monitor import check_monitor
 from distributed.out_of_memory import is_out_of_memory, out_of_memory
@@ -71,6 +72,7 @@ class Session:
         is_shown = trainer.is_main_process and not trainer.is_search  # whose epochs are no news either
         self._reporter = Reporter(is_shown, trainer.merged.config.verbose)
         self.backend.report = self._reporter
+        raise_kept()  # a Ctrl-C that an import of the script swallowed: the other ranks may have left
         self.context: WorkerContext = self.backend.setup()
         atexit.register(_teardown, weakref.ref(self.backend))
         self.files = TrainerFiles(trainer, self.backend, self.context, self._reporter)

@@ -49,7 +49,7 @@ class BackendRow:
     # What its workers have in their environment before the script runs, where the user has not set it: Keras asks for its
     # engine when it is imported, and cannot change it afterwards.
     environ: Mapping[str, str] = field(default_factory=lambda: {"KERAS_BACKEND": "torch"})
-
+    start_note: str = ""  # what takes long before its workers show anything, for the line that says they start
     listens: str = ""  # what its workers open to others, and cannot close, where there are several: shown as a warning
 
     @property
@@ -99,7 +99,7 @@ REGISTRY: dict[str, BackendRow] = {
             "ray", "distributed.backends.ray", "RayBackend", "ray", _TORCH_PRELOAD, ("torch", "ray"),
             "pip install 'distributed-trainer[ray]'",
             "Ray Train starts the processes, on its own or an existing cluster; the step is DDP's or FSDP2's",
-            for_launcher=("cpus_per_worker",),
+            for_launcher=("cpus_per_worker",), start_note="Ray itself starts first, in up to half a minute",
             peers={
                 "resources_per_worker": "use {ray.cpus_per_worker}",
                 "scaling_config": "use {nproc_per_node}, {num_gpus} and {ray.cpus_per_worker}",
@@ -114,6 +114,7 @@ REGISTRY: dict[str, BackendRow] = {
             peers={"deepspeed_plugin": "use {deepspeed.zero_stage} or {deepspeed.deepspeed_config}"},
             instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
             before_script="distributed.backends._deepspeed.loading:before_script",
+            start_note="importing DeepSpeed takes some seconds",
         ),
         BackendRow(
             "horovod", "distributed.backends.horovod", "HorovodBackend", "horovod", _TORCH_PRELOAD, ("torch", "horovod"),
@@ -128,6 +129,7 @@ REGISTRY: dict[str, BackendRow] = {
             peers={"strategy": "use {backend}; TensorFlow's own strategy is {tensorflow.strategy}"},
             before_script="distributed.backends._tensorflow.start:before_script",
             listens="TensorFlow's workers listen on all interfaces, and whoever connects can read and write files as you",
+            start_note="importing TensorFlow can take half a minute",
             environ={"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"},
         ),
     )

@@ -30,7 +30,7 @@ from distributed.launcher import (
 )
 from distributed.launching.exposure import warnings_of
 from distributed.launching.listening import listen_at
-from distributed.plan import ProcessPlan, choose_backend, plan_batch, plan_processes
+from distributed.plan import ProcessPlan, choose_backend, plan_batch, plan_processes, starting_line
 from distributed.run_dir import RunDirectory, choose_run_dir
 from distributed.settings import MergedConfig, Typed, merge
 from distributed.storage.manifest import check_source
@@ -226,7 +226,8 @@ def _request(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str
     config = merged.config
     where = run_dir if run_dir is not None else str(choose_run_dir(_script(typed)))
     row = row_in_use(config, plan.backend)
-    lines = [*merged.notices, *warnings_of(config, plan), _plan_line(plan), f"run directory: {where}"]
+    starting = starting_line(plan, is_chosen=config.backend is not None)
+    lines = [*merged.notices, *warnings_of(config, plan), _plan_line(plan), f"run directory: {where}", starting]
     return LaunchRequest(
         run_dir=where, typed=dataclasses.replace(typed, notices=()), script=typed.script, script_args=typed.script_args,
         resume=resume, nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes, node_rank=config.node_rank,

@@ -144,8 +144,6 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
     """Run the workers of this node to their end and show what happened; returns the exit code, told to the launcher."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     display = display_of(request)
-    if request.started_lines:
-        display.handle({"kind": "started", "lines": list(request.started_lines)})
     code = 1
     try:
         with tempfile.TemporaryDirectory(prefix="distributed-") as directory:

@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from distributed.launcher import LaunchRequest, check_script, set_thread_variables
+from distributed.launcher import LaunchRequest, check_script, crowding, set_thread_variables
 from distributed.launching.processes import STOP_SIGNALS, die_with_parent
 from distributed.launching.stopping import Signals, Stop
+from distributed.loggers.notebook import display_of
 from distributed.run_dir import RunDirectory
 
 _AGENT_GRACE_S = 10.0  # for the agent to print and leave once every worker is gone
@@ -32,6 +33,7 @@ def serve(request: LaunchRequest) -> int:
     """Run the job of `request` from this single-threaded process; returns the exit code."""
     run = RunDirectory(request.run_dir)
     _check(request, run)
+    _say_start(request)
     set_thread_variables(request.nproc_per_node)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart can read stale addresses
     if {**request.typed.file, **request.typed.flag}.get("profile"):
@@ -58,6 +60,15 @@ def _check(request: LaunchRequest, run: RunDirectory) -> None:
     if request.node_rank == 0:  # the others write into it once they have joined node 0
         run.check(resume=request.resume)
         run.lock()
+
+
+def _say_start(request: LaunchRequest) -> None:
+    """What starts, before the first import that takes long."""
+    display = display_of(request)
+    if request.started_lines:
+        display.handle({"kind": "started", "lines": list(request.started_lines)})
+    if text := crowding(request.nproc_per_node):
+        display.handle({"kind": "warning", "text": text})
 
 
 def _agent(
@@ -103,6 +114,7 @@ class ForkServer:
     def __init__(self, request: LaunchRequest, channel: socket.socket, agent: int, signals: Signals) -> None:
         self._request, self._channel, self._agent, self._signals = request, channel, agent, signals
         self._workers: dict[int, int] = {}  # process id -> local rank
+        self._num_begun = 0  # workers, of all attempts
         self._stop = Stop(request.timeout_s)
         self._code: int | None = None  # what the agent says the run ends with
         self._agent_status: int | None = None
@@ -178,6 +190,7 @@ class ForkServer:
             with contextlib.suppress(OSError):  # the child does it too; whoever comes first
                 os.setpgid(pid, pid)
             self._workers[pid] = order["local_rank"]
+            self._num_begun += 1
         for fd in fds:
             os.close(fd)
 
@@ -221,9 +234,11 @@ class ForkServer:
         if number not in STOP_SIGNALS:
             return
         if is_first := self._stop.note(number):
+            # As long as workers are missing nobody has trained: there is nothing to save, and many take long to leave.
+            is_starting = self._num_begun % self._request.nproc_per_node > 0
             for pid in self._workers:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, self._stop.signum)
+                    os.kill(pid, signal.SIGKILL if is_starting else self._stop.signum)
         if is_first or number == signal.SIGINT:
             self._tell(op="stop", signum=self._stop.signum, is_first=is_first, interrupts=self._stop.interrupts)
 

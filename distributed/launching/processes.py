@@ -34,6 +34,11 @@ class _Interrupts:
         signal.default_int_handler(number, frame)
 
 
+def keep_interrupts() -> None:
+    """From here on `raise_kept` raises a Ctrl-C that something swallowed. Main thread only."""
+    signal.signal(signal.SIGINT, _Interrupts())
+
+
 @contextlib.contextmanager
 def interrupts_kept() -> Iterator[None]:
     """A Ctrl-C within it is raised by `raise_kept`, or at its end, where nobody heard of it: the import of a C extension may swallow

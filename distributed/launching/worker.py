@@ -35,7 +35,7 @@ from distributed.launcher import (
 )
 from distributed.launching import worker_store
 from distributed.launching.causes import full_traceback, short_traceback
-from distributed.launching.processes import flush_c_streams
+from distributed.launching.processes import flush_c_streams, keep_interrupts
 from distributed.launching.sharing import ways_out
 from distributed.loggers import environ_of_run
 from distributed.settings import Typed
@@ -46,6 +46,7 @@ Report = Callable[[dict[str, Any]], None]
 def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) -> int:
     """The life of a forked worker. `order` holds its environment, `fds` its stdout, stderr and control pipe."""
     _take_streams(fds)
+    keep_interrupts()
     os.environ.update(order["environ"])
     set_missing(request.environ)
     set_missing(environ_of_run(Path(request.run_dir)))

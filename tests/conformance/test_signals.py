@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -180,3 +181,35 @@ def test_a_finished_run_never_exits_non_zero(run_python, tmp_path):
     assert done.returncode == 0, done.output
     assert done.stdout.count("0, ") + 1 == int(count)
     assert "terminate called" not in done.output
+
+
+STUBBORN = """
+import os, pathlib, signal, sys
+pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+while True:  # as an import that takes long
+    pass
+"""
+ON_ONE_CORE = (
+    "import os, sys; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); os.execv(sys.executable, sys.argv[1:])"
+)
+
+
+def test_ctrl_c_while_many_workers_are_starting_ends_them_all_in_seconds(start, tmp_path):
+    """The first ones take the processor, so that the others are not there yet; none of them would leave by itself."""
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    train = [*CLI, "train", "--script", "stubborn.py", "--nproc-per-node", "48", "--device", "cpu", "--", str(begun)]
+    command = start([sys.executable, "-c", ON_ONE_CORE, *train], cwd=tmp_path)
+    command.wait_for(lambda: len(list(begun.iterdir())) >= 8)
+    assert "starting 48 workers (cpu)" in command.output
+    assert "warning: 48 processes share 1 core, more than 4 on each" in command.output
+
+    asked = time.monotonic()
+    command.signal(signal.SIGINT)
+    done = command.finish(30)
+
+    assert done.returncode == 130 and "Traceback" not in done.output, done.output
+    assert len(list(begun.iterdir())) < 48, "all had begun: this test shows nothing"
+    assert time.monotonic() - asked < 3 + min(10, os.getloadavg()[0])  # others use the machine too

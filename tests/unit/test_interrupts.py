@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from distributed.launching.processes import interrupts_kept, raise_kept
+from distributed import Trainer
+from distributed.launching.processes import interrupts_kept, keep_interrupts, raise_kept
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +82,15 @@ def test_a_fit_that_begins_starts_no_workers_then(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(Data())
     assert list(tmp_path.rglob("rank-*.log")) == []
+
+
+def test_a_worker_that_swallowed_it_joins_nobody(monkeypatch):
+    joined = []
+    monkeypatch.setattr("distributed.backends.single.SingleBackend.setup", lambda self: joined.append(1))
+    keep_interrupts()
+    swallow()
+    trainer = Trainer(lambda: None, device="cpu")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit([1])
+    assert not joined
+    signal.signal(signal.SIGINT, signal.default_int_handler)

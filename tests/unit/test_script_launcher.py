@@ -10,6 +10,8 @@ import pytest
 
 import distributed
 from distributed import ConfigError, DistributedLauncher, LaunchConfig, launch_distributed_training, script_launcher
+from distributed.launcher import crowding
+from distributed.plan import ProcessPlan, starting_line
 from distributed.script_launcher import parse
 
 
@@ -105,3 +107,17 @@ def test_a_launch_names_a_stale_rank_0_and_leaves_the_callers_environment(reques
 
 def test_every_exported_name_is_there():
     assert {name for name in distributed.__all__ if not hasattr(distributed, name)} == set()
+
+
+def test_more_than_four_processes_of_a_core_are_warned_of(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    assert crowding(8) is None
+    assert crowding(200).startswith("200 processes share 2 cores, more than 4 on each: they start slowly")
+
+
+def test_the_start_names_the_backend_that_was_chosen_and_what_takes_long():
+    assert starting_line(ProcessPlan(1, 2, "cpu", "pytorch-ddp")) == "starting 2 workers (pytorch-ddp, cpu)"
+    assert starting_line(ProcessPlan(1, 1, "cpu", "single"), is_chosen=False) == "starting 1 worker (cpu)"
+    for name, word in {"ray": "Ray", "deepspeed": "DeepSpeed", "tensorflow": "TensorFlow"}.items():
+        line = starting_line(ProcessPlan(1, 2, "cuda", name))
+        assert line.startswith(f"starting 2 workers ({name}, cuda): ") and word in line and len(line) < 90
