@@ -212,4 +212,4 @@ def test_ctrl_c_while_many_workers_are_starting_ends_them_all_in_seconds(start, 
 
     assert done.returncode == 130 and "Traceback" not in done.output, done.output
     assert len(list(begun.iterdir())) < 48, "all had begun: this test shows nothing"
-    assert time.monotonic() - asked < 3 + min(10, os.getloadavg()[0])  # others use the machine too
+    assert time.monotonic() - asked < 4.5  # three on a machine of its own; without the kill five and more
