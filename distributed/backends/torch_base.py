@@ -175,7 +175,9 @@ class TorchBackend(Backend[OptionsT]):
         self._prepare_updates(job, batch, notices.append)
         self._prepare_losses(job)
         if self.mixed_precision != "no":
-            notices.append(f"mixed precision {self.mixed_precision} on {self.device.type}")
+            is_slow = self.mixed_precision == "fp16" and self.device.type == "cpu"
+            advice = ", where it is many times slower than float32: set mixed_precision='bf16'" if is_slow else ""
+            notices.append(f"mixed precision {self.mixed_precision} on {self.device.type}{advice}")
         self.batch_dependent = split = self.kind.batch_dependent()
         if split:
             notices.append(

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _SHORT_NAMES = {"learning_rate": "lr"}
 _NOT_METRICS = {"epoch", "epochs", "step", "samples_per_second", "learning_rate"}
 _GAP = "  "
-_NEEDED = ("epoch", "samples/s", "loss", "ETA", "step")  # of a line that is too long, the first goes first
+_NEEDED = ("elapsed", "epoch", "samples/s", "loss", "ETA", "step")  # of a line that is too long, the first goes first
 _SHORTEST_BAR = 8
 _PLAIN = str.maketrans("━─", "#-")  # a bar where the terminal has no other letters than a typewriter
 
@@ -167,15 +168,20 @@ def wrapped(line: str, width: int) -> str:
 
 
 def progress_parts(event: Mapping[str, Any]) -> list[str]:
-    """`step 50/230`, `epoch 1/5`, the metrics, `1234 samples/s` and `ETA 12 s`: what the event knows of these."""
+    """`step 50/230`, `epoch 1/5`, the metrics, `1234 samples/s` and `3 s, ETA 12 s`: what the event knows of these."""
     counts = (("step", "total_steps"), ("epoch", "epochs"))
     parts = [_of(name, event.get(name), event.get(total)) for name, total in counts]
     parts += [f"{_SHORT_NAMES.get(name, name)} {number(value)}" for name, value in (event.get("metrics") or {}).items()]
     if (rate := event.get("samples_per_second")) is not None:
         parts.append(f"{rate:.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s")
-    if (eta := event.get("eta_s")) is not None:
-        parts.append(f"ETA {duration(eta)}")
+    parts.append(_times(event.get("elapsed_s"), event.get("eta_s")))
     return [part for part in parts if part]
+
+
+def _times(elapsed_s: float | None, eta_s: float | None) -> str:
+    if eta_s is None:
+        return "" if elapsed_s is None else f"elapsed {duration(elapsed_s)}"
+    return ("" if elapsed_s is None else f"{duration(elapsed_s)}, ") + f"ETA {duration(eta_s)}"
 
 
 def epoch_line(row: Mapping[str, Any]) -> str:
@@ -247,6 +253,7 @@ class _TerminalBar:
         self._stream = stream
         self._console: Console = Console(file=stream, highlight=False, soft_wrap=True)
         self._event: Mapping[str, Any] = {}
+        self._shown_at = 0.0
         self._live: Live = Live(
             get_renderable=self._line, console=self._console, transient=True, refresh_per_second=8,
             redirect_stdout=False, redirect_stderr=False,
@@ -254,7 +261,7 @@ class _TerminalBar:
         self._live.start()
 
     def show(self, event: Mapping[str, Any]) -> None:
-        self._event = event
+        self._event, self._shown_at = event, monotonic()
 
     def print(self, text: str) -> None:
         self._console.print(printable(text, self._stream), markup=False, highlight=False, emoji=False)
@@ -265,7 +272,12 @@ class _TerminalBar:
     def _line(self) -> Any:
         from rich.text import Text
 
-        line = bar_line(self._event, self._console.width)
+        event = self._event
+        if (
+            elapsed := event.get("elapsed_s")
+        ) is not None:  # a step may take longer than anybody waits for a sign of life
+            event = {**event, "elapsed_s": elapsed + monotonic() - self._shown_at}
+        line = bar_line(event, self._console.width)
         return Text(printable(line, self._stream), no_wrap=True, overflow="crop")
 
 

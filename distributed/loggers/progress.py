@@ -65,7 +65,8 @@ class ProgressLogger(Callback):
         eta = seconds / done * (total - state.step) if total is not None and done > 0 else None
         return {
             "step": state.step, "total_steps": total, "epoch": min(state.epoch + 1, self._config.epochs), "epochs": self._config.epochs,
-            "metrics": self._metrics, "samples_per_second": self._rate, "eta_s": eta,
+            "metrics": self._metrics, "samples_per_second": self._rate,
+            "elapsed_s": seconds, "eta_s": eta,
         }  # fmt: skip
 
     def _total_steps(self, state: TrainState) -> int | None:

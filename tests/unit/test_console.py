@@ -10,7 +10,7 @@ import pytest
 
 from distributed.config import DistributedConfig
 from distributed.launcher import LaunchRequest
-from distributed.loggers import notebook
+from distributed.loggers import console, notebook
 from distributed.loggers.console import Display, bar_line, duration, number
 from distributed.loggers.progress import ProgressLogger
 from distributed.settings import Typed
@@ -18,9 +18,9 @@ from distributed.state import StepResult, TrainState
 
 EVENT = {
     "kind": "log", "step": 50, "total_steps": 230, "epoch": 1, "epochs": 5,
-    "metrics": {"loss": 0.12341, "learning_rate": 1e-3}, "samples_per_second": 1234.4, "eta_s": 12.2,
+    "metrics": {"loss": 0.12341, "learning_rate": 1e-3}, "samples_per_second": 1234.4, "elapsed_s": 3.4, "eta_s": 12.2,
 }  # fmt: skip
-LINE = "step 50/230  epoch 1/5  loss 0.1234  lr 1e-3  1234 samples/s  ETA 12 s\n"
+LINE = "step 50/230  epoch 1/5  loss 0.1234  lr 1e-3  1234 samples/s  3 s, ETA 12 s\n"
 
 
 class Terminal(io.StringIO):
@@ -107,7 +107,7 @@ def test_what_a_short_line_leaves_out_is_other_metrics():
 
     line = bar_line({**EVENT, "step": 1000, "total_steps": 23000, "metrics": metrics}, 80)
 
-    assert line.split("  ")[1:] == ["step 1000/23000", "epoch 1/5", "loss 0.1", "1234 samples/s", "ETA 12 s"]
+    assert line.split("  ")[1:] == ["step 1000/23000", "epoch 1/5", "loss 0.1", "1234 samples/s", "3 s, ETA 12 s"]
 
 
 def test_a_terminal_that_cannot_move_gets_lines(monkeypatch):
@@ -117,6 +117,25 @@ def test_a_terminal_that_cannot_move_gets_lines(monkeypatch):
     display.handle({**EVENT, "kind": "progress"})
     display.handle(EVENT)
     assert " ".join(stream.getvalue().split()) == " ".join(LINE.split())
+
+
+def test_where_no_end_is_known_the_line_says_how_long_it_has_gone():
+    event = {**EVENT, "total_steps": None, "eta_s": None, "elapsed_s": 200}
+    assert bar_line(event, 80).endswith("1234 samples/s  elapsed 3 min 20 s")
+    assert "elapsed" not in bar_line(event, 40) and "loss" in bar_line(event, 40)
+
+
+def test_the_time_in_the_bar_goes_on_between_two_events(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(console, "monotonic", lambda: now[0])
+    bar = console._TerminalBar(Terminal())
+    try:
+        bar.show({**EVENT, "elapsed_s": 3.4})
+        assert "3 s, ETA 12 s" in bar._line().plain
+        now[0] += 60
+        assert "1 min 03 s, ETA 12 s" in bar._line().plain
+    finally:
+        bar.stop()
 
 
 def test_the_bar_fills():
@@ -137,7 +156,7 @@ def test_a_terminal_without_unicode_gets_a_plain_bar(monkeypatch):
     display.close()
 
     text = buffer.getvalue().decode("latin-1")
-    assert "###---" in text and "größer ?\n" in text
+    assert "##---" in text and "größer ?\n" in text
 
 
 def test_a_terminal_shows_output_above_the_bar(monkeypatch):
@@ -218,6 +237,7 @@ def test_the_bar_keeps_the_throughput_of_the_last_log_line():
     progress._next = 0.0
     progress.on_step_end(TrainState(step=3), StepResult([]))
 
+    assert all(0 <= each["elapsed_s"] < 60 for each in told)
     assert [(each["kind"], each["samples_per_second"]) for each in told] == [
         ("progress", None), ("log", 64.0), ("progress", 64.0),
     ]  # fmt: skip

@@ -329,3 +329,11 @@ def test_a_run_that_a_callback_stops_is_finished_and_says_why(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"StopsInStep2.context is known while fit"):
         _ = callback.context
     assert fitted.fit(DATA, DATA, epochs=1).steps > 2  # a further fit goes on
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_fp16_on_a_cpu_is_said_to_be_slow_and_bf16_is_named(kind, capsys):
+    trainer(mixed_precision=kind, max_steps=1).fit(DATA)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "mixed precision" in line)
+    slow = "mixed precision fp16 on cpu, where it is many times slower than float32: set mixed_precision='bf16'"
+    assert line == {"fp16": slow, "bf16": "mixed precision bf16 on cpu"}[kind]
