@@ -218,6 +218,7 @@ class LaunchRequest:
     start_timeout: float = 600.0  # seconds all nodes may take to join
     timeout_s: float = 300.0  # seconds workers may take to end after a signal
     verbose: bool = True
+    again: str = ""  # the command that goes on with this run, shown where a signal ended it
     live: bool | None = None  # a progress bar: None where the output is a terminal
     started_lines: tuple[str, ...] = ()  # shown once, before the workers start
     launcher: str = "distributed.launching.forkserver"  # the module whose `serve` starts and watches the workers

@@ -31,7 +31,7 @@ from distributed.reporter import Reporter
 from distributed.run_dir import RunDirectory, choose_run_dir
 from distributed.settings import MergedConfig
 from distributed.state import History
-from distributed.summary import read_result
+from distributed.summary import read_result, resume_lines, resume_setting
 from distributed.trainer_files import is_trial_again, own_checkpoint_dir, script_name, take_run_dir
 
 if TYPE_CHECKING:
@@ -106,6 +106,9 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
     if code not in (0, _INTERRUPTED, _PREEMPTED):
         raise failure(code, run, events_before)
     history = _take_back(trainer, run, merged)
+    if code in (_INTERRUPTED, _PREEMPTED) and history is not None and not trainer.is_search:
+        text = resume_lines(resume_setting(Path(os.path.relpath(trainer._remote.checkpoint))))
+        Reporter(True, merged.config.verbose)({"kind": "notice", "text": text})
     if code == _INTERRUPTED:
         raise KeyboardInterrupt
     if history is None or code == _PREEMPTED:

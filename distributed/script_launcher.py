@@ -130,13 +130,15 @@ def launch_distributed_training(
 def main(arguments: Sequence[str]) -> int:
     """`python -m distributed.launcher`: runs the workers from this process; returns the exit code."""
     from distributed.cli.start import start
+    from distributed.cli.train import flags_of
 
     if not arguments or "--help" in arguments[:1] or "-h" in arguments[:1]:
         sys.stdout.write(_USAGE)
         return 0 if arguments else 2
     try:
         config, script, script_args = parse(arguments)
-        return start(_typed(config, script, script_args), run_dir=config.run_dir, resume=False, dry_run=False)
+        typed, words = _typed(config, script, script_args), flags_of(script, config.settings())
+        return start(typed, run_dir=config.run_dir, resume=False, dry_run=False, words=words)
     except DistributedError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

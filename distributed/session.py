@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import shlex
 import signal
 import threading
 import time
@@ -37,7 +38,15 @@ from distributed.run_dir import RunDirectory
 from distributed.settings import MergedConfig, for_evaluation
 from distributed.state import History, TrainState, WorkerContext
 from distributed.storage.agreement import Agreement
-from distributed.summary import Result, finished_lines, is_stopped_by_callback, started_lines, was_interrupted
+from distributed.summary import (
+    Result,
+    finished_lines,
+    is_stopped_by_callback,
+    resume_lines,
+    resume_setting,
+    started_lines,
+    was_interrupted,
+)
 from distributed.trainer_files import TrainerFiles
 
 if TYPE_CHECKING:
@@ -313,7 +322,15 @@ class Session:
         else:
             fit.run.event("finished", step=state.step, epoch=state.epoch_in_words, stop_reason=state.stop_reason)
         self._write_report(fit)
-        self._reporter({"kind": "finished", "lines": finished_lines(fit.run, state)})
+        self._reporter({"kind": "finished", "lines": [*finished_lines(fit.run, state), *self._resume_lines(fit)]})
+
+    def _resume_lines(self, fit: _Fit) -> list[str]:
+        """How to go on where a signal ended the fit; our launcher says it where there is one."""
+        if not was_interrupted(fit.state) or link() is not None or self._checkpoint is None:
+            return []
+        if self.trainer._given is not None:  # `train` under another launcher
+            return [resume_lines(f"the same command with --run-dir {shlex.quote(str(fit.run.path))} --resume")]
+        return [resume_lines(resume_setting(self._checkpoint))]
 
     def _write_report(self, fit: _Fit) -> None:
         """Our launcher does it where there is one: it knows how the run ended. A logger that sends files needs one now."""

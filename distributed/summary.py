@@ -27,6 +27,16 @@ def is_stopped_by_callback(state: TrainState) -> bool:
     return state.stop_reason not in (None, "max_steps") and not was_interrupted(state)
 
 
+def resume_lines(how: str) -> str:
+    """How to go on with a run that was interrupted, on a line of its own that no terminal breaks: it is to be copied."""
+    return f"to go on with it:\n  {how}"
+
+
+def resume_setting(checkpoint: Path) -> str:
+    """The same for a `fit` in code."""
+    return f"Trainer(..., resume_from_checkpoint={str(checkpoint)!r})"
+
+
 def started_lines(plan: ProcessPlan, context: WorkerContext, batch: BatchPlan, notices: Sequence[str]) -> list[str]:
     """Backend and processes, the batch equation, and each notice once."""
     processes = f"{context.world_size} process{'es' * (context.world_size > 1)}"

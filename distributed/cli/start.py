@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +48,12 @@ def start(
     dry_run: bool,
     world_size: int | None = None,
     rank: int | None = None,
+    words: Sequence[str] = (),
 ) -> int:
     """Run the typed job, here or in workers of our own; returns the exit code. Raises DistributedError first.
 
     `world_size` processes are started on this machine, or cut over its nodes; with `rank` this process is one of them.
+    `words`: flags of `train` that start it again, without its run directory and the script's own arguments.
     """
     this = None if rank is None else _this_worker(typed, world_size, rank)
     typed = _with_processes(typed if this is not None else _without_stale_rank(typed, world_size), world_size)
@@ -68,7 +72,15 @@ def start(
         RunDirectory(str(merged.config.checkpoint_dir), "checkpoint_dir", "--checkpoint-dir").check(resume=True)
     if merged.source("tensorboard_dir") == "flag":
         loggers.check_directories(merged)
-    return launch(request)
+    return launch(dataclasses.replace(request, again=_again(words, request)))
+
+
+def _again(words: Sequence[str], request: LaunchRequest) -> str:
+    """The command that goes on with the run."""
+    own = ["--", *request.script_args] if request.script_args else []
+    return shlex.join([
+        "python", "-m", "distributed.cli", "train", *words, "--run-dir", request.run_dir, "--resume", *own,
+    ])  # fmt: skip
 
 
 def launch_request(typed: Typed, run_dir: str | None) -> LaunchRequest:

@@ -82,7 +82,30 @@ def train(arguments: Sequence[str]) -> int:
     typed = read_typed(own["config"], flags, own["set"], own["script"], script_args)
     from distributed.cli.start import start
 
-    return start(typed, run_dir=own["run_dir"], resume=own["resume"], dry_run=own["dry_run"], **world)
+    words = _without_run(arguments[: len(arguments) - len(script_args)])
+    return start(typed, run_dir=own["run_dir"], resume=own["resume"], dry_run=own["dry_run"], words=words, **world)
+
+
+def _without_run(arguments: Sequence[str]) -> list[str]:
+    """The flags as they were typed, but for which run they are to go on with."""
+    kept: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        name, equals, _ = _dashed(word).partition("=")
+        if name == "--run-dir" and not equals:
+            waiting.pop(0)
+        elif name not in ("--run-dir", "--resume", "--"):
+            kept.append(word)
+    return kept
+
+
+def flags_of(script: str, settings: Mapping[str, Any]) -> list[str]:
+    """The flags that say `settings`."""
+    words = ["--script", script]
+    for name, value in settings.items():
+        words += [_flag(name), str(value)] if name in SETTINGS else ["--set", f"{name}={value}"]
+    return words
 
 
 def _world_number(name: str, text: str) -> int:

@@ -18,7 +18,7 @@ from distributed.launching.sharing import ways_out
 from distributed.launching.stopping import KILLING
 from distributed.loggers.console import Display
 from distributed.run_dir import RunDirectory
-from distributed.summary import add_warning
+from distributed.summary import add_warning, resume_lines
 
 # After the first sign of a failure: how long a better explanation is waited for. A lost connection is a consequence
 # of something that another rank, or the kernel, is about to report.
@@ -220,6 +220,10 @@ class Verdicts:
         cause = self.cause
         if code == 0:
             self._warn_of_unshared_work()
+        if (
+            code in (130, 143) and self._request.again and (self._run.path / "result.json").exists()
+        ):  # a Trainer has begun
+            self._display.handle({"kind": "notice", "text": resume_lines(self._request.again)})
         if code in (0, 130, 143) or cause is None or self._request.payload is not None:  # who called `fit` raises it
             return
         text = f"error: {cause}"

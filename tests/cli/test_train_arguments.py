@@ -15,6 +15,7 @@ from distributed.cli.train import SETTINGS, make_parser, read_typed, train_parse
 from distributed.config import GROUPS, DistributedConfig, group_options
 from distributed.errors import DistributedError, ResourceError
 from distributed.launcher import check_script
+from distributed.script_launcher import main as launcher
 
 FLAGS = """
 --script --config --set --run-dir --resume --dry-run --help --token-file
@@ -253,6 +254,34 @@ def test_dry_run_says_everything_and_starts_nothing(capsys, tmp_path, monkeypatc
     assert "script         here.py --deep" in text
     assert "2 processes, device cpu" in text
     assert "runs/here-" in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "again"),
+    [
+        (["--epochs", "3", "--run-dir", "my runs", "--resume"], "--script here.py --epochs 3 --run-dir 'my runs' --resume"),
+        (["--run_dir=r", "--set", "ddp.bucket_cap_mb=5"], "--script here.py --set ddp.bucket_cap_mb=5 --run-dir r --resume"),
+        (["--run-dir", "r", "--mixed-precision", "--", "--name", "a b", "--resume"],
+         "--script here.py --mixed-precision --run-dir r --resume -- --name 'a b' --resume"),
+    ],
+)  # fmt: skip
+def test_the_command_that_goes_on_with_a_run_is_the_one_that_was_typed(typed, again, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").touch()
+    requests = []
+    monkeypatch.setattr("distributed.cli.start.launch", lambda request: requests.append(request) or 0)
+    assert run([*HERE, *typed]) == 0
+    assert requests[0].again == f"python -m distributed.cli train {again}"
+
+
+def test_the_command_that_goes_on_with_a_run_of_the_launcher_is_one_of_train(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").touch()
+    requests = []
+    monkeypatch.setattr("distributed.cli.start.launch", lambda request: requests.append(request) or 0)
+    assert launcher(["--nproc_per_node=2", "--start_timeout=9", "here.py", "--fast"]) == 0
+    words = f"--script here.py --nproc-per-node 2 --set start_timeout=9.0 --run-dir {requests[0].run_dir} --resume -- --fast"
+    assert requests[0].again == f"python -m distributed.cli train {words}"
 
 
 def test_no_command_shows_the_commands(capsys):

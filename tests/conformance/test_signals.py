@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import textwrap
@@ -61,9 +62,14 @@ def test_every_rank_stops_at_the_same_step_and_a_resume_changes_no_bit(run_cli, 
 
     done = run_cli(arguments(tmp_path, [fault], workers=workers), env=SLOWLY)
     step = check_stopped(done, tmp_path, code)
+    shown = re.search("^to go on with it:\n  (.*)$", done.stdout, re.MULTILINE)
+    typed, _, own = " ".join(arguments(tmp_path, [fault], workers=workers)).partition(" -- ")
     again = run_cli(arguments(tmp_path, [], "--resume", workers=workers))
 
     assert step <= latest
+    run_dir = f" --run-dir {tmp_path / 'run'}"
+    words = f"python -m distributed.cli {typed.replace(run_dir, '')}{run_dir} --resume -- {own}"
+    assert shown is not None and " ".join(shlex.split(shown[1])) == words, done.stdout
     assert again.returncode == 0, again.output
     assert f"resumed from step-{step:08d}" in again.stdout
     assert digests(newest(tmp_path / "run")) == digests(newest(clean / "run"))

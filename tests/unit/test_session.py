@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -337,3 +338,18 @@ def test_fp16_on_a_cpu_is_said_to_be_slow_and_bf16_is_named(kind, capsys):
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "mixed precision" in line)
     slow = "mixed precision fp16 on cpu, where it is many times slower than float32: set mixed_precision='bf16'"
     assert line == {"fp16": slow, "bf16": "mixed precision bf16 on cpu"}[kind]
+
+
+def test_a_fit_that_ctrl_c_ended_says_how_to_go_on_in_a_line_that_can_be_copied(tmp_path):
+    class Interrupt(Callback):
+        def on_step_end(self, state, result):
+            if state.step == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    with terminal() as screen, pytest.raises(KeyboardInterrupt):
+        trainer(None, Interrupt(), epochs=9).fit(DATA)
+    shown = re.search(
+        r"^to go on with it:\n  Trainer\(..., resume_from_checkpoint='(.*)'\)$", screen.getvalue(), re.MULTILINE
+    )
+    again = trainer(epochs=1, resume_from_checkpoint=shown[1])
+    assert again.fit(DATA).steps == 3
