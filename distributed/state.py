@@ -96,7 +96,7 @@ class TrainState:
         return cls(**{name: value for name, value in content.items() if name in known})
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class History:
     """What `fit` returns: one row per epoch (also of the one that `max_steps` cut off) and what was best."""
 
@@ -106,6 +106,16 @@ class History:
     steps: int = 0
     run_dir: str | None = None
     stop_reason: str | None = None
+
+    def __repr__(self) -> str:
+        epochs, best = len(self.rows), {n: v for n, v in self.best_metrics.items() if n.startswith("val_")}
+        parts = [
+            f"{epochs} epoch{'s' * (epochs != 1)}", f"{self.steps} step{'s' * (self.steps != 1)}", f"in {self.total_time:.1f} s",
+            *(f"best {name} {value:.4g}" for name, value in list((best or self.best_metrics).items())[:2]),
+        ]  # fmt: skip
+        named = {"stop_reason": self.stop_reason, "run_dir": self.run_dir}
+        parts += [f"{name}={value!r}" for name, value in named.items() if value is not None]
+        return f"History({', '.join(parts)})"
 
     @property
     def best_accuracy(self) -> float:

@@ -100,6 +100,13 @@ class Trainer:
         self._session: Any = None  # distributed.session.Session of this process, made by the first fit or evaluate
         self._remote: Any = None  # what a fit in workers of our own left: distributed.remote.Remote
 
+    def __repr__(self) -> str:
+        model, plan = self.job.model, self.plan
+        name = getattr(model, "__name__", type(model).__name__)
+        processes = f"{plan.world_size} process{'es' * (plan.world_size > 1)} on {plan.device}"
+        trained = "not trained" if self.history is None else f"trained to step {self.history.steps}"
+        return f"{type(self).__name__}({name}, backend={plan.backend!r}, {processes}, {trained})"
+
     # ------------------------------------------------------------------ what users call
 
     @interrupts_kept()

@@ -175,7 +175,8 @@ class DistributedTuner:
     def _listeners(self, sweep: Sweep, number: int) -> list[SweepRun | CellProgress]:
         """Who shows the search while it goes on."""
         cell = CellProgress(sweep, number) if in_notebook() else None
-        tracked = run_of_sweep(sweep, self._merged(), self._asked(number), logger.warning)
+        script = script_name() if callable(self.train_fn) else os.fspath(self.train_fn)
+        tracked = run_of_sweep(sweep, self._merged(), script, self._asked(number), logger.warning)
         return [each for each in (cell, tracked) if each is not None]
 
     def _asked(self, number: int) -> dict[str, Any]:

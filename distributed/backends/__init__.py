@@ -49,6 +49,9 @@ class BackendRow:
     # What its workers have in their environment before the script runs, where the user has not set it: Keras asks for its
     # engine when it is imported, and cannot change it afterwards.
     environ: Mapping[str, str] = field(default_factory=lambda: {"KERAS_BACKEND": "torch"})
+    hints: Mapping[str, str] = field(
+        default_factory=dict
+    )  # in the message of a script's error -> what is meant, one line
     start_note: str = ""  # what takes long before its workers show anything, for the line that says they start
     listens: str = ""  # what its workers open to others, and cannot close, where there are several: shown as a warning
 
@@ -130,6 +133,10 @@ REGISTRY: dict[str, BackendRow] = {
             before_script="distributed.backends._tensorflow.start:before_script",
             listens="TensorFlow's workers listen on all interfaces, and whoever connects can read and write files as you",
             start_note="importing TensorFlow can take half a minute",
+            hints={
+                "PerReplica": "Keras 3's model.fit does not work under MultiWorkerMirroredStrategy (keras issue 20585): train the model"
+                " with distributed.Trainer and --backend tensorflow instead"
+            },
             environ={"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"},
         ),
     )
@@ -202,6 +209,12 @@ def import_library(backend: str, module: str) -> ModuleType:
             f"backend {backend!r} needs {module}, which is installed and does not load ({reason}): run"
             f" {backend_row(backend).reinstall}"
         ) from error
+
+
+def hint_of(message: str) -> str | None:
+    """What a registry row says of the error `message` of a script, whichever backend was chosen; None where it is unknown."""
+    hints = ((word, hint) for row in REGISTRY.values() for word, hint in row.hints.items())
+    return next((hint for word, hint in hints if word in message), None)
 
 
 def pinned_backend(name: str, code: Mapping[str, Any]) -> tuple[str, str | None]:

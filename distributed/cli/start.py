@@ -12,7 +12,7 @@ from typing import Any
 
 from distributed import loggers
 from distributed.backends import groups_in_use, make_backend, row_in_use
-from distributed.backends._keras.scripts import check_keras_backend
+from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends.base import Backend
 from distributed.config import GROUPS, DistributedConfig, nproc_of_world
 from distributed.effects import Situation, lines_of, without_effect
@@ -176,7 +176,7 @@ def _run_as_worker(
     check_keras_backend(Path(script), row.environ["KERAS_BACKEND"])
     set_thread_variables(environment.local_world_size)
     if merged.config.backend is not None:
-        set_missing(row.environ)
+        set_missing(environ_for(Path(script), row.environ))
     from distributed.launching.worker import run_here
 
     given = Handover(typed, run_dir, resume, environment.restart_count)
@@ -246,16 +246,18 @@ def _request(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str
         master_addr=config.master_addr, master_port=config.master_port, device=plan.device,
         preload=row.preload, meeting=row.meeting,
         before_script=row.before_script,
-        environ=_environ(merged, plan), max_restarts=config.max_restarts,
+        environ=_environ(merged, plan, _script(typed)), max_restarts=config.max_restarts,
         restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
         start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose,
         started_lines=tuple(lines) if config.node_rank == 0 else (),
     )  # fmt: skip
 
 
-def _environ(merged: MergedConfig, plan: ProcessPlan) -> dict[str, str]:
+def _environ(merged: MergedConfig, plan: ProcessPlan, script: str) -> dict[str, str]:
     """The environment of the backend that was typed: a script that chooses, or makes no Trainer, knows best without one."""
-    return dict(row_in_use(merged.config, plan.backend).environ) if merged.config.backend is not None else {}
+    if merged.config.backend is None:
+        return {}
+    return environ_for(Path(script), row_in_use(merged.config, plan.backend).environ)
 
 
 def _plan_line(plan: ProcessPlan) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distributed.backends import hint_of
 from distributed.backends.adoption import has_joined
 from distributed.config import DistributedConfig
 from distributed.errors import DistributedError, TrainingInterrupted
@@ -154,10 +155,12 @@ def _failed(error: BaseException, report: Report) -> int:
     _flush()
     is_ours = isinstance(error, DistributedError)
     code = error.exit_code if isinstance(error, DistributedError) else 1
+    hint = hint_of(_text(error))
+    more = "" if hint is None else f"\nhint: {hint}"
     report({
         "kind": "error", "type": type(error).__name__, "message": _text(error), "exit_code": code, "time": began,
         "is_message_enough": is_ours, "is_echo": isinstance(error, DistributedError) and error.is_echo,
-        "traceback": short_traceback(error), "full_traceback": full_traceback(error),
+        "traceback": short_traceback(error) + more, "full_traceback": full_traceback(error) + more,
     })  # fmt: skip
     return code
 

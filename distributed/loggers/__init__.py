@@ -94,14 +94,14 @@ def loggers_of(fit: LoggedFit) -> list[Callback]:
 
 
 def run_of_sweep(
-    sweep: Sweep, merged: MergedConfig, asked: Mapping[str, Any], warn: Callable[[str], None]
+    sweep: Sweep, merged: MergedConfig, script: str, asked: Mapping[str, Any], warn: Callable[[str], None]
 ) -> SweepRun | None:
-    """What shows a whole search elsewhere, above its trials; None where the settings of its trials ask for nothing."""
+    """What shows a whole search of `script` elsewhere, above its trials; None where the settings of its trials ask for nothing."""
     if not is_on_mlflow(merged):
         return None
     from distributed.loggers._mlflow.sweep import SweepRun
 
-    return SweepRun(sweep, asked, merged.config.mlflow_experiment, warn)
+    return SweepRun(sweep, asked, merged.config.mlflow_experiment, Path(script).stem, warn)
 
 
 def environ_of_trials(merged: MergedConfig) -> dict[str, str]:

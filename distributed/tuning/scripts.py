@@ -180,7 +180,9 @@ class Sweeping:
         sweep.recall(self.space)
         plan = self._plan(sweep)
         plan.stop_file.unlink(missing_ok=True)
-        tracked = run_of_sweep(sweep, merge(self.typed, {}), asked, lambda text: table.say(f"warning: {text}"))
+        tracked = run_of_sweep(
+            sweep, merge(self.typed, {}), str(self.typed.script), asked, lambda text: table.say(f"warning: {text}")
+        )
         with Signals() as signals:
             guarded = Guarded(lambda report: _work(plan, report), self.directory / "search.log", plan.scratch)
             table = Table(sweep, self.num_samples, self.start_lines())

@@ -383,6 +383,7 @@ def test_tensorflows_own_way_works_in_one_process_and_finds_its_cluster_in_sever
     assert "replicas 2" in two.stdout and "summed [2. 2.]\nsummed [2. 2. 2.]\n" in two.stdout, two.output
     # keras issue 20585: model.fit does not work there with Keras 3, hence our own step. Once it does, this says so.
     assert two.returncode == 1 and "PerReplica" in two.stderr and "trained to" not in two.stdout, two.output
+    assert two.stderr.splitlines()[-1].startswith("hint: Keras 3's model.fit does not work under"), two.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from distributed.backends import hint_of
 from distributed.launching.causes import Failure, full_traceback, root_cause, short_traceback
+from distributed.launching.worker import _failed
 
 LOST = "[../gloo/transport/tcp/pair.cc:554] Connection closed by peer [127.0.0.1]:4711"
 
@@ -68,3 +70,13 @@ def test_the_short_traceback_keeps_the_users_frames_and_where_it_failed(error):
     assert "library frames are in the log" in text
     assert text.splitlines()[-1] == "KeyError: 'outer'"
     assert "in loads" in full_traceback(error)
+
+
+def test_a_known_error_of_another_engine_comes_with_one_line_that_helps():
+    said = "Attempt to convert a value (PerReplica:{0: 1}) with an unsupported type to a Tensor."
+    reports = []
+    assert _failed(ValueError(said), reports.append) == _failed(ValueError("another"), reports.append) == 1
+    known, other = reports
+    for kind in ("traceback", "full_traceback"):
+        assert known[kind].splitlines()[-1] == f"hint: {hint_of(said)}" and "distributed.Trainer" in hint_of(said)
+        assert "hint" not in other[kind]

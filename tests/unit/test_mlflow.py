@@ -12,7 +12,7 @@ import pytest
 from distributed.cli.__main__ import run
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.loggers import check, environ_of_run, environ_of_workers, is_on_mlflow
+from distributed.loggers import check, environ_of_run, environ_of_workers, is_on_mlflow, run_of_sweep
 from distributed.loggers._mlflow import place
 from distributed.loggers._mlflow.run import grouped, metric_name
 from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
@@ -279,7 +279,7 @@ def test_a_search_is_told_the_values_of_its_best_moment(tmp_path):
         {"trial": 0, "event": "row", "row": {"loss@5": 5.0}, "time": 3.0},
     ):
         sweep.apply(line)
-    run = SweepRun(sweep, {}, "any", print)
+    run = SweepRun(sweep, {}, "any", "train", print)
     run._sender.start, run._sender.finish = run._sender.is_open.set, lambda: True
     run.start()
     run.hear({"trial": 0, "event": "ended"})
@@ -289,3 +289,14 @@ def test_a_search_is_told_the_values_of_its_best_moment(tmp_path):
     assert tags[-1] == {"best_trial": "00000", "best.lr": "0.1"}
     (metrics,) = [entry["values"] for entry in entries if entry["kind"] == "metrics"]
     assert metrics["best_loss_5"] == 1.0
+
+
+@pytest.mark.parametrize(("asked", "name"), [({}, "train"), ({"mlflow_experiment": "mine"}, "mine")])
+def test_searches_of_one_script_share_an_experiment(tmp_path, asked, name, monkeypatch):
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    for search in ("tune-train-1", "tune-train-2"):
+        (tmp_path / search).mkdir()
+        settings = merged(mlflow_tracking=True, **asked)
+        run_of_sweep(Sweep(tmp_path / search, "loss", "min"), settings, "examples/train.py", {}, print)
+        record = Record.read(tmp_path / search)
+        assert (record.experiment, record.name) == (name, search)

@@ -121,3 +121,9 @@ def test_the_start_names_the_backend_that_was_chosen_and_what_takes_long():
     for name, word in {"ray": "Ray", "deepspeed": "DeepSpeed", "tensorflow": "TensorFlow"}.items():
         line = starting_line(ProcessPlan(1, 2, "cuda", name))
         assert line.startswith(f"starting 2 workers ({name}, cuda): ") and word in line and len(line) < 90
+
+
+def test_dir_shows_the_public_names_alone():
+    assert dir(distributed) == sorted(distributed.__all__)
+    assert [name for name in dir(distributed) if name.startswith("_")] == []
+    assert distributed.__version__ and distributed.comm.all_reduce is distributed.all_reduce  # there, and not shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import re
@@ -353,3 +354,26 @@ def test_a_fit_that_ctrl_c_ended_says_how_to_go_on_in_a_line_that_can_be_copied(
     )
     again = trainer(epochs=1, resume_from_checkpoint=shown[1])
     assert again.fit(DATA).steps == 3
+
+
+def test_a_trainer_and_a_history_are_one_useful_line():
+    runner = trainer(epochs=2)
+    assert repr(runner) == "Trainer(Linear, backend='single', 1 process on cpu, not trained)"
+    history = runner.fit(DATA, DATA)
+    assert repr(runner) == "Trainer(Linear, backend='single', 1 process on cpu, trained to step 6)"
+    best = f"best val_loss {history.best_metrics['val_loss']:.4g}"
+    start = f"History(2 epochs, 6 steps, in {history.total_time:.1f} s, {best}"
+    assert repr(history).startswith(start) and repr(history).endswith(f", run_dir='{history.run_dir}')")
+    assert "\n" not in repr(history) and len(repr(history)) < 200
+    assert repr(trainer(max_steps=1).fit(DATA)).startswith("History(1 epoch, 1 step, in ")
+    cut = dataclasses.replace(history, stop_reason="early_stopping", best_metrics={}, run_dir=None)
+    assert repr(cut) == f"History(2 epochs, 6 steps, in {history.total_time:.1f} s, stop_reason='early_stopping')"
+
+
+def test_a_trainer_with_a_factory_is_named_after_it():
+    def make_model():
+        return torch.nn.Linear(2, 2)
+
+    assert repr(Trainer(make_model, device="cpu", nproc_per_node=2)) == (
+        "Trainer(make_model, backend='pytorch-ddp', 2 processes on cpu, not trained)"
+    )

@@ -8,11 +8,14 @@ import sys
 import pytest
 
 from distributed import Trainer
-from distributed.backends._keras.scripts import check_keras_backend
+from distributed.backends import REGISTRY
+from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.backends._tensorflow.start import set_environment
+from distributed.cli.start import launch_request
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import WorkerEnvironment
+from distributed.settings import Typed
 
 
 def worker(local_rank, world=2):
@@ -105,3 +108,34 @@ def test_a_model_or_optimizer_of_torch_is_refused_without_tensorflow():
     with pytest.raises(ConfigError, match=r"the optimizer is torch's \(SGD\)"):
         Trainer(lambda: None, backend="tensorflow", optimizer=torch.optim.SGD(model.parameters(), 0.1))
     assert ("tensorflow" in sys.modules) == loaded
+
+
+@pytest.mark.parametrize(
+    ("source", "engine"),
+    [
+        ("import horovod.tensorflow.keras as hvd\nimport keras\n", None),
+        ("import keras\n", None),
+        ("import keras\nfrom distributed import Trainer\n", "torch"),
+        ("import helper\n", "torch"),  # which imports this package
+        ("import torch.distributed\n", None),
+    ],
+)
+def test_a_script_without_a_trainer_finds_the_engine_that_it_is_written_for(source, engine, tmp_path):
+    (tmp_path / "helper.py").write_text("import distributed\n")
+    (tmp_path / "plain.py").write_text(source)
+    environ = {"KERAS_BACKEND": "torch", "OTHER": "1"}
+    assert environ_for(tmp_path / "plain.py", environ) == (
+        {"OTHER": "1"} | ({} if engine is None else {"KERAS_BACKEND": engine})
+    )
+    on_tensorflow = REGISTRY["tensorflow"].environ
+    assert environ_for(tmp_path / "plain.py", on_tensorflow) == on_tensorflow
+
+
+@pytest.mark.parametrize(
+    ("source", "engine"), [("import keras\n", None), ("from distributed import Trainer\n", "torch")]
+)
+def test_the_workers_of_a_command_get_it(source, engine, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    typed = Typed(flag={"backend": "pytorch-ddp", "nproc_per_node": 2, "device": "cpu"}, script="train.py")
+    assert launch_request(typed, None).environ.get("KERAS_BACKEND") == engine

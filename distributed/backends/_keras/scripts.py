@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from distributed.errors import ConfigError
 
 _ENGINES = ("tensorflow", "torch", "jax", "numpy", "openvino")  # Keras 3's, each named like its library
+_DEFAULT_ENGINE = "tensorflow"
 _MOST_FILES = 50
 
 
@@ -23,6 +24,16 @@ def check_keras_backend(script: Path, wanted: str) -> None:
     if any(name.partition(".")[0] == "keras" for names in imported(script) for name in names):
         what = "is not installed" if chosen in _ENGINES else f"is none of {', '.join(_ENGINES)}"
         raise ConfigError(f"KERAS_BACKEND={chosen!r} {what}, and {script} imports keras: set KERAS_BACKEND={wanted}")
+
+
+def environ_for(script: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` of a backend's workers as `script` needs it: one that does not import this package has no Trainer, and Keras runs
+    on the engine that it is written for, which the script or Keras itself chooses."""
+    chosen = dict(environ)
+    is_ours = any(name.partition(".")[0] == "distributed" for names in imported(script) for name in names)
+    if not is_ours and chosen.get("KERAS_BACKEND") != _DEFAULT_ENGINE:
+        chosen.pop("KERAS_BACKEND", None)
+    return chosen
 
 
 def imported(script: Path) -> Iterator[set[str]]:

@@ -29,10 +29,11 @@ class SweepRun:
     """One search's. Made before it starts, which needs no thread; then `start`, `hear` what was noted, `close`."""
 
     def __init__(
-        self, sweep: Sweep, asked: Mapping[str, Any], experiment: str | None, warn: Callable[[str], None]
+        self, sweep: Sweep, asked: Mapping[str, Any], experiment: str | None, script: str, warn: Callable[[str], None]
     ) -> None:
+        """`experiment`: what was asked for; else it has the name of `script`, so that its searches share one."""
         self._sweep, self._dir, self._warn = sweep, sweep.directory.absolute(), warn
-        self._record, self._uri = Record.chosen(self._dir, experiment, self._dir.name)
+        self._record, self._uri = Record.chosen(self._dir, experiment, script)
         self._record.tags = {"distributed.run_dir": self._dir.name}
         self._record.write(self._dir)  # the trials look for it
         self._asked = dict(_flat({"metric": sweep.metric, "mode": sweep.mode, **asked}))
