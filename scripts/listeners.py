@@ -42,32 +42,21 @@ class Service:
 
     whose: str
     can: str  # what somebody who reaches the socket can do there
-    holds: bool  # the run ends as if nothing had happened, whatever a stranger sends to it
 
 
+_TAKE_A_PLACE = "while the run starts, take the place of a rank: end, hang or falsify the run; run no code"
+_WITH_TOKEN = "nothing without the run's token, which is in the environment of its processes alone"
 SERVICES = {
     "launcher": Service(
-        "ours", "nothing: lines without a valid HMAC are not parsed; the connection is closed and counted", True
+        "ours", "nothing: a line without a valid HMAC is not parsed, its connection closed and counted"
     ),
-    "Ray's gRPC": Service(
-        "Ray", "nothing without the run's token, which is in the environment of its processes alone", True
-    ),
-    "Ray's HTTP": Service(
-        "Ray", "nothing without the run's token, which is in the environment of its processes alone", True
-    ),
-    "TCPStore": Service(
-        "torch", "read and change the addresses under which the ranks meet: end or hang the run; run no code", False
-    ),
-    "gloo": Service(
-        "torch", "connect in the place of a rank while the run starts: end or hang the run; run no code", False
-    ),
-    "Horovod's rendezvous": Service(
-        "Horovod", "read and change the addresses under which the ranks meet: end or hang the run; run no code", False
-    ),
+    "Ray's gRPC": Service("Ray", _WITH_TOKEN),
+    "Ray's HTTP": Service("Ray", _WITH_TOKEN),
+    "TCPStore": Service("torch", _TAKE_A_PLACE),
+    "gloo": Service("torch", _TAKE_A_PLACE),
+    "Horovod's rendezvous": Service("Horovod", _TAKE_A_PLACE),
     "TensorFlow's gRPC": Service(
-        "TensorFlow",
-        "**everything that the owner of the run can do**: TensorFlow's servers run any graph that they are sent",
-        False,
+        "TensorFlow", "**run code as the owner of the run**: its servers run any graph that they are sent"
     ),
 }
 
@@ -177,28 +166,28 @@ class Run:
             found |= more  # whose title lies where the environment was
         return sorted(found)
 
-    def wait_for(self, step: int) -> list[dict[str, object]]:
-        """What each rank says of itself, once all of them wait after this step."""
-        files = [self.directory / f"at-{step}-{rank}.json" for rank in range(self.start.processes)]
+    def wait(self) -> list[dict[str, object]]:
+        """What each rank says of itself, once all of them wait in their training."""
+        files = [self.directory / f"at-{rank}.json" for rank in range(self.start.processes)]
         deadline = time.monotonic() + START_S
         while not all(file.exists() for file in files):
             if time.monotonic() > deadline or any(process.poll() is not None for process in self.processes):
-                raise RuntimeError(f"{self.start.name} did not come to step {step}\n{self.output[-3000:]}")
+                raise RuntimeError(f"{self.start.name} did not come to its training\n{self.output[-3000:]}")
             time.sleep(0.05)
         return [json.loads(file.read_text()) for file in files]
 
-    def go_on(self, step: int) -> None:
-        """Let it train on after this step."""
-        (self.directory / f"go-{step}").touch()
+    def go_on(self) -> None:
+        """Let it train on."""
+        (self.directory / "go").touch()
 
     def end(self, limit_s: float) -> int:
         """The exit code, the worst one where it has several nodes. Raises TimeoutExpired."""
         deadline = time.monotonic() + limit_s
         return max(abs(process.wait(max(0.1, deadline - time.monotonic()))) for process in self.processes)
 
-    def listeners(self, step: int) -> list[Listener]:
-        """The sockets that it listens on while its ranks wait after this step."""
-        ranks = self.wait_for(step)
+    def listeners(self) -> list[Listener]:
+        """The sockets that it listens on while its ranks wait."""
+        ranks = self.wait()
         sockets = {**_tcp_listeners(), **_unix_listeners()}
         found: dict[str, list[int]] = {}
         for pid in self.pids():
@@ -316,12 +305,12 @@ def rows(start: Start, listeners: Sequence[Listener]) -> Iterator[tuple[str, ...
         service = SERVICES.get(each.service)
         many = f" ({number})" if number > 1 else ""
         yield (
-            start.name, each.process, f"{each.service}{many}", _reachable(each), service.whose if service else "",
+            start.name, each.process, f"{each.service}{many}", reachable(each), service.whose if service else "",
             service.can if service else "**not expected: shut it**",
         )  # fmt: skip
 
 
-def _reachable(listener: Listener) -> str:
+def reachable(listener: Listener) -> str:
     if listener.address == "*":
         return "every machine that reaches this one"
     return "users of this machine" if _is_loopback(listener.address) else f"machines that reach {listener.address}"
@@ -339,7 +328,7 @@ def table(found: Sequence[tuple[str, ...]]) -> str:
 def measure(start: Start) -> tuple[list[tuple[str, ...]], list[str]]:
     """The rows of one start, and its unix sockets that everyone can enter."""
     with tempfile.TemporaryDirectory() as directory, Run(start, Path(directory)) as run:
-        listeners = run.listeners(2)
+        listeners = run.listeners()
         open_sockets = [each.address for each in listeners if each.port is None and can_enter(each.address)]
         return list(rows(start, listeners)), open_sockets
 

@@ -1,13 +1,15 @@
-"""Trains a small model for six updates, and waits after the second and the fourth until a file allows it to go on.
+"""Trains a small model twice, and waits in the middle of the second training until a file allows it to go on.
 
     listeners_job.py MODEL DIRECTORY [SETTING=VALUE ...]
 
-MODEL is `torch` or `keras`. Each rank leaves `at-STEP-RANK.json` in DIRECTORY, with the ports that it knows by their names, and
-waits for `go-STEP`. Settings are given to the Trainer, for a start as a plain script.
+MODEL is `torch` or `keras`. While it waits, each rank has left `at-RANK.json` in DIRECTORY, with the ports that it knows by their
+names; the file `go` is what it waits for. `weights-1.safetensors` and `weights-2.safetensors` are what came of the trainings. Settings
+are given to the Trainer, for a start as a plain script.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -19,20 +21,22 @@ from typing import Any
 from distributed import Callback, Trainer
 
 MODEL, DIRECTORY, SETTINGS = sys.argv[1], Path(sys.argv[2]), dict(word.split("=") for word in sys.argv[3:])
-PAUSES = (2, 4)
 
 
+@dataclasses.dataclass
 class Pause(Callback):
     """Says that this rank has come so far, and waits."""
 
+    directory: Path
+
     def on_step_end(self, state: Any, result: Any) -> None:
-        if state.step not in PAUSES:
+        if state.step != 2:
             return
         rank = int(os.environ.get("RANK", 0))
-        staged = DIRECTORY / f".at-{state.step}-{rank}"
+        staged = self.directory / f".at-{rank}"
         staged.write_text(json.dumps({"pid": os.getpid(), "rank": rank, "ports": ports(rank)}))
-        staged.rename(DIRECTORY / f"at-{state.step}-{rank}.json")
-        while not (DIRECTORY / f"go-{state.step}").exists():
+        staged.rename(self.directory / f"at-{rank}.json")
+        while not (self.directory / "go").exists():
             time.sleep(0.02)
 
 
@@ -49,14 +53,25 @@ def ports(rank: int) -> dict[str, int]:
     return found
 
 
-def main() -> None:
-    model, data = importlib.import_module(f"distributed.testing.jobs.{MODEL}_parts").short()
+def train(number: int) -> None:
+    """The same each time."""
+    make, data = importlib.import_module(f"distributed.testing.jobs.{MODEL}_parts").short()
     settings: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in SETTINGS.items()}
-    trainer = Trainer(
-        model, callbacks=[Pause()], global_batch_size=8, max_steps=6, epochs=2, checkpoint_every_n_steps=4, **settings
-    )
+
+    def seeded() -> Any:
+        if MODEL == "torch":
+            importlib.import_module("torch").manual_seed(7)
+        else:
+            keras = importlib.import_module("keras")
+            keras.backend.clear_session()  # it numbers the layers, whose names are stored
+            keras.utils.set_random_seed(7)
+        return make()
+
+    trainer = Trainer(seeded, callbacks=[Pause(DIRECTORY)] if number == 2 else [], global_batch_size=8, **settings)
     trainer.fit(data)
+    trainer.save(DIRECTORY / f"weights-{number}.safetensors")
 
 
 if __name__ == "__main__":
-    main()
+    for each in (1, 2):
+        train(each)

@@ -1,0 +1,129 @@
+"""What a stranger on the same machine can do to a run: nothing to what is ours, and nowhere run code.
+
+Each backend is started once. It trains twice: left alone, and while a process of the user nobody attacks every socket that the run
+listens on. Both trainings end in the same bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, clean_environment, needs_backend
+
+ATTACK = Path(__file__).parent / "jobs" / "doors" / "attack.py"
+_SYNC_S = 15.0  # torch's rendezvous reads its state every 5 s
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
+]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+listening = load("listeners")
+ROWS = {
+    tuple(cell.strip() for cell in line.strip("|\n ").split("|"))
+    for line in (ROOT / "docs" / "security.md")
+    .read_text()
+    .partition(listening.BEGIN)[2]
+    .partition(listening.END)[0]
+    .splitlines()
+}
+
+
+def attack(listeners, marker):
+    """A stranger does its worst to them; no pickle of it is loaded."""
+    asked = {
+        "tcp": [(each.address, each.port) for each in listeners if each.port is not None],
+        "unix": [each.address for each in listeners if each.port is None],
+        "marker": str(marker),
+    }  # fmt: skip
+    command = [sys.executable, str(ATTACK), json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/", env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["uid"] == 65534 and said["num_connected"] >= 10 * len(asked["tcp"]), said
+    assert said["entered"] == [], f"unix sockets that everyone can connect to: {said['entered']}"
+    deadline = time.monotonic() + (_SYNC_S if said["num_rendezvous"] else 0)
+    while not marker.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not marker.exists(), "a stranger's pickle was loaded"
+
+
+def is_listed(start, listener):
+    """Whether docs/security.md has it, reached by no more than is said there."""
+    return any(
+        row[:2] == (start.name, listener.process)
+        and re.sub(r" \(\d+\)$", "", row[2]) == listener.service
+        and row[3] == listening.reachable(listener)
+        for row in ROWS
+        if len(row) > 3
+    )
+
+
+# A client of Ray's own, of another user. Its mode and its token are in its environment.
+CLIENT = """
+import os, sys
+import ray._raylet
+os.setgroups([])
+os.setresuid(65534, 65534, 65534)
+try:
+    client = ray._raylet.GcsClient(address=sys.argv[1])
+    client.internal_kv_put(b"key", b"value", True, None)
+    print("it is in")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def check_token(listeners, run):
+    """Ray's head refuses whoever has no token or a wrong one, and no command line or file of the run has the right one."""
+    (head,) = listeners
+    for environ in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+        command = [sys.executable, "-c", CLIENT, f"127.0.0.1:{head.port}"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, cwd="/", env=clean_environment(**environ)
+        )
+        assert "AuthenticationError" in done.stdout or "nauthenticated" in done.stdout, done.stdout + done.stderr
+    (token,) = re.findall(rb"RAY_AUTH_TOKEN=(\w{64})", Path(f"/proc/{head.pid}/environ").read_bytes())
+    commands = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in run.pids())
+    assert b"gcs_server" in commands and token not in commands
+    files = [path for path in (run.directory / "run").rglob("*") if path.is_file()]
+    (logs,) = re.findall(rb"--log_dir=(\S+?)\0", commands)[:1]
+    files += [path for path in Path(os.fsdecode(logs)).parent.rglob("*") if path.is_file()]
+    assert len(files) > 20 and not [path for path in files if token in path.read_bytes()]
+
+
+@pytest.mark.parametrize("name", listening.STARTS)
+def test_a_stranger_runs_nothing_and_changes_no_bit(name, tmp_path):
+    """What docs/security.md does not name does not listen, and every socket holds while the run trains."""
+    start = listening.STARTS[name]
+    needs_backend(start.backend)
+    (tmp_path / "private").mkdir(mode=0o700)
+    marker = tmp_path / "private" / "marker"
+    with listening.Run(start, tmp_path, clean_environment()) as run:
+        listeners = run.listeners()
+        attack(listeners, marker)
+        if start.backend == "ray":
+            check_token([each for each in listeners if each.process == "gcs_server" and each.port is not None], run)
+        unknown = [each for each in listeners if each.port is not None and not is_listed(start, each)]
+        assert unknown == [], "docs/security.md does not name them: scripts/listeners.py --write"
+        run.go_on()
+        assert run.end(120) == 0, run.output
+    assert not marker.exists()
+    assert (tmp_path / "weights-2.safetensors").read_bytes() == (tmp_path / "weights-1.safetensors").read_bytes()
