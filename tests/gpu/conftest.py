@@ -1,0 +1,26 @@
+"""Tests for a machine with a GPU: `make test-gpu`. The ordinary suite does not collect them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+if not os.environ.get("GPU_SUITE"):
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def gpu():
+    """Skips in a rehearsal what a CPU has not, with the reason that is asked for: `gpu("CUDA's allocator")`."""
+
+    def needs(what: str) -> None:
+        if os.environ.get("GPU_REHEARSAL") == "cpu":
+            pytest.skip(f"rehearsal on CPUs: needs {what}")
+
+    return needs

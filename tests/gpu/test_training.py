@@ -1,0 +1,167 @@
+"""One process on one GPU: its numbers, its precisions, and a resume bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from gpu_support import DEVICE, REHEARSAL, During, Net, data, distance, loader, resumed, saved, trainer, weights
+from torch import nn
+
+from distributed import Callback
+
+
+def test_training_on_the_device_learns_and_gives_the_numbers_of_a_cpu():
+    models = {}
+    for device in dict.fromkeys((DEVICE, "cpu")):
+        model = Net(has_norm=True)
+        history = trainer(model, epochs=3, dtype="float64", device=device).fit(loader(), data(96))
+        assert history.rows[-1]["loss"] < 0.5 * history.rows[0]["loss"] and history.best_accuracy > 0.6
+        assert {p.device.type for p in model.parameters()} == {device}
+        models[device] = weights(model)
+    assert distance(models[DEVICE], models["cpu"]) < 1e-9
+
+
+def test_predictions_have_arrived_when_predict_returns():
+    model = Net(width=512)
+    ours = trainer(model, epochs=1)
+    ours.fit(loader())
+    size = 200 if REHEARSAL else 20_000
+    inputs = data(3 * size).tensors[0]
+    outputs = ours.predict(torch.utils.data.DataLoader(inputs, batch_size=size))
+    with torch.no_grad():
+        expected = torch.cat([model.eval()(part.to(DEVICE)).cpu() for part in inputs.split(size)])
+    assert outputs.device.type == "cpu" and torch.equal(outputs, expected)
+
+
+def test_a_resume_restores_dropout_bit_for_bit():
+    straight, going_on, kept = resumed(lambda: Net(dropout=0.3))
+    assert distance(straight, going_on) == 0.0
+    names = {"torch", *(() if REHEARSAL else ("cuda",))}
+    assert names <= saved(str(kept / "rng" / "rank-0.safetensors")).keys()
+
+
+def test_dropout_draws_from_the_generator_of_the_gpu(gpu):
+    gpu("a generator of CUDA")
+    _, going_on, kept = resumed(lambda: Net(dropout=0.3))
+    model = Net(dropout=0.3)
+    torch.cuda.manual_seed(99)
+    before = torch.cuda.get_rng_state()
+    trainer(model, max_steps=20, epochs=9, resume_from_checkpoint=str(kept)).fit(loader())
+    assert distance(weights(model), going_on) == 0.0  # whatever the process had drawn
+    assert torch.equal(torch.cuda.get_rng_state(), before)  # which goes on as if nobody had trained
+
+
+def test_bf16_computes_in_bf16_and_keeps_weights_in_float32():
+    seen = set()
+
+    def loss_fn(outputs, targets):
+        seen.add(outputs.dtype)
+        return nn.functional.cross_entropy(outputs.float(), targets)
+
+    model = Net()
+    history = trainer(model, epochs=3, mixed_precision="bf16", loss_fn=loss_fn).fit(loader())
+    assert seen == {torch.bfloat16} and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert history.rows[-1]["loss"] < history.rows[0]["loss"]
+
+
+class Scales(Callback):
+    """Which updates were left out."""
+
+    def __init__(self):
+        self.left_out = []
+
+    def on_step_end(self, state, result):
+        if result.skipped:
+            self.left_out.append(state.step)
+
+
+def test_an_overflow_of_fp16_is_left_out_and_a_resume_is_exact():
+    # The first scale is too large for fp16, and it doubles every four updates: overflows come before and after the stop.
+    settings = {"mixed_precision": "fp16", "scaler_init_scale": 2.0**24, "scaler_growth_interval": 4}
+    scales = Scales()
+    straight, going_on, kept = resumed(lambda: Net(dropout=0.1), until=40, callbacks=[scales], **settings)
+    assert distance(straight, going_on) == 0.0
+    assert all(torch.isfinite(value).all() for value in straight.values())
+    halves = len(scales.left_out) // 2  # of the run without a stop, then of the two parts
+    assert scales.left_out[:halves] == scales.left_out[halves:]
+    assert scales.left_out[0] == 1 and any(step > 11 for step in scales.left_out)
+    content = json.loads((kept / "state.json").read_text())
+    assert "scale" in json.dumps(content)
+
+
+def test_compiled_training_gives_the_same_loss():
+    if shutil.which("gcc") is None and shutil.which("cc") is None:
+        pytest.skip("torch.compile needs a C compiler")
+    losses = {}
+    for is_compiled in (False, True):
+        history = trainer(Net(), epochs=2, compile=is_compiled, log_every_n_steps=1).fit(loader())
+        losses[is_compiled] = history.rows[-1]["loss"]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-3)
+
+
+def test_recomputed_activations_change_no_bit():
+    trained = []
+    for is_on in (False, True):
+        model = Net(dropout=0.2)
+        trainer(model, epochs=1, activation_checkpointing=is_on).fit(loader())
+        trained.append(weights(model))
+    assert distance(*trained) == 0.0
+
+
+def test_recomputed_activations_need_less_memory(gpu):
+    gpu("CUDA's allocator, which counts its peak")
+    peaks = {}
+    for is_on in (False, True):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        model = Net(width=1024)
+        settings = {"max_steps": 2, "batch_size": 8192, "activation_checkpointing": is_on}
+        trainer(model, **settings).fit(data(3 * 8192))
+        peaks[is_on] = torch.cuda.max_memory_allocated()
+        del model
+    assert peaks[True] < 0.7 * peaks[False]
+
+
+def test_too_little_memory_names_the_rank_and_training_goes_on_afterwards():
+    from distributed.errors import TrainingError
+
+    calls = []
+
+    def step(model, batch):
+        calls.append(1)
+        if len(calls) == 3:
+            torch.empty(1 << 47, dtype=torch.uint8, device=DEVICE)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(TrainingError, match=r"^rank 0 is out of memory in step 3: .*lower batch_size=32") as caught:
+        trainer(Net(), training_step=step).fit(loader())
+    assert isinstance(caught.value.__cause__, RuntimeError if REHEARSAL else torch.OutOfMemoryError)
+    assert trainer(Net(), epochs=1).fit(loader()).steps == 12
+
+
+def test_a_nan_is_named_at_its_own_step():
+    from distributed.errors import TrainingError
+
+    inputs, targets = data().tensors
+    inputs[5 * 32 + 3] = float("nan")
+    spoilt = torch.utils.data.TensorDataset(inputs, targets)
+    with pytest.raises(TrainingError, match=r"^step 6: the loss is nan on rank 0 \(samples at positions 160 to 191"):
+        trainer(Net(), shuffle=False, batch_size=32, checkpoint_every_n_steps=1).fit(spoilt)
+
+
+def test_a_context_is_entered_and_left_at_its_steps():
+    class Context:
+        said = ""
+
+        def __enter__(self):
+            self.said += "in "
+
+        def __exit__(self, *failure):
+            self.said += "out"
+
+    context = Context()
+    trainer(Net(), epochs=1, callbacks=[During(context, 2, 4)]).fit(loader())
+    assert context.said == "in out"  # on which the tests of waiting rest
