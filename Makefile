@@ -2,6 +2,7 @@
 # Both set up .venv first (Python >= 3.11); PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and the like are pip's own to read.
 
 PYTHON ?= python3
+GPU_PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -11,7 +12,7 @@ HOROVOD_WITH ?=
 # Three test processes, each of which runs whole files: most tests start workers and wait for them.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 25
 
-.PHONY: demo test check format bench screenshots docker-check clean horovod
+.PHONY: demo test test-gpu check format bench screenshots docker-check clean horovod
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -19,6 +20,11 @@ demo: $(STAMP)
 
 test: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST)
+
+# On a machine with a GPU, in eight minutes, with its own Python (torch with CUDA, pytest) and nothing installed. The tests
+# themselves can be tried out on CPUs: GPU_REHEARSAL=cpu make test-gpu GPU_PYTHON=.venv/bin/python
+test-gpu:
+	PYTHONPATH=. $(GPU_PYTHON) tests/gpu/run.py
 
 # Horovod for the installed torch; its wheel is kept outside of the checkout. `make horovod HOROVOD_WITH="mpi tensorflow"`.
 horovod: $(STAMP)

@@ -36,7 +36,8 @@ def out_of_memory(error: BaseException, rank: int, step: int, batch_size: int, c
     if config.mixed_precision in ("no", False) and config.dtype == "float32":
         advice.append("set mixed_precision=bf16")
     advice.append("cut the model over several processes with backend=fsdp")
+    line, is_cut, _ = memory_line(error).partition(" is free.")  # torch goes on at length
     return TrainingError(
-        f"rank {rank} is out of memory in step {step}: {memory_line(error).rstrip('.')}. To need less: {', or '.join(advice)}."
+        f"rank {rank} is out of memory in step {step}: {line.rstrip('.')}{is_cut and ' is free'}. To need less: {', or '.join(advice)}."
         " Trainer.find_batch_size() looks for the largest batch that fits"
     )

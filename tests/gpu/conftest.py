@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
@@ -13,6 +14,10 @@ if not os.environ.get("GPU_SUITE"):
 @pytest.fixture(autouse=True)
 def _in_a_directory_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.set_sync_debug_mode("default")  # whatever failed within one
 
 
 @pytest.fixture

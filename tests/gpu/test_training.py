@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from gpu_support import DEVICE, REHEARSAL, During, Net, data, distance, loader, resumed, saved, trainer, weights
+from gpu_support import (
+    DEVICE,
+    REHEARSAL,
+    TOO_MUCH,
+    During,
+    Net,
+    data,
+    distance,
+    loader,
+    resumed,
+    saved,
+    trainer,
+    weights,
+)
 from torch import nn
 
 from distributed import Callback
@@ -118,11 +132,11 @@ def test_recomputed_activations_need_less_memory(gpu):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         model = Net(width=1024)
-        settings = {"max_steps": 2, "batch_size": 8192, "activation_checkpointing": is_on}
-        trainer(model, **settings).fit(data(3 * 8192))
+        settings = {"max_steps": 2, "batch_size": 32768, "activation_checkpointing": is_on}
+        trainer(model, **settings).fit(data(3 * 32768))
         peaks[is_on] = torch.cuda.max_memory_allocated()
         del model
-    assert peaks[True] < 0.7 * peaks[False]
+    assert peaks[True] < 0.75 * peaks[False], peaks
 
 
 def test_too_little_memory_names_the_rank_and_training_goes_on_afterwards():
@@ -133,7 +147,7 @@ def test_too_little_memory_names_the_rank_and_training_goes_on_afterwards():
     def step(model, batch):
         calls.append(1)
         if len(calls) == 3:
-            torch.empty(1 << 47, dtype=torch.uint8, device=DEVICE)
+            torch.empty(TOO_MUCH, dtype=torch.uint8, device=DEVICE)
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     with pytest.raises(TrainingError, match=r"^rank 0 is out of memory in step 3: .*lower batch_size=32") as caught:
@@ -149,7 +163,8 @@ def test_a_nan_is_named_at_its_own_step():
     inputs[5 * 32 + 3] = float("nan")
     spoilt = torch.utils.data.TensorDataset(inputs, targets)
     with pytest.raises(TrainingError, match=r"^step 6: the loss is nan on rank 0 \(samples at positions 160 to 191"):
-        trainer(Net(), shuffle=False, batch_size=32, checkpoint_every_n_steps=1).fit(spoilt)
+        trainer(Net(), shuffle=False, batch_size=32, checkpoint_every_n_steps=5).fit(spoilt)
+    assert [path.name for path in Path().rglob("checkpoints/step-*")] == ["step-00000005"]
 
 
 def test_a_context_is_entered_and_left_at_its_steps():

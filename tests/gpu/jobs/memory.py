@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
-from gpu_support import DEVICE, Net, data
+from gpu_support import DEVICE, TOO_MUCH, Net, data
 from torch.nn.functional import cross_entropy
 
 from distributed import Trainer
@@ -16,7 +16,7 @@ calls = []
 def step(model, batch):
     calls.append(1)
     if len(calls) == 3 and os.environ["RANK"] == "1":
-        torch.empty(1 << 47, dtype=torch.uint8, device=DEVICE)
+        torch.empty(TOO_MUCH, dtype=torch.uint8, device=DEVICE)
     return cross_entropy(model(batch[0]), batch[1])
 
 
