@@ -191,6 +191,7 @@ class Trainer:
     def predict(self, data: Any) -> Any:
         """The model's outputs for every sample of `data` in order, on the host. All ranks call it and get all of them.
 
+        The order is that of the data set, also where a DataLoader shuffles; a sampler of your own keeps the order that it has.
         A batch is taken as in training; of a tuple the last entry (the targets) is left out. Tensors and arrays are joined
         along their first dimension, lists with an entry per sample one after the other, also inside dicts, tuples and data
         classes. Tensors of different shapes come as a list, one entry per sample; what belongs to no sample (a loss) as a

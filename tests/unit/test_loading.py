@@ -6,9 +6,11 @@ import itertools
 import multiprocessing
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
+import pandas
 import pytest
 import torch
 from torch.utils.data import (
@@ -479,11 +481,36 @@ class PartOnly(Sampler[int]):
         return iter([0, 2])
 
 
+def stream_of_pairs() -> Iterator[Any]:
+    yield 1, 2
+
+
 BAD = [
     (NoLength(), {}, "NoLength has __getitem__ but no length"),
     (3, {}, r"int is not a data set: give a DataLoader, or .*TensorDataset\(inputs, targets\)"),
     ("file.csv", {}, "str is not a data set"),
     ({"train": [1]}, {}, "dict is not a data set: pick one of its splits"),
+    (
+        {"x": torch.ones(3), "y": torch.ones(3)},
+        {},
+        r"a dict of arrays is not a data set: give TensorDataset\(inputs, targets\)",
+    ),
+    (
+        [torch.ones(3, 2), torch.ones(3)],
+        {},
+        r"a list of 2 arrays is not a data set .*: give TensorDataset\(inputs, targets\)",
+    ),
+    ([torch.ones(3, 2), torch.ones(3, 2)], {}, "a list of 2 arrays is not a data set"),
+    (DataLoader([torch.ones(3, 2), torch.ones(3)]), {}, "a list of 2 arrays is not a data set"),  # type: ignore[arg-type]
+    ([numpy.ones((3, 2)), numpy.ones((3, 1)), numpy.ones(3)], {}, "a list of 3 arrays is not a data set"),
+    (None, {}, "training data: None is not a data set: give TensorDataset"),
+    (Path("file.csv"), {}, "PosixPath is not a data set: read what it names and give TensorDataset"),
+    (TensorDataset, {}, "TensorDataset is a class: make an object of it"),
+    (stream_of_pairs, {}, "stream_of_pairs is a function: call it, or give an IterableDataset"),
+    ({1, 2}, {}, "a set has no order: give a list"),
+    (pandas.DataFrame({"x": [1.0, 2.0]}), {}, r"a DataFrame is not a data set: give its columns as arrays \(.to_numpy"),
+    (pandas.Series([1.0, 2.0]), {}, "a Series is not a data set"),
+    (iter(DataLoader(Numbers(4))), {}, "an iterator of a DataLoader yields whole batches: give the DataLoader itself"),
     ((torch.ones(3), torch.ones(3)), {}, "a tuple of arrays is not a data set"),
     ([], {}, "no samples"),
     (DataLoader(Numbers(4), batch_size=None), {}, r"DataLoader\(batch_size=None\) .* set batch_size in the loader"),
@@ -499,6 +526,14 @@ BAD = [
 def test_bad_data_is_refused_with_the_fix(data: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sharded(data, **settings)
+
+
+def test_samples_that_are_tensors_are_data() -> None:
+    same, ragged = [torch.ones(3, 2)] * 4, [torch.ones(3), torch.ones(3, 2)]
+    assert sharded(same).num_samples == 4
+    assert sharded([torch.ones(3, 2), torch.ones(3, 2)], train=False).num_samples == 2  # two samples to predict
+    assert sharded(DataLoader(ragged, collate_fn=list)).num_samples == 2  # type: ignore[arg-type]
+    assert sharded([(torch.ones(3), torch.ones(3)), (torch.ones(3), torch.ones(3))]).num_samples == 2
 
 
 def test_ranks_with_different_data_are_refused_on_all_of_them() -> None:

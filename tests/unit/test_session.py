@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Callback, EarlyStopping, Trainer
 from distributed.errors import ConfigError
@@ -195,6 +195,19 @@ def test_loaders_are_closed_after_an_error(verb):
     with pytest.raises(ValueError, match="broken"):
         getattr(runner, verb)(DATA)
     assert len(closed) == 1
+
+
+def test_predictions_come_in_the_order_of_the_data_set_or_of_a_sampler_of_the_users():
+    runner = trainer()
+    expected = runner.predict(DATA)
+    assert torch.equal(expected, runner.model(DATA.tensors[0]).detach())
+    assert torch.equal(runner.predict(DataLoader(DATA, batch_size=5, shuffle=True)), expected)
+    backwards = DataLoader(DATA, batch_size=5, sampler=range(11, -1, -1))
+    assert torch.equal(runner.predict(backwards), expected.flip(0))
+    with pytest.raises(
+        ConfigError, match=r"evaluation data: a list of 2 arrays .*: give TensorDataset\(inputs, targets\)"
+    ):
+        runner.evaluate(list(DATA.tensors))
 
 
 def test_another_trainer_has_a_directory_of_its_own(tmp_path):

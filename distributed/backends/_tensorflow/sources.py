@@ -12,6 +12,7 @@ import numpy
 import tensorflow as tf
 
 from distributed.backends.base import ShardedData
+from distributed.backends.forms import fault_of
 from distributed.config import DistributedConfig
 from distributed.data import epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
@@ -223,6 +224,8 @@ def _indexed(data: Any, name: str, seed: int) -> tuple[Callable[[int, range, Seq
     """(what fetches a batch, samples in all) of arrays or of a data set that is asked by index."""
     if type(data).__mro__[-2].__name__ == "PyDataset" or any(c.__name__ == "PyDataset" for c in type(data).__mro__):
         raise ConfigError(f"{name}: a keras PyDataset yields whole batches, which cannot be cut over ranks: {_FORMS}")
+    if not isinstance(data, tuple) and (fault := fault_of(data, "the tuple (inputs, targets)", train=True)) is not None:
+        raise ConfigError(f"{name}: {fault}")
     leaves = tf.nest.flatten(data) if isinstance(data, (tuple, Mapping)) or _is_array(data) else []
     if leaves and all(map(_is_array, leaves)):
         arrays = tf.nest.map_structure(_array, data)

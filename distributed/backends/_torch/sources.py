@@ -23,12 +23,14 @@ from torch.utils.data import (
 
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.fetching import LOADER, SAMPLER, announce_epoch
+from distributed.backends.forms import fault_of, is_mapping_of_arrays
 from distributed.config import DistributedConfig
 from distributed.data import sample_seed
 from distributed.errors import ConfigError
 from distributed.launching.processes import die_with_parent, is_running
 
 Reduce = Callable[[Mapping[str, float]], dict[str, float]]
+_PAIR = "TensorDataset(inputs, targets)"
 _EXAMPLE = "give a DataLoader, or a data set such as TensorDataset(inputs, targets)"
 
 
@@ -78,7 +80,8 @@ def read_source(data: Any, config: DistributedConfig, *, train: bool, presharded
     """Take `data` apart. ConfigError where it is no data, or where its settings contradict the configuration."""
     name = "training data" if train else "evaluation data"
     loader = data if isinstance(data, DataLoader) else None
-    _check_type(data.dataset if isinstance(data, DataLoader) else data, name)
+    has_own_collate = loader is not None and loader.collate_fn is not default_collate
+    _check_type(loader.dataset if loader is not None else data, name, train=train, has_own_collate=has_own_collate)
     if loader is None:
         wanted = not is_stream(data) if config.shuffle is None else config.shuffle
         shuffle = train and wanted
@@ -147,12 +150,18 @@ def is_stream(dataset: Any) -> bool:
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
 
 
-def _check_type(dataset: Any, name: str) -> None:
+def _check_type(dataset: Any, name: str, *, train: bool, has_own_collate: bool) -> None:
+    """`has_own_collate`: the loader makes batches of samples in a way of its own."""
     kind = type(dataset).__name__
     if isinstance(dataset, tuple) and dataset and all(isinstance(x, torch.Tensor | numpy.ndarray) for x in dataset):
         raise ConfigError(f"{name}: a tuple of arrays is not a data set: give TensorDataset(inputs, targets)")
+    fault = fault_of(dataset, _PAIR, train=train)
+    if fault is not None and not (has_own_collate and isinstance(dataset, list)):
+        raise ConfigError(f"{name}: {fault}")
+    if is_mapping_of_arrays(dataset):
+        raise ConfigError(f"{name}: a {kind} of arrays is not a data set: give {_PAIR}, or a list of samples as dicts")
     readable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
-    if isinstance(dataset, str | bytes | Mapping | type) or not readable:
+    if isinstance(dataset, Mapping) or not readable:
         hint = ": pick one of its splits" if isinstance(dataset, Mapping) else ""
         raise ConfigError(f"{name}: {kind} is not a data set{hint}: {_EXAMPLE}")
 

@@ -1,0 +1,56 @@
+"""What was passed as data and is no data set, told by its form. Loads no framework."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_TABLES = ("pandas", "polars")
+
+
+def fault_of(data: Any, pair: str, *, train: bool) -> str | None:
+    """Why `data` is no data set, and what to pass; None where its form is right. `pair`: how inputs and targets are passed."""
+    kind = type(data).__name__
+    if data is None:
+        return f"None is not a data set: give {pair}, or a DataLoader"
+    if isinstance(data, type):
+        return f"{data.__name__} is a class: make an object of it"
+    if isinstance(data, types.FunctionType | types.MethodType):
+        return f"{data.__name__} is a function: call it, or give an IterableDataset whose __iter__ does"
+    if isinstance(data, str | bytes | os.PathLike):
+        return f"{kind} is not a data set: read what it names and give {pair}"
+    if isinstance(data, set | frozenset):
+        return "a set has no order: give a list of its samples"
+    if type(data).__module__.partition(".")[0] in _TABLES:
+        return f"a {kind} is not a data set: give its columns as arrays (.to_numpy()), {pair}"
+    if any(cls.__name__ == "_BaseDataLoaderIter" for cls in type(data).__mro__):
+        return "an iterator of a DataLoader yields whole batches: give the DataLoader itself"
+    if isinstance(data, list | tuple) and is_columns(data, train=train):
+        return f"a {kind} of {len(data)} arrays is not a data set (each entry would be one sample): give {pair}"
+    return None
+
+
+def is_columns(data: Sequence[Any], *, train: bool) -> bool:
+    """Whether `[x, y]` means arrays of inputs and targets and not two samples.
+
+    Arrays of as many rows each that have different shapes make no batch. Two of one shape may be samples to predict, but no
+    data set to train on.
+    """
+    if len(data) < 2 or not all(is_array(each) for each in data):
+        return False
+    shapes = [tuple(each.shape) for each in data]
+    if not all(shapes) or len({shape[0] for shape in shapes}) > 1 or shapes[0][0] < 2:
+        return False
+    return len(set(shapes)) > 1 or (train and len(data) == 2)
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is a tensor or an array of any library."""
+    return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
+
+
+def is_mapping_of_arrays(data: Any) -> bool:
+    """Whether `data` holds columns by name."""
+    return isinstance(data, Mapping) and bool(data) and all(map(is_array, data.values()))
