@@ -95,7 +95,7 @@ def has_rows(value: Any, num_samples: int) -> bool:
 
 
 def _length(leaf: Any) -> int:
-    shape = getattr(leaf, "shape", ())
+    shape: Any = getattr(leaf, "shape", ())
     return int(shape[0]) if len(shape) else 0
 
 

@@ -18,7 +18,9 @@ Reduce = Callable[[Mapping[Any, float]], dict[Any, float]]
 
 # Means agree up to rounding: 16-bit floats are widened first, a mean over a batch in float32 is exact to about 1e-6.
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-7
-_ENOUGH = 64.0  # samples whose parts had other values than the whole, and the same mean
+# Of batches whose parts had other values than the whole, and the same mean: samples, or batches. A metric with few values, as F1
+# of four samples, agrees by chance now and then.
+_ENOUGH_SAMPLES, _ENOUGH_BATCHES = 64.0, 4.0
 # What functions raise for a part that they do not take, as scikit-learn for one class alone.
 _REFUSES = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -31,7 +33,8 @@ class Splitting:
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], notice: Callable[[str], None]) -> None:
         self._unknown, self._notice = dict(functions), notice
-        self._evidence = dict.fromkeys(functions, 0.0)
+        self._samples = dict.fromkeys(functions, 0.0)
+        self._batches = dict.fromkeys(functions, 0.0)
         self.not_means: set[str] = set()
 
     @property
@@ -49,16 +52,18 @@ class Splitting:
         votes: dict[tuple[str, str], float] = {}
         for name, function in self._unknown.items():
             found = vote(function, outputs, targets, num_samples, value)
-            votes |= {(name, "mean"): num_samples * float(found is True), (name, "other"): float(found is False)}
+            votes[name, "samples"] = num_samples * float(found is True)
+            votes |= {(name, "mean"): float(found is True), (name, "other"): float(found is False)}
         return self._decide(reduce(votes))
 
     def _decide(self, votes: Mapping[tuple[str, str], float]) -> dict[str, bool]:
         known: dict[str, bool] = {}
         for name in self.unknown:
-            self._evidence[name] += votes[name, "mean"]
+            self._samples[name] += votes[name, "samples"]
+            self._batches[name] += votes[name, "mean"]
             if votes[name, "other"]:
                 known |= self.refute(name)
-            elif self._evidence[name] >= _ENOUGH:
+            elif self._samples[name] >= _ENOUGH_SAMPLES or self._batches[name] >= _ENOUGH_BATCHES:
                 known[name] = True
         self.settle(known)
         return known
@@ -78,7 +83,7 @@ class Splitting:
     @property
     def known(self) -> dict[str, bool]:
         """name -> whether it is a mean, as JSON."""
-        return {name: name not in self.not_means for name in self._evidence if name not in self._unknown}
+        return {name: name not in self.not_means for name in self._samples if name not in self._unknown}
 
 
 def vote(function: Callable[..., Any], outputs: Any, targets: Any, num_samples: int, value: Value) -> bool | None:

@@ -27,7 +27,8 @@ class TorchEngine:
     def joined(self, updates: Sequence[Update]) -> Arguments:
         """The arguments for all samples of `updates`."""
         args, named = joined([[Outputs(tuple(value), n) for value, n in update] for update in updates])
-        return widened(Arguments(args, named))
+        whole: Arguments = widened(Arguments(args, named))
+        return whole
 
     def to_raw(self, name: str, leaf: Any) -> RawTensor | None:
         """A tensor as bytes."""
@@ -80,7 +81,9 @@ def _called(metric: OverAll, updates: Sequence[Update]) -> Any:
         outputs, targets, *more = mapped(args, _array)
         return metric.function(targets, outputs, *more, **mapped(named, _array), **metric.arguments)
     with torch.no_grad():
-        return metric.function(*args, **named, **metric.arguments)
+        value = metric.function(*args, **named, **metric.arguments)
+    is_each = isinstance(value, torch.Tensor) and value.numel() != 1  # the forms of a loss
+    return (value.sum(), value.numel()) if is_each else value
 
 
 def _array(leaf: Any) -> Any:
