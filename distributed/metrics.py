@@ -69,9 +69,18 @@ def is_of_keras(metric: Any) -> bool:
 
 def is_of_sklearn(function: Any) -> bool:
     """Whether `function` is one of scikit-learn, which take (targets, outputs) as NumPy arrays."""
+    return _home(function).startswith("sklearn.")
+
+
+def takes_targets_first(function: Any) -> bool:
+    """Whether `function` is one of a library whose functions take (targets, outputs)."""
+    return _home(function).startswith(("sklearn.", "keras."))
+
+
+def _home(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
-    return str(getattr(function, "__module__", "")).startswith("sklearn.")
+    return str(getattr(function, "__module__", ""))
 
 
 def as_declared(metric: Any) -> Any:

@@ -221,6 +221,7 @@ class TorchBackend(Backend[OptionsT]):
         self._averages = Averages(
             self.kind.metrics(job), self.device, wholes=wholes, reduce=self.reduce, notice=self._notice, dtype=self._to_dtype
         )  # fmt: skip
+        self.objective.add_metric = self._averages.add
         self._moves = self.device.type != "cpu" or self._to_dtype is not None
 
     def _seed_generators(self) -> None:
@@ -405,10 +406,10 @@ class TorchBackend(Backend[OptionsT]):
         return self._averages.collect(results, self.reduce, self.gather)
 
     def begin(self, split: str) -> None:
-        self._averages.begin(split)
+        self._averages.measured.begin(split)
 
     def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
-        return self._averages.measure(split, means)
+        return self._averages.measured.measure(split, means)
 
     def gradient_norm(self) -> float | None:
         return self._gradients.norm() if self._clipped_norm is None else float(self._clipped_norm)
@@ -509,8 +510,8 @@ class TorchBackend(Backend[OptionsT]):
         extra: dict[str, Any] = {"world_size": self.context.world_size, "step": self._step}
         extra["loss_form"] = self.objective.form if self._settled else None
         extra["metrics"] = self._averages.names
-        extra["means"] = self._averages.form
-        extra["over_all"] = self._averages.wholes.save(directory)
+        extra["means"] = self._averages.measured.form
+        extra["over_all"] = self._averages.measured.wholes.save(directory)
         extra["model"] = self.kind.save_model(directory)
         extra["optimizer"] = self.kind.save_optimizer(self.optimizer, directory)
         extra |= self.schedule.state()
@@ -527,8 +528,8 @@ class TorchBackend(Backend[OptionsT]):
         self.precision.load(state.get("scaler"))
         self._step = int(state["step"])
         self._averages.names = list(state.get("metrics", ()))  # sums of three ranks round by their place among them
-        self._averages.form = state.get("means") or {}
-        self._averages.wholes.load(directory, state.get("over_all"))
+        self._averages.measured.form = state.get("means") or {}
+        self._averages.measured.wholes.load(directory, state.get("over_all"))
         if form := state.get("loss_form"):  # found anew in another batch, it could be another one
             self.objective.form, self._settled = form, True
         is_same = int(state["world_size"]) == self.context.world_size

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from distributed.backends.parts import Arguments, Part, Piece, by_update, num_bytes
 from distributed.backends.parts_file import read_metrics, write_metrics
-from distributed.errors import TrainingError
+from distributed.errors import ConfigError, TrainingError
 
 SPLITS = ("train", "val")
 _WARN_BYTES = 1 << 30
@@ -332,6 +332,14 @@ class Deferred(NamedTuple):
     split: str
     kept: list[Any]  # outputs for the metrics that are means
     parts: dict[str, list[Part]]  # by metric over all samples
+
+
+def no_arguments(name: str) -> ConfigError:
+    """The error for a metric of which nothing says what it is computed from."""
+    return ConfigError(
+        f"metric {name!r} is computed over all samples, and it is not known from what: return its arguments from"
+        f" training_step, {{'loss': loss, {name!r}: (outputs, targets)}}"
+    )
 
 
 def not_a_number(name: str, value: Any) -> TrainingError:

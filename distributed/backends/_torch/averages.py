@@ -18,11 +18,10 @@ from distributed.backends._torch.objective import (
     weighted,
 )
 from distributed.backends._torch.whole import is_whole, measure_of, measure_of_function, widened
+from distributed.backends.measured import Measured
 from distributed.backends.non_finite import Row, without_weight
 from distributed.backends.parts import Arguments, Part, arguments, mapped
-from distributed.backends.splitting import Splitting, near
-from distributed.backends.whole import Deferred, Wholes
-from distributed.errors import ConfigError
+from distributed.backends.whole import Deferred, Wholes, no_arguments
 from distributed.state import Group, MicroBatch, StepResult
 
 # Outputs up to this many numbers are kept until the next log line, where metrics are computed on all of them at once.
@@ -47,22 +46,19 @@ class Averages:
         dtype: torch.dtype | None = None,
     ) -> None:
         """`dtype`: the run's, where that is not torch's usual one."""
-        self._metrics = {name: metric for name, metric in metrics.items() if not is_whole(metric)}  # means, and unknown
-        self._device, self._dtype, self._reduce, self.wholes = device, dtype, reduce, wholes
+        functions = {name: metric for name, metric in metrics.items() if not is_whole(metric)}
+        self._metrics, self._device, self._dtype = functions, device, dtype
+        self.measured = Measured(functions, wholes, measure_of_function, reduce, notice)
         self.names: list[str] = []  # that every rank knows, in the order in which sums travel
         self._large: list[Kept] = []  # the newest step's large outputs
-        self._splitting = Splitting(self._metrics, notice)
-        self._num_evaluated = 0  # batches of this evaluation
         self._has_accuracy = "accuracy" in metrics  # else class indices get it
         for name, metric in metrics.items():
             if is_whole(metric):
                 self.add(name, metric)
-            else:  # until it is known to be a mean
-                wholes.add(name, lambda metric=metric: measure_of_function(metric, training=False))  # type: ignore[misc]
 
     def add(self, name: str, metric: Any) -> None:
         """Compute `metric` over all samples; nothing for one that is known already."""
-        self.wholes.add(name, lambda: measure_of(metric, self._device, self._dtype))
+        self.measured.wholes.add(name, lambda: measure_of(metric, self._device, self._dtype))
 
     def of_training(self, micros: Sequence[MicroBatch], losses: Sequence[Loss], group: Group) -> StepResult:
         """The result of one update. Large outputs are kept of the newest update only."""
@@ -74,13 +70,13 @@ class Averages:
                 self._keep(loss.outputs, loss.targets, micro.num_samples, deferred.kept)
             self._keep_parts(deferred, (group.position, number), micro.num_samples, loss)
         result = StepResult(rows, group.num_samples, deferred)
-        self.wholes.keep("train", result)
+        self.measured.wholes.keep("train", result)
         return result
 
     def of_evaluation(self, micro: MicroBatch, loss: Loss) -> StepResult:
         """The result of one evaluation batch; metrics of large outputs are computed now."""
         n = micro.num_samples
-        self._num_evaluated += 1
+        self.measured.num_evaluated += 1
         if n == 0:
             loss.count, loss.value = None if loss.count is None else 0.0, torch.zeros_like(loss.value)
         rows = self._rows(loss, n)
@@ -89,87 +85,33 @@ class Averages:
         if deferred.kept and not (_is_small(loss.outputs) and _is_small(loss.targets)):
             rows += self._measure(deferred.kept, "val")
             deferred.kept.clear()
-        self._keep_parts(deferred, (self._num_evaluated, 0), n, loss)
+        self._keep_parts(deferred, (self.measured.num_evaluated, 0), n, loss)
         result = StepResult(rows, n, deferred)
-        self.wholes.keep("val", result)
+        self.measured.wholes.keep("val", result)
         return result
 
     # ------------------------------------------------------------------ metrics over all samples
 
-    def begin(self, split: str) -> None:
-        """`Backend.begin`."""
-        if split == "val":
-            self._num_evaluated = 0
-        self.wholes.begin(split)
-
-    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
-        """`Backend.measure`. Of a function that may be a mean, the mean is its value where it is that of all samples, too."""
-        found = self.wholes.measure(split)
-        if split == "val":
-            for name in self._splitting.unknown:
-                if name in found and near(found[name], means.get(name, float("nan"))):
-                    del found[name]
-                elif name in found:
-                    self._take_up(self._splitting.refute(name))
-        return found
-
     def _look(self, loss: Loss, n: int) -> None:
-        if loss.targets is None or not self._splitting.unknown:
-            return
-        with forked(self._device):  # a function that draws leaves no trace
-            known = self._splitting.look(self._num_evaluated, loss.outputs, loss.targets, n, self._pair, self._reduce)
-        self._take_up(known)
-
-    def _pair(self, function: Callable[..., Any], outputs: Any, targets: Any, n: int) -> tuple[float, float]:
-        """(sum, count) of one batch, as plain numbers."""
-        value, scale, count = weighted(as_loss(function(widened(outputs), widened(targets))), n, "")
-        return float(value) * scale, float(count)
-
-    def _take_up(self, known: Mapping[str, bool]) -> None:
-        for name, is_mean in known.items():
-            if is_mean:
-                self.wholes.drop(name)
-            else:
-                self.wholes.train(name, measure_of_function(self._metrics[name], training=True))
-
-    @property
-    def form(self) -> dict[str, bool]:
-        """name -> whether it is a mean, for the functions of which that is known. JSON."""
-        return self._splitting.known
-
-    @form.setter
-    def form(self, form: Mapping[str, bool]) -> None:
-        known = {name: is_mean for name, is_mean in form.items() if name in self._splitting.unknown}
-        self._splitting.settle(known)
-        self._take_up(known)
+        if loss.targets is not None and self.measured.is_looking:
+            with forked(self._device):  # a function that draws leaves no trace
+                self.measured.look(loss.outputs, loss.targets, n, _pair)
 
     def _keep_parts(self, deferred: Deferred, key: tuple[int, int], n: int, loss: Loss) -> None:
-        for name in self.wholes.names(deferred.split):
+        for name in self.measured.wholes.names(deferred.split):
             call = self._call(name, loss)
             if n and call is not None:
                 kept = mapped(call, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
                 deferred.parts.setdefault(name, []).append(Part(key, n, kept))
 
     def _call(self, name: str, loss: Loss) -> Arguments | None:
-        if loss.metrics is not None and name in loss.metrics and self._is_call(name):
+        if loss.metrics is not None and name in loss.metrics and self.measured.is_call(name):
             return arguments(loss.metrics[name])
         if loss.targets is not None:
             return Arguments((loss.outputs, loss.targets), {})
-        if name in self._metrics:
-            return None
-        raise ConfigError(
-            f"metric {name!r} is computed over all samples, and it is not known from what: return its arguments from"
-            f" training_step, {{'loss': loss, {name!r}: (outputs, targets)}}"
-        )
-
-    def _is_call(self, name: str) -> bool:
-        """Whether what a `training_step` returns as `name` are the arguments of a metric."""
-        return self.wholes.has(name) and name not in self._metrics
-
-    def _functions(self, split: str) -> dict[str, Callable[..., Any]]:
-        """Those that are computed batch by batch."""
-        other = self.wholes.names("train") if split == "train" else self._splitting.not_means
-        return {name: function for name, function in self._metrics.items() if name not in other}
+        if self.measured.is_declared(name):
+            raise no_arguments(name)
+        return None
 
     # ------------------------------------------------------------------ means
 
@@ -215,7 +157,7 @@ class Averages:
         value = loss.value.detach()
         rows: list[Row] = [("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count)]
         if loss.metrics:
-            means = {name: metric for name, metric in loss.metrics.items() if not self._is_call(name)}
+            means = {name: metric for name, metric in loss.metrics.items() if not self.measured.is_call(name)}
             own = [(name, *weighted(as_loss(metric), n, name)) for name, metric in means.items()]
             rows += own if n else without_weight(own)
             self._has_accuracy = self._has_accuracy or "accuracy" in loss.metrics
@@ -242,7 +184,7 @@ class Averages:
         """Metrics of kept outputs. A rank without samples reports the same names as the others, with nothing in them."""
         rows: list[Row] = []
         counted = [entry for entry in kept if entry[2]]
-        functions = self._functions(split)
+        functions = self.measured.functions(split)
         with torch.no_grad():
             for outputs, targets, n in _joined(counted or kept[:1]):
                 rows += evaluate_metrics(functions, outputs, targets, n, default=not self._has_accuracy)
@@ -255,6 +197,12 @@ class Averages:
         except (TypeError, RuntimeError):  # some are plain numbers, or of shape [1], or elsewhere
             stacked = torch.stack([torch.as_tensor(value, device=self._device).reshape(()) for value in values])
         return float(stacked.double() @ torch.tensor(scales, dtype=torch.float64, device=self._device))
+
+
+def _pair(function: Callable[..., Any], outputs: Any, targets: Any, n: int) -> tuple[float, float]:
+    """(sum, count) of one batch, as plain numbers."""
+    value, scale, count = weighted(as_loss(function(widened(outputs), widened(targets))), n, "")
+    return float(value) * scale, float(count)
 
 
 def _numbers(sums: Mapping[str, tuple[float, float]], names: Sequence[str]) -> dict[tuple[str, str], float]:

@@ -66,6 +66,9 @@ class Objective:
         notice: Callable[[str], None],
     ) -> None:
         self._loss_fn, self._training_step = loss_fn, training_step
+        self.add_metric: Callable[[str, Any], None] = lambda name, metric: (
+            None
+        )  # for one that is known at the first batch
         self._plain = plain_model
         self._notice = notice
         self._said: set[str] = set()

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from distributed.backends._torch.objective import scores
@@ -14,7 +15,7 @@ from distributed.backends._torch.outputs import Outputs, joined
 from distributed.backends._torch.tensor_io import dtype_word, raw_bytes, tensor_of
 from distributed.backends.parts import Arguments, Part, mapped
 from distributed.backends.whole import Kept, Measure, Update, driven, not_a_number
-from distributed.metrics import OverAll, has_state, is_of_sklearn
+from distributed.metrics import OverAll, has_state, is_of_keras, is_of_sklearn, takes_targets_first
 from distributed.storage.tensor_file import RawTensor
 
 OBJECT = ("reset", "update", "compute")  # the methods of an object, as torchmetrics names them
@@ -32,6 +33,8 @@ class TorchEngine:
 
     def to_raw(self, name: str, leaf: Any) -> RawTensor | None:
         """A tensor as bytes."""
+        if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
+            leaf = torch.from_numpy(leaf)
         if not isinstance(leaf, torch.Tensor):
             return None
         return RawTensor(name, dtype_word("a metric's tensor", leaf), tuple(leaf.shape), lambda: raw_bytes(leaf))
@@ -69,10 +72,20 @@ def measure_of(metric: Any, device: torch.device, dtype: torch.dtype | None) -> 
     if isinstance(metric, OverAll):
         prepare = functools.partial(_prepared, functools.partial(_transformed, metric.transform))
         return Kept(functools.partial(_called, metric), prepare, training=metric.training)
+    if is_of_keras(metric):
+        return _measure_of_keras(metric, device, dtype)
     own = copy.deepcopy(metric)
     if (states := declared_states(own)) is not None:
         return StateMeasure(own, states, device, dtype)
     return Kept(lambda updates: driven(own, updates, ENGINE, OBJECT), functools.partial(_prepared, with_scores))
+
+
+def _measure_of_keras(metric: Any, device: torch.device, dtype: torch.dtype | None) -> Measure:
+    from distributed.backends._keras import measures
+    from distributed.backends._torch.keras_module import keras_scope
+
+    scope = functools.partial(keras_scope, device, "float64" if dtype is torch.float64 else "float32")
+    return measures.measure_of(metric, ENGINE, scope, functools.partial(_prepared, with_scores))
 
 
 def _called(metric: OverAll, updates: Sequence[Update]) -> Any:
@@ -80,6 +93,8 @@ def _called(metric: OverAll, updates: Sequence[Update]) -> Any:
     if is_of_sklearn(metric.function):
         outputs, targets, *more = mapped(args, _array)
         return metric.function(targets, outputs, *more, **mapped(named, _array), **metric.arguments)
+    if takes_targets_first(metric.function):
+        args = (args[1], args[0], *args[2:])
     with torch.no_grad():
         value = metric.function(*args, **named, **metric.arguments)
     is_each = isinstance(value, torch.Tensor) and value.numel() != 1  # the forms of a loss
