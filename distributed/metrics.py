@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distributed.errors import ConfigError
@@ -75,6 +75,20 @@ def is_of_sklearn(function: Any) -> bool:
 def takes_targets_first(function: Any) -> bool:
     """Whether `function` is one of a library whose functions take (targets, outputs)."""
     return _home(function).startswith(("sklearn.", "keras."))
+
+
+def call_sklearn(metric: OverAll, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """The value of a function of scikit-learn for arrays (targets, outputs). ConfigError where it does not take these outputs."""
+    try:
+        return metric.function(*args, **named, **metric.arguments)
+    except ValueError as error:
+        if metric.transform is not None:
+            raise
+        name = getattr(metric.function, "__name__", "function")
+        raise ConfigError(
+            f"scikit-learn's {name} does not take the model's outputs ({error}): pass over_all({name}, transform='argmax') for"
+            " classes, 'softmax' for probabilities, or a function of the outputs"
+        ) from error
 
 
 def _home(function: Any) -> str:

@@ -16,7 +16,7 @@ from distributed.backends._tensorflow.outputs import joined
 from distributed.backends.parts import Arguments, Part, mapped
 from distributed.backends.whole import Kept, Measure, Update, driven, not_a_number
 from distributed.errors import ConfigError
-from distributed.metrics import OverAll, has_state, is_of_keras, is_of_sklearn, takes_targets_first
+from distributed.metrics import OverAll, call_sklearn, has_state, is_of_keras, is_of_sklearn, takes_targets_first
 from distributed.storage.tensor_file import RawTensor
 
 _WORDS = {
@@ -106,7 +106,7 @@ def _called(metric: OverAll, updates: Sequence[Update]) -> Any:
     if takes_targets_first(metric.function):
         args = (args[1], args[0], *args[2:])
     if is_of_sklearn(metric.function):
-        args, named = mapped(args, _as_array), mapped(named, _as_array)
+        return call_sklearn(metric, mapped(args, _as_array), mapped(named, _as_array))
     value = metric.function(*args, **named, **metric.arguments)
     is_each = tf.is_tensor(value) and value.shape.rank  # the forms of a loss
     return (tf.reduce_sum(value), tf.size(value)) if is_each else value

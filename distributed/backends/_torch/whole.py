@@ -15,7 +15,7 @@ from distributed.backends._torch.outputs import Outputs, joined
 from distributed.backends._torch.tensor_io import dtype_word, raw_bytes, tensor_of
 from distributed.backends.parts import Arguments, Part, mapped
 from distributed.backends.whole import Kept, Measure, Update, driven, not_a_number
-from distributed.metrics import OverAll, has_state, is_of_keras, is_of_sklearn, takes_targets_first
+from distributed.metrics import OverAll, call_sklearn, has_state, is_of_keras, is_of_sklearn, takes_targets_first
 from distributed.storage.tensor_file import RawTensor
 
 OBJECT = ("reset", "update", "compute")  # the methods of an object, as torchmetrics names them
@@ -90,11 +90,10 @@ def _measure_of_keras(metric: Any, device: torch.device, dtype: torch.dtype | No
 
 def _called(metric: OverAll, updates: Sequence[Update]) -> Any:
     args, named = ENGINE.joined(updates)
-    if is_of_sklearn(metric.function):
-        outputs, targets, *more = mapped(args, _array)
-        return metric.function(targets, outputs, *more, **mapped(named, _array), **metric.arguments)
     if takes_targets_first(metric.function):
         args = (args[1], args[0], *args[2:])
+    if is_of_sklearn(metric.function):
+        return call_sklearn(metric, mapped(args, _array), mapped(named, _array))
     with torch.no_grad():
         value = metric.function(*args, **named, **metric.arguments)
     is_each = isinstance(value, torch.Tensor) and value.numel() != 1  # the forms of a loss
