@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from distributed.gradient_checkpointing import checkpoint_scope, memory_pool_scope
     from distributed.learning_rate import LearningRateCurve
+    from distributed.metrics import over_all
     from distributed.script_launcher import DistributedLauncher, LaunchConfig, launch_distributed_training
     from distributed.state import History
     from distributed.trainer import (
@@ -89,6 +90,7 @@ _HOMES = {
     "launch_distributed_training": "script_launcher",
     "memory_pool_scope": "gradient_checkpointing",
     "no_sync": "comm",
+    "over_all": "metrics",
     "reduce_scatter": "comm",
 }
 __all__ = [
@@ -130,6 +132,7 @@ __all__ = [
     "launch_distributed_training",
     "memory_pool_scope",
     "no_sync",
+    "over_all",
     "reduce_scatter",
 ]
 

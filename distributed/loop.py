@@ -61,6 +61,8 @@ def fit(run: Run) -> None:
     run.uncertain = uncertain(
         _monitors(run), run.metrics, is_validated=run.val is not None, known=state.rows[-1] if state.rows else ()
     )
+    if not state.samples_in_epoch:
+        run.backend.begin("train")
     if run.config.checkpoint_at_start and run.last_saved != (state.step, state.epoch):
         save(run)
     while state.epoch < run.config.epochs and state.stop_reason is None:
@@ -197,6 +199,8 @@ def _log(run: Run) -> None:
     if not state.log_sums:
         return
     means = means_of(state.log_sums)
+    state.over_all = run.backend.measure("train", means)
+    means |= state.over_all
     means["learning_rate"] = run.backend.learning_rates()[0]
     if (norm := run.backend.gradient_norm()) is not None:
         means["grad_norm"] = norm
@@ -221,7 +225,8 @@ def _finish_epoch(run: Run) -> bool:
         return False
     state.epoch += 1
     state.samples_in_epoch = 0
-    state.epoch_sums = {}
+    state.epoch_sums, state.over_all = {}, {}
+    run.backend.begin("train")
     run.backend.end_epoch(row)
     _keep_row(run, row)
     for callback in run.callbacks:
@@ -244,7 +249,12 @@ def _measure_part(run: Run) -> None:
 def _measure(run: Run) -> dict[str, float] | None:
     """The row of the running epoch: training means, and validation under `val_`. None when a signal ended the validation."""
     state = run.state
-    row: dict[str, float] = {"epoch": state.epoch + 1, "step": state.step, **means_of(state.epoch_sums)}
+    row: dict[str, float] = {
+        "epoch": state.epoch + 1,
+        "step": state.step,
+        **means_of(state.epoch_sums),
+        **state.over_all,
+    }
     if run.val is not None:
         measured = evaluate(run.backend, run.val, lambda: _tick_in_evaluation(run))
         if measured is None:
@@ -295,7 +305,8 @@ def save(run: Run) -> None:
 def evaluate(
     backend: Backend[Any], data: ShardedData, enter: Callable[[], bool] = lambda: True
 ) -> dict[str, float] | None:
-    """Means over `data`, each sample once, on all ranks; None when `enter()` says to stop before the end."""
+    """Loss and metrics over `data`, each sample once, on all ranks; None when `enter()` says to stop before the end."""
+    backend.begin("val")
     sums: dict[str, list[float]] = {}
     window: list[StepResult] = []
 
@@ -313,7 +324,8 @@ def evaluate(
             settle()
     if window:
         settle()
-    return means_of(sums)
+    means = means_of(sums)
+    return means | backend.measure("val", means)
 
 
 def micro_batches(groups: Iterable[Group]) -> Iterable[MicroBatch]:

@@ -74,6 +74,9 @@ class TrainState:
     epoch_sums: dict[str, list[float]] = dataclasses.field(
         default_factory=dict
     )  # name -> [sum, count] of the running epoch
+    over_all: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # metrics over all samples of the running epoch, as of its newest log line
     log_sums: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # the same since the last log line
     train_time_s: float = 0.0  # spent in steps, of all attempts
     total_time: float = 0.0  # seconds in fit, of all attempts

@@ -24,6 +24,7 @@ from distributed.config import DistributedConfig, canonical
 from distributed.errors import ConfigError, nearest
 from distributed.launcher import WorkerEnvironment, handover, launched_by, running_script, worker_environment
 from distributed.launching.processes import interrupts_kept
+from distributed.metrics import as_declared, check_metric
 from distributed.monitor import check_names
 from distributed.plan import ProcessPlan, choose_backend, plan_processes
 from distributed.settings import MergedConfig, Typed, for_evaluation, joined, merge, read_config_file, split_sweep
@@ -48,7 +49,9 @@ class Trainer:
             `(sum, count)`. None: cross-entropy for [batch, classes] outputs with class indices, mean squared error for
             float targets of the outputs' shape, or the model's own `.loss`.
         training_step: `(model, batch)` -> the forms of a loss, a dict with `loss` and metrics, or an object with `.loss`.
-        metrics: name -> `(outputs, targets)` with the forms of a loss. Class-index targets get `accuracy` by themselves.
+        metrics: name -> `(outputs, targets)` with the forms of a loss, a mean over the samples; or `over_all(function)`, or an
+            object with `update`, `compute` and `reset` (torchmetrics, Keras), which are computed over all samples at once. For
+            the latter a `training_step` returns their arguments by name. Class-index targets get `accuracy` by themselves.
         callbacks: `Callback` objects; their hooks run on every rank.
         settings: fields of DistributedConfig, or a backend's group: `ddp={"bucket_cap_mb": 50}`.
 
@@ -76,7 +79,8 @@ class Trainer:
             raise ConfigError("loss_fn and training_step both say what the loss is: drop one of them")
         _check_objects(optimizer, scheduler, loss_fn, training_step, metrics)
         _check_callbacks(callbacks)
-        self.job = Job(model, optimizer, scheduler, loss_fn, training_step, dict(metrics or {}))
+        declared = {name: as_declared(metric) for name, metric in (metrics or {}).items()}
+        self.job = Job(model, optimizer, scheduler, loss_fn, training_step, declared)
         self.callbacks = list(callbacks)
         self._code, self._sweep, self._hyperparameters, self._notices = self._settings(config, settings)
         if (trial := current()) is not None:
@@ -401,8 +405,9 @@ def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: 
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics is a {type(metrics).__name__}: pass names and functions, metrics={{'top1': top1}}")
     check_names(metrics or ())
-    functions = {"loss_fn": loss_fn, "training_step": training_step}
-    for name, value in (functions | {f"metrics[{name!r}]": value for name, value in (metrics or {}).items()}).items():
+    for name, value in (metrics or {}).items():
+        check_metric(name, value)
+    for name, value in {"loss_fn": loss_fn, "training_step": training_step}.items():
         if value is not None and not callable(value):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: pass a function")
 

@@ -227,6 +227,14 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def collect(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
         """name -> (sum, count) over all ranks and all `results`, as floats. A collective; the only host sync of training."""
 
+    def begin(self, split: str) -> None:
+        """Forget what metrics over all samples have kept: of the epoch ("train"), or of an evaluation ("val")."""
+
+    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
+        """name -> value of each metric over all samples of the epoch so far ("train"), or of the evaluation ("val") whose
+        `means` are known. A collective."""
+        return {}
+
     def own_generators(self) -> contextlib.AbstractContextManager[None]:
         """Within it the global random generators are the training's own; the caller's are put back after it."""
         return contextlib.nullcontext()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from distributed.backends._tensorflow.sources import Data
     from distributed.backends._tensorflow.step import Pending
     from distributed.backends._tensorflow.world import World
+    from distributed.backends.measured import Measured
     from distributed.profiling import Profiler
 
 _REFUSED = {
@@ -167,8 +168,9 @@ class TensorFlowBackend(Backend[Any]):
         policy = models.policy_of(self.config, self.mixed_precision)
         replicas = self.world.replicas
         self.model = models.build_model(job.model, self.config, policy, replicas)
+        self._measured = self._metrics_of(job)
         self._objective = Objective(
-            self.model, job.loss_fn, job.training_step, job.metrics, self._notice, self.config.dtype
+            self.model, job.loss_fn, job.training_step, job.metrics, self._measured, self._notice, self.config.dtype
         )
         source = job.model if hasattr(job.model, "compiled") else self.model  # a factory's may be compiled too
         optimizer = None
@@ -196,6 +198,27 @@ class TensorFlowBackend(Backend[Any]):
             more = ", ..." if len(split) > 3 else ""
             notices.append(f"results depend on the split of a batch because of {', '.join(split[:3])}{more}")
         return notices
+
+    def _metrics_of(self, job: Job) -> Measured:
+        from distributed.backends._tensorflow import over_all
+        from distributed.backends.measured import Measured
+        from distributed.backends.over_all import Wholes
+        from distributed.metrics import is_of_keras
+
+        wholes = Wholes(
+            over_all.ENGINE,
+            self,
+            rank=self.context.rank,
+            world_size=self.context.world_size,
+            is_presharded=False,
+            warn=self._warn,
+        )
+        functions = {n: f for n, f in job.metrics.items() if not over_all.is_whole(f) and not is_of_keras(f)}
+        measured = Measured(functions, wholes, over_all.measure_of_function, self.reduce, self._notice)
+        for name, metric in job.metrics.items():
+            if over_all.is_whole(metric):
+                wholes.add(name, lambda metric=metric: over_all.measure_of(metric))  # type: ignore[misc]
+        return measured
 
     def _updating(self) -> contextlib.AbstractContextManager[Any]:
         return self._rates.updating()
@@ -235,13 +258,20 @@ class TensorFlowBackend(Backend[Any]):
         self._is_training = True
         if self.keeps_batch:
             self.keeps_batch, self._kept = False, group.micro_batches[0].batch
+        from distributed.backends._tensorflow.over_all import parts_of
+        from distributed.backends.over_all import Deferred
+
         pending: Pending | None = None
+        deferred = Deferred("train", [], {})
         last = group.micro_batches[-1]
-        for micro in group.micro_batches:
+        for number, micro in enumerate(group.micro_batches):
             batch = self._cast(micro.batch)
             pending = self._steps.forward_backward(batch, micro.num_samples, group.num_samples, pending, micro is last)
+            for name, parts in parts_of(pending.calls, (group.position, number)).items():
+                deferred.parts.setdefault(name, []).extend(parts)
         assert pending is not None
-        result = StepResult(_averages(pending.rows), group.num_samples)
+        result = StepResult(_averages(pending.rows), group.num_samples, deferred)
+        self._measured.wholes.keep("train", result)
         self._norm = float(pending.norm)
         if not math.isfinite(self._norm):
             self._on_non_finite(group, pending, result)
@@ -270,6 +300,12 @@ class TensorFlowBackend(Backend[Any]):
         total = self.reduce(dict(sorted(sums.items())))
         return {name: (total[name, "sum"], total[name, "count"]) for name in sorted({name for name, _ in total})}
 
+    def begin(self, split: str) -> None:
+        self._measured.begin(split)
+
+    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
+        return self._measured.measure(split, means)
+
     def gradient_norm(self) -> float | None:
         return self._norm
 
@@ -290,9 +326,28 @@ class TensorFlowBackend(Backend[Any]):
         return TensorFlowProfiler(directory, self.context.rank, warmup, active)
 
     def eval_step(self, micro: MicroBatch) -> StepResult:
+        from distributed.backends._tensorflow.over_all import parts_of
+        from distributed.backends.over_all import Deferred
+
         self._enter_evaluation()
-        rows = self._steps.evaluate(self._cast(micro.batch), micro.num_samples)
-        return StepResult(_averages(rows), micro.num_samples)
+        self._measured.num_evaluated += 1
+        rows, calls = self._steps.evaluate(self._cast(micro.batch), micro.num_samples)
+        self._look(calls)
+        deferred = Deferred("val", [], parts_of(calls, (self._measured.num_evaluated, 0)))
+        result = StepResult(_averages(rows), micro.num_samples, deferred)
+        self._measured.wholes.keep("val", result)
+        return result
+
+    def _look(self, calls: Sequence[tuple[Any, int]]) -> None:
+        """Ask the first replica's samples which functions are means."""
+        from distributed.backends._tensorflow.objective import pair
+
+        if not self._measured.is_looking:
+            return
+        found, number = calls[0]
+        call = next((found[name] for name in self._measured.unknown if name in found), None)
+        outputs, targets = (None, None) if call is None else call.args
+        self._measured.look(outputs, targets, number if call is not None else 0, pair)
 
     def predict_step(self, micro: MicroBatch) -> Any:
         self._enter_evaluation()
@@ -345,10 +400,13 @@ class TensorFlowBackend(Backend[Any]):
         """Keras' schedules count updates."""
 
     def save(self, directory: Path) -> dict[str, Any]:
-        return self._saved.save(directory, self._step)
+        extra = self._saved.save(directory, self._step)
+        return extra | {"means": self._measured.form, "over_all": self._measured.wholes.save(directory)}
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
         self._step = int(state["step"])
+        self._measured.form = state.get("means") or {}
+        self._measured.wholes.load(directory, state.get("over_all"))
         if not self._saved.load(directory, state, self._notice):
             self._seed_generators()
 

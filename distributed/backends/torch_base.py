@@ -221,14 +221,24 @@ class TorchBackend(Backend[OptionsT]):
     def _prepare_losses(self, job: Job) -> None:
         """From batches to losses and metrics."""
         from distributed.backends._torch.averages import Averages
+        from distributed.backends._torch.over_all import ENGINE
+        from distributed.backends.over_all import Wholes
 
         if isinstance(job.loss_fn, self.torch.nn.Module):  # its class weights, say
             job.loss_fn.to(self.device, self.torch.float64 if self.config.dtype == "float64" else None)
         self.objective = self.kind.objective(job, self._notice)
         self._settled = False
-        self._averages = Averages(self.kind.metrics(job), self.device)
         self._total: torch.Tensor | None = None  # the count of a (sum, count) loss, while it is being summed
         self._to_dtype = self.torch.float64 if self.config.dtype == "float64" else None
+        options: DataOptions = self.config.options("data")
+        wholes = Wholes(
+            ENGINE, self, rank=self.context.rank, world_size=self.context.world_size, is_presharded=options.presharded,
+            warn=self._warn,
+        )  # fmt: skip
+        self._averages = Averages(
+            self.kind.metrics(job), self.device, wholes=wholes, reduce=self.reduce, notice=self._notice, dtype=self._to_dtype
+        )  # fmt: skip
+        self.objective.add_metric = self._averages.add
         self._moves = self.device.type != "cpu" or self._to_dtype is not None
 
     def _seed_generators(self) -> None:
@@ -298,7 +308,7 @@ class TorchBackend(Backend[OptionsT]):
                 for micro in micros[:-1]:
                     losses.append(self._forward_backward(micro, group, items, losses, False))
         losses.append(self._forward_backward(micros[-1], group, items, losses, True))
-        result = self._averages.of_training(micros, losses, group.num_samples)
+        result = self._averages.of_training(micros, losses, group)
         self._finish_update(group, losses, result)
         return result
 
@@ -438,6 +448,12 @@ class TorchBackend(Backend[OptionsT]):
         self._look_back()  # before anything is logged, measured or saved
         return self._averages.collect(results, self.reduce, self.gather)
 
+    def begin(self, split: str) -> None:
+        self._averages.measured.begin(split)
+
+    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
+        return self._averages.measured.measure(split, means)
+
     def gradient_norm(self) -> float | None:
         return self._gradients.norm() if self._clipped_norm is None else float(self._clipped_norm)
 
@@ -538,6 +554,8 @@ class TorchBackend(Backend[OptionsT]):
         extra: dict[str, Any] = {"world_size": self.context.world_size, "step": self._step}
         extra["loss_form"] = self.objective.form if self._settled else None
         extra["metrics"] = self._averages.names
+        extra["means"] = self._averages.measured.form
+        extra["over_all"] = self._averages.measured.wholes.save(directory)
         extra["model"] = self.kind.save_model(directory)
         extra["optimizer"] = self.kind.save_optimizer(self.optimizer, directory)
         extra |= self.schedule.state()
@@ -554,6 +572,8 @@ class TorchBackend(Backend[OptionsT]):
         self.precision.load(state.get("scaler"))
         self._step = int(state["step"])
         self._averages.names = list(state.get("metrics", ()))  # sums of three ranks round by their place among them
+        self._averages.measured.form = state.get("means") or {}
+        self._averages.measured.wholes.load(directory, state.get("over_all"))
         if form := state.get("loss_form"):  # found anew in another batch, it could be another one
             self.objective.form, self._settled = form, True
         is_same = int(state["world_size"]) == self.context.world_size

@@ -31,7 +31,7 @@ SAME_EVERYWHERE = (
     "empty-slices", "stream", "class-weights", "ignored", "epoch-schedule", "scaled-rate", "in-order", "kept", "recomputed",
     "repeatable", "left-out", "stopped-early", "stopped-by-one", "whole", "one-update", "one-clipped-update", "cut-off", "resumed",
 )  # fmt: skip
-_NUMBERS = ("loss", "val_loss", "again", "predicted", "norms")
+_NUMBERS = ("loss", "val_loss", "again", "predicted", "norms", "measured")
 _SEEDS = range(4)
 _CLIP = 0.05  # of jobs/cases.py
 # A bfloat16 number has 8 binary digits, so that rounding to one moves it by up to 2**-8 of itself. A gradient that went through
@@ -90,10 +90,12 @@ def check_clipping(ran: Ran, references: References) -> None:
 
 
 def check_resume(ran: Ran, references: References) -> None:
-    """Cut off in the middle of an epoch and taken up again, a run ends in the same bits."""
+    """Cut off in the middle of an epoch and taken up again, a run ends in the same bits, also of what is measured over the
+    whole epoch."""
     whole, resumed = ran.case("whole"), ran.case("resumed")
     assert ran.case("cut-off").numbers["steps"] < whole.numbers["steps"] == resumed.numbers["steps"]
     _near(resumed.weights, whole.weights, 0.0, f"{ran}: resumed")
+    _near({"metrics": resumed.numbers["measured"]}, {"metrics": whole.numbers["measured"]}, 0.0, f"{ran}: resumed")
 
 
 def check_nan_is_left_out_everywhere(ran: Ran, references: References) -> None:
@@ -254,6 +256,14 @@ def checks_for(adapter: Adapter) -> dict[str, Check]:
     return {**numbers, **_CHECKS}
 
 
+def check_over_all_samples(ran: Ran, references: References) -> None:
+    """F1, AUROC, perplexity, a metric that minds the order and one that is found out in the first evaluation are those that
+    the predictions of all samples give at once."""
+    case = ran.case("whole")
+    found, expected = ({"metrics": case.numbers[name]} for name in ("found", "expected"))
+    _near(found, expected, EXACT if ran.dtype == "float64" else 1e-5, f"{ran}: metrics over all samples")
+
+
 _CHECKS: dict[str, Check] = {
     "a big batch may be cut": check_a_big_batch_may_be_cut,
     "scaled rate": check_scaled_rate,
@@ -268,4 +278,5 @@ _CHECKS: dict[str, Check] = {
     "compiled": check_compiled,
     "float32": check_float32,
     "one writer": check_one_writer,
+    "over all samples": check_over_all_samples,
 }

@@ -227,7 +227,6 @@ def test_what_the_step_would_leave_out_or_contradict_is_refused(start, tmp_path)
         "frozen": "no trainable variable",
         "rate of a schedule": "cannot replace the rates of CosineDecay",
         "epochs of a schedule": "counts updates",
-        "no mean": "metric 'auc' (AUC) is no mean over samples",
         "sum": "use SparseCategoricalCrossentropy(), the mean",
         "recomputing": "keras.RematScope()",
         "fsdp": "does not take Keras models: fully_shard replaces the parameters",

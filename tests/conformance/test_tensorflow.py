@@ -70,7 +70,7 @@ def mirrored(tmp_path_factory, run_cli_once):
     """case -> what one process with two devices saw; and the console's text."""
     out = tmp_path_factory.mktemp("mirrored")
     cases, console, errors = all_cases(
-        run_cli_once, out, 1, TWO_DEVICES, [*MIRRORED, *DROPPING, "outputs", "synchronized"]
+        run_cli_once, out, 1, TWO_DEVICES, [*MIRRORED, *DROPPING, "outputs", "synchronized", "over-all"]
     )
     assert "error" not in errors, errors
     return {name: ranks[0] for name, ranks in cases.items()}, console
@@ -187,6 +187,18 @@ def test_metrics_of_compile_are_measured_and_the_default_losses_said(seen, world
         assert errors.count("\n") == errors.count("warning: "), errors  # nothing but what we say ourselves
 
 
+def test_metrics_that_are_no_means_are_those_of_all_samples(worlds, mirrored):
+    one = worlds[1][0]["over-all"][0]
+    for seen in (one, *worlds[2][0]["over-all"], mirrored[0]["over-all"]):
+        assert "error" not in seen, seen["error"]
+        found = {name: seen["rows"][-1][f"val_{name}"] for name in seen["expected"]}
+        assert found == pytest.approx(seen["expected"], abs=1e-6)  # variables of Keras are float32
+        assert {"union", "largest", "order"} <= seen["rows"][0].keys() and "root" in seen["rows"][-1]
+        trained = [{name: row[name] for name in ("union", "largest", "order")} for row in seen["rows"]]
+        expected = [{name: row[name] for name in ("union", "largest", "order")} for row in one["rows"]]
+        assert all(a == pytest.approx(b, abs=1e-9) for a, b in zip(trained, expected, strict=True))
+
+
 @pytest.mark.parametrize("case", ["object", "unbuilt"])
 def test_the_users_own_object_gets_the_trained_weights(seen, case):
     found = seen[case]
@@ -238,7 +250,7 @@ def test_limits_end_training(seen):
 
 
 REFUSED = {
-    "unsummable": "metric 'auc' (AUC) is no mean over samples",
+    "of-torch": "F1 is a metric of torch, and the model is of TensorFlow: use one of keras.metrics",
     "summed": "loss_fn=SparseCategoricalCrossentropy(reduction='sum') makes gradients grow with the batch",
     "four": "the batch is a sequence of 4, and Keras takes (inputs, targets) or (inputs, targets, sample_weight)",
     "weights-of-own": "the batch has a sample_weight, which a loss_fn of your own cannot get",

@@ -153,10 +153,7 @@ def _ends_in_softmax(model: Any) -> bool:
 
 
 def compiled_metrics(model: Any, targets: Any, outputs: Any) -> dict[str, tuple[Any, Any, bool]]:
-    """name -> (metric, (place, name) of its output or None, whether it is weighted) of a compiled model.
-
-    ConfigError for a metric that is no mean over samples.
-    """
+    """name -> (metric, (place, name) of its output or None, whether it is weighted) of a compiled model."""
     compiled = getattr(model, "_compile_metrics", None)
     if compiled is None:
         return {}
@@ -169,24 +166,12 @@ def compiled_metrics(model: Any, targets: Any, outputs: Any) -> dict[str, tuple[
             for metric in getattr(each, "metrics", ()):
                 name = f"{each.output_name}_{metric.name}" if each.output_name else metric.name
                 name = f"weighted_{name}" if name in found else name
-                found[name] = (checked_metric(metric, name), place if len(lists) > 1 else None, is_weighted)
+                found[name] = (metric, place if len(lists) > 1 else None, is_weighted)
     return found
 
 
-def checked_metric(metric: Any, name: str) -> Any:
-    """`metric`, if it is a mean over samples. ConfigError naming another one."""
-    import keras
-
-    if isinstance(metric, keras.metrics.Mean) and type(metric).result is keras.metrics.Mean.result:
-        return metric
-    raise ConfigError(
-        f"metric {name!r} ({type(metric).__name__}) is no mean over samples, and means are all that is added up over the"
-        " processes: leave it out, and compute it from predict()"
-    )
-
-
 def metric_value(metric: Any, targets: Any, outputs: Any, weight: Any = None) -> Pair:
-    """(sum, count) of one batch."""
+    """(sum, count) of one batch, of a metric that is a mean."""
     metric.reset_state()
     metric.update_state(targets, outputs, sample_weight=weight)
     return metric.total + 0, metric.count + 0

@@ -29,6 +29,9 @@ class Pending:
     counts: list[Any]
     rows: dict[str, tuple[Any, Any]]
     norm: Any = None  # of the summed gradient, once it is
+    calls: list[tuple[Any, int]] = dataclasses.field(
+        default_factory=list
+    )  # of this micro-batch, as `evaluate` gives them
 
 
 class Graphs:
@@ -106,14 +109,14 @@ class Step:
                 return self._backward(batch, number, nominal, before, empty[replica], any(empty), is_last)
 
             each = [(*part, *before) for part, *before in zip(parts, *carried, strict=True)]
-            gradients, counts, rows, norms = zip(*self._replicas.run(backward, each), strict=True)
-            return list(gradients), list(counts), _added(rows), norms[0]
+            gradients, counts, rows, norms, calls = zip(*self._replicas.run(backward, each), strict=True)
+            return list(gradients), list(counts), _added(rows), norms[0], list(calls)
 
-        name = "train", empty, is_last, before is not None
-        gradients, counts, rows, norm = self._graphs(name, call, parts, numpy.float64(of_update), *carried)
+        name = "train", empty, is_last, before is not None, self._objective.form("train")
+        gradients, counts, rows, norm, calls = self._graphs(name, call, parts, numpy.float64(of_update), *carried)
         if before is not None:
             rows = _added([before.rows, rows])
-        return Pending(gradients, counts, rows, norm if is_last else None)
+        return Pending(gradients, counts, rows, norm if is_last else None, _counted(calls, cut))
 
     def _cut(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
         """The slice of each replica. Before the first one everything has its variables, which no replica can make."""
@@ -156,7 +159,7 @@ class Step:
         norm = tf.zeros((), tf.float64)
         if is_last:
             gradients, norm = self._summed(gradients, count, nominal, measured.is_counted)
-        return gradients, count, rows, norm
+        return gradients, count, rows, norm, dict(measured.calls)
 
     def _gradients(self, tape: Any, value: Any, variables: list[Any]) -> list[Any]:
         found = tape.gradient(value, variables)
@@ -201,20 +204,24 @@ class Step:
 
     # evaluation
 
-    def evaluate(self, batch: Any, num_samples: int) -> dict[str, tuple[Any, Any]]:
-        """name -> (sum, count) over the samples of this batch."""
+    def evaluate(self, batch: Any, num_samples: int) -> tuple[dict[str, tuple[Any, Any]], list[tuple[Any, int]]]:
+        """(name -> (sum, count) over the samples of this batch, (what the metrics over all samples are called with, samples) of
+        each replica)."""
 
         cut = self._cut(batch, num_samples)
 
         def measure(replica: int, batch: Any, number: Any) -> Any:
-            return _rows(self._objective(batch, number, training=False))
+            measured = self._objective(batch, number, training=False)
+            return _rows(measured), dict(measured.calls)
 
         def call(parts: Any) -> Any:
             return self._replicas.run(measure, parts)
 
-        found = self._graphs("evaluate", call, [(part, numpy.float64(number)) for part, number in cut])
-        counted = [rows for rows, (_, number) in zip(found, cut, strict=True) if number]
-        return _added(counted) if counted else dict.fromkeys(found[0], (0.0, 0.0))
+        name = "evaluate", self._objective.form("val")
+        found = self._graphs(name, call, [(part, numpy.float64(number)) for part, number in cut])
+        counted = [rows for (rows, _), (_, number) in zip(found, cut, strict=True) if number]
+        rows = _added(counted) if counted else dict.fromkeys(found[0][0], (0.0, 0.0))
+        return rows, _counted([calls for _, calls in found], cut)
 
     def predict(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
         """(the model's outputs as arrays, samples) of each replica."""
@@ -229,6 +236,11 @@ class Step:
         found = self._graphs("predict", call, [part for part, _ in cut])
         arrays = tf.nest.map_structure(lambda value: value.numpy(), found)
         return [(array, number) for array, (_, number) in zip(arrays, cut, strict=True)]
+
+
+def _counted(calls: Sequence[Any], cut: Sequence[tuple[Any, int]]) -> list[tuple[Any, int]]:
+    """(calls, samples that count) of each replica."""
+    return [(each, number) for each, (_, number) in zip(calls, cut, strict=True)]
 
 
 def _added(rows: Sequence[Mapping[str, tuple[Any, Any]]]) -> dict[str, tuple[Any, Any]]:

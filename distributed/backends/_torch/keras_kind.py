@@ -12,7 +12,6 @@ import torch
 
 from distributed.backends._keras import files, models
 from distributed.backends._keras.batches import unpacked
-from distributed.backends._keras.losses import checked_metric
 from distributed.backends._keras.randomness import common_state
 from distributed.backends._torch import optim
 from distributed.backends._torch.keras_module import KerasModule, keras_scope, to_float64, widen
@@ -20,6 +19,7 @@ from distributed.backends._torch.keras_objective import KerasObjective
 from distributed.backends._torch.keras_optimizer import KerasOptimizer, LearningRateSchedule
 from distributed.backends._torch.kinds import Say, TorchKind
 from distributed.backends._torch.nested import move
+from distributed.backends._torch.over_all import is_whole
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError
 
@@ -116,7 +116,7 @@ class KerasKind(TorchKind):
         return LearningRateSchedule(self._schedule, optimizer, factor, self._scope)
 
     def objective(self, job: Job, notice: Say) -> KerasObjective:
-        own = {name: checked_metric(m, name) for name, m in job.metrics.items() if _is_metric(m)}
+        own = {name: m for name, m in job.metrics.items() if _is_metric(m)}
         with self._scope():
             return KerasObjective(job.loss_fn, job.training_step, own, self.module, notice, self._scope)
 
@@ -165,6 +165,8 @@ def _is_metric(value: Any) -> bool:
 
 def _ours(function: Callable[..., Any]) -> Callable[..., Any]:
     """A metric function of Keras takes (targets, outputs)."""
+    if is_whole(function):
+        return function
     if str(getattr(function, "__module__", "")).startswith("keras."):
         return lambda outputs, targets: function(targets, outputs)
     return function

@@ -17,9 +17,11 @@ from distributed.backends._keras.losses import (
     metric_value,
     of_output,
 )
+from distributed.backends._keras.measures import is_mean
 from distributed.backends._torch.keras_module import KerasModule, widen
 from distributed.backends._torch.keras_optimizer import Scope
 from distributed.backends._torch.objective import Loss, Objective, as_loss
+from distributed.backends.parts import Arguments
 
 
 class KerasObjective(Objective):
@@ -49,8 +51,7 @@ class KerasObjective(Objective):
             self._put_masks(outputs)
             loss = self._compare(parts, outputs)
             measured = self._measure(parts, outputs)
-            targets = None if "accuracy" in measured else parts.y  # else the default one would be a second
-            return dataclasses.replace(loss, outputs=outputs, targets=targets, metrics=measured or None)
+            return dataclasses.replace(loss, outputs=outputs, targets=parts.y, metrics=measured or None)
 
     def predict(self, model: Callable[..., Any], batch: Any) -> Any:
         with self._scope():
@@ -78,20 +79,32 @@ class KerasObjective(Objective):
             loss.value = loss.value + (more if loss.count is None else more * loss.count)
         return loss
 
-    def _measure(self, parts: KerasBatch, outputs: Any) -> dict[str, tuple[Any, Any]]:
+    def _measure(self, parts: KerasBatch, outputs: Any) -> dict[str, Any]:
+        """(sum, count) of the metrics that are means, and what the others are called with."""
         if parts.y is None:
             return {}
         if self._metrics is None:
-            given = {name: (metric, None, False) for name, metric in self._given_metrics.items()}
-            self._metrics = given | compiled_metrics(self._model, parts.y, outputs)
-            for metric, _, _ in self._metrics.values():
-                compute_in_floatx(metric)
-                if metric.dtype == "float64":
-                    widen(metric.variables)
+            self._metrics = self._chosen(parts, outputs)
+        measured: dict[str, Any] = {}
         with torch.no_grad():
-            return {
-                name: metric_value(
-                    metric, of_output(parts.y, place), of_output(outputs, place), parts.weight if is_weighted else None
-                )
-                for name, (metric, place, is_weighted) in self._metrics.items()
-            }
+            for name, (metric, place, is_weighted) in self._metrics.items():
+                targets, chosen = of_output(parts.y, place), of_output(outputs, place)
+                weight = parts.weight if is_weighted else None
+                if is_mean(metric):
+                    measured[name] = metric_value(metric, targets, chosen, weight)
+                else:
+                    named = {} if weight is None else {"sample_weight": weight}
+                    measured[name] = Arguments((chosen, targets), named)
+        return measured
+
+    def _chosen(self, parts: KerasBatch, outputs: Any) -> dict[str, tuple[Any, Any, bool]]:
+        given = {name: (metric, None, False) for name, metric in self._given_metrics.items()}
+        chosen: dict[str, tuple[Any, Any, bool]] = given | compiled_metrics(self._model, parts.y, outputs)
+        for name, (metric, _, _) in chosen.items():
+            if not is_mean(metric):
+                self.add_metric(name, metric)
+                continue
+            compute_in_floatx(metric)
+            if metric.dtype == "float64":
+                widen(metric.variables)
+        return chosen

@@ -66,6 +66,9 @@ class Objective:
         notice: Callable[[str], None],
     ) -> None:
         self._loss_fn, self._training_step = loss_fn, training_step
+        self.add_metric: Callable[[str, Any], None] = lambda name, metric: (
+            None
+        )  # for one that is known at the first batch
         self._plain = plain_model
         self._notice = notice
         self._said: set[str] = set()
@@ -329,13 +332,13 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
 
 
 def evaluate_metrics(
-    metrics: Mapping[str, Callable[..., Any]], outputs: Any, targets: Any, num_samples: int
+    metrics: Mapping[str, Callable[..., Any]], outputs: Any, targets: Any, num_samples: int, *, default: bool
 ) -> list[tuple[str, Any, float, Any]]:
-    """(name, value, scale, count) of every metric, as `StepResult.averages` holds them."""
+    """(name, value, scale, count) of every metric, as `StepResult.averages` holds them; `default`: of the accuracy, too."""
     rows: list[tuple[str, Any, float, Any]] = []
     for name, function in metrics.items():
         rows.append((name, *weighted(as_loss(function(outputs, targets)), num_samples, name)))
-    if "accuracy" not in metrics and is_class_index(scores(outputs), targets):
+    if default and is_class_index(scores(outputs), targets):
         rows.append(("accuracy", *weighted(as_loss(accuracy(scores(outputs), targets)), num_samples, "accuracy")))
     return rows
 

@@ -16,19 +16,21 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy
 
 from distributed import Callback, Trainer
+from distributed.testing.jobs import overall
 
 GLOBAL, RATE = 22, 1e-2
 UPDATES_PER_EPOCH, CUT_OFF = 5, 7  # the second update of the second epoch
 STOP_REASON = "the last rank has seen enough"
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 CLIP = 0.05
+EXPECTED = ("val_auroc", "val_f1", "val_order", "val_perplexity", f"val_{overall.FOUND_OUT}")
 BASE: dict[str, Any] = {
     "epochs": 3,
     "global_batch_size": GLOBAL,
@@ -47,7 +49,7 @@ def resumable(parts: Any) -> dict[str, Any]:
     """With everything that a resume has to find again."""
     return {
         "scheduler": parts.cosine, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "optimizer": parts.adamw,
-        "model": parts.smooth, "learning_rate": None,
+        "model": parts.smooth, "learning_rate": None, "metrics": parts.metrics(),
     }  # fmt: skip
 
 
@@ -77,6 +79,12 @@ def cases(parts: Any) -> dict[str, dict[str, Any]]:
         "stopped-by-one": {"stop_at": CUT_OFF},
         "whole": resumable(parts),
     }  # fmt: skip
+
+
+def measured_columns(metrics: Iterable[str]) -> list[str]:
+    """Names in a row of what is measured over all samples; in training a plain function is, from the second epoch on."""
+    names = sorted(metrics)
+    return [*(name for name in names if name != overall.FOUND_OUT), *(f"val_{name}" for name in names)]
 
 
 class Watch(Callback):
@@ -125,8 +133,13 @@ class Fits:
         after: dict[str, Any] = {}
         if not only_weights:
             again = trainer.evaluate(training)
+            columns = measured_columns(settings.get("metrics", ()))
+            rows = [[row[name] for name in columns] for row in history.rows]
             predicted = self.parts.numbers(trainer.predict(self.parts.samples(dtype)))
-            after = {"predicted": predicted, "again": again["loss"], "accuracy": again["accuracy"]}
+            expected = overall.expected(predicted, self.parts.classes(dtype))
+            after = {"predicted": predicted, "again": again["loss"], "accuracy": again["accuracy"], "measured": rows}
+            after["expected"] = [expected[name.removeprefix("val_")] for name in EXPECTED]
+            after["found"] = [history.rows[-1].get(name, 0.0) for name in EXPECTED]
         trainer.save(self.out / f"{name}.safetensors")  # whole everywhere; trainer.model may hold this rank's part
         given = watch.context_of_start
         seen = {

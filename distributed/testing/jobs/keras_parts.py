@@ -9,6 +9,8 @@ import keras
 import numpy
 from keras import ops
 
+from distributed.testing.jobs import overall
+
 SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3, 4
 RATE = 1e-2
 _NAN_AT = 65  # of the samples in order: in the third update of 22, the last rank's
@@ -27,6 +29,11 @@ def samples(dtype: str, kind: str = "", sign: int = 1) -> Any:
     x, y = (sign * draw.normal(size=(SAMPLES, FEATURES))).astype(dtype), draw.integers(0, CLASSES, SAMPLES)
     weights = {"ignored": (numpy.arange(SAMPLES) >= 60) * 1.0, "weighted": numpy.array(_WEIGHTS)[y]}
     return (x, y, weights[kind].astype(dtype)) if kind in weights else (x, y)
+
+
+def classes(dtype: str) -> Any:
+    """The targets of `samples`."""
+    return samples(dtype)[1]
 
 
 def source(dtype: str, kind: str = "") -> Any:
@@ -120,6 +127,20 @@ def weighing() -> dict[str, Any]:
 def poisoned() -> dict[str, Any]:
     """Settings of a case whose third update is NaN on the last rank."""
     return {"data": "poisoned", "shuffle": False}
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def root_mean(outputs: Any, targets: Any) -> Any:
+    """No mean over samples, and nothing says so."""
+    return ops.sqrt(ops.mean(outputs**2))
+
+
+def metrics() -> dict[str, Any]:
+    """Metrics over all samples of each form."""
+    union = keras.metrics.MeanIoU(CLASSES, sparse_y_pred=False)
+    return {**overall.declared(), overall.FOUND_OUT: root_mean, "object": union}
 
 
 # ------------------------------------------------------------------ optimizers and schedules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from distributed.testing.jobs import overall
 
 SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3, 4
 RATE = 1e-2
@@ -28,6 +31,11 @@ def samples(dtype: str, kind: str = "", sign: int = 1) -> TensorDataset:
     y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
     y[: 60 if kind == "ignored" else 0] = -100
     return TensorDataset(x, y)
+
+
+def classes(dtype: str) -> Any:
+    """The targets of `samples`."""
+    return samples(dtype).tensors[1].numpy()
 
 
 def source(dtype: str, kind: str = "") -> Any:
@@ -154,6 +162,24 @@ def weighing() -> dict[str, Any]:
 def poisoned() -> dict[str, Any]:
     """Settings of a case whose third update is NaN on the last rank."""
     return {"loss_fn": _Poisoned()}
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def root_mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """No mean over samples, and nothing says so."""
+    return (outputs.double() ** 2).mean().sqrt()
+
+
+def metrics() -> dict[str, Any]:
+    """Metrics over all samples of each form; an object of torchmetrics where that is installed."""
+    found = {**overall.declared(), overall.FOUND_OUT: root_mean}
+    if importlib.util.find_spec("torchmetrics") is not None:
+        from torchmetrics.classification import MulticlassF1Score
+
+        found["object"] = MulticlassF1Score(CLASSES, average="macro")
+    return found
 
 
 # ------------------------------------------------------------------ optimizers and schedules

@@ -20,12 +20,6 @@ class OwnStep(keras.Sequential):
         return {}
 
 
-def with_metrics(*metrics):
-    model = net()
-    model.compile("sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=list(metrics))
-    return model
-
-
 def built_elsewhere():
     optimizer = keras.optimizers.Adam()
     optimizer.build(net().trainable_variables)
@@ -52,7 +46,6 @@ CASES = {
     "frozen": (frozen, {}),
     "rate of a schedule": (net, {"optimizer": optimizers.SGD(decay), "learning_rate": 0.1}),
     "epochs of a schedule": (net, {"optimizer": optimizers.SGD(decay), "scheduler_interval": "epoch"}),
-    "no mean": (lambda: with_metrics(keras.metrics.AUC()), {}),
     "sum": (net, {"loss_fn": losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")}),
     "recomputing": (net, {"activation_checkpointing": True}),
     "fsdp": (net(), {"backend": "fsdp"}),

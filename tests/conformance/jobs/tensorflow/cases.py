@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from distributed import Callback, TensorFlowDistributedTrainer
+from distributed import Callback, TensorFlowDistributedTrainer, over_all
 
 OUT, CHOSEN = Path(sys.argv[1]), sys.argv[2:]
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -58,6 +58,52 @@ def compiled():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=sgd(), loss=loss, metrics=["accuracy", "sparse_categorical_crossentropy"])
     return model
+
+
+@keras.saving.register_keras_serializable()
+class Largest(keras.metrics.Metric):
+    """Its variable is no sum, and nothing says so."""
+
+    def __init__(self, name="largest", **more):
+        super().__init__(name=name, **more)
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, targets, outputs, sample_weight=None):
+        self.value.assign(tf.maximum(self.value, tf.cast(tf.reduce_max(outputs), self.value.dtype)))
+
+    def result(self):
+        return self.value.value
+
+
+def measured_by_compile():
+    model = net()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(
+        optimizer=sgd(), loss=loss, metrics=[keras.metrics.MeanIoU(CLASSES, sparse_y_pred=False, name="union")]
+    )
+    return model
+
+
+def of_torch():
+    methods = dict.fromkeys(("update", "compute", "reset"), lambda self: None)
+    return type("F1", (), {"__module__": "torchmetrics.f1", **methods})()
+
+
+def over_all_samples():
+    """What a compiled metric, one of the user's own, a function and a plain one that is found out measure, and should."""
+    order = over_all(lambda outputs, targets: float(np.dot(outputs[:, 0], np.arange(len(targets)))))
+    metrics = {"largest": Largest(), "order": order, "root": lambda o, t: tf.sqrt(tf.reduce_mean(o**2))}
+    trainer, seen = train(measured_by_compile, val=(X, Y), optimizer=None, metrics=metrics)
+    outputs, unions = trainer.predict((X, Y)), []
+    for label in range(CLASSES):
+        found, wanted = outputs.argmax(1) == label, label == Y
+        if (found | wanted).any():
+            unions.append((found & wanted).sum() / (found | wanted).sum())
+    expected = {
+        "union": np.mean(unions), "largest": outputs.max(), "order": np.dot(outputs[:, 0], np.arange(SAMPLES)),
+        "root": np.sqrt((outputs**2).mean()),
+    }  # fmt: skip
+    return seen | {"expected": {name: float(value) for name, value in expected.items()}}
 
 
 class Watch(Callback):
@@ -286,6 +332,7 @@ CASES = {
     "scaled": lambda: facts(lr_scaling="linear", gradient_accumulation_steps=2, optimizer=None, learning_rate=0.004),
     "object": lambda: objects(net()),
     "compiled": lambda: facts(compiled, optimizer=None),
+    "over-all": over_all_samples,
     "compiled-object": lambda: facts(compiled(), optimizer=None),
     "unbuilt": lambda: objects(unbuilt()),
     "softmax": lambda: facts(lambda: net("softmax")),
@@ -334,7 +381,7 @@ CASES = {
     "max-steps": lambda: facts(max_steps=3),
     "stopped": lambda: facts(val=(X, -0.0 * X[:, 0] + Y), epochs=50, early_stopping_patience=1, learning_rate=5.0),
     # what is refused
-    "unsummable": lambda: facts(metrics={"auc": keras.metrics.AUC()}),
+    "of-torch": lambda: facts(metrics={"f1": of_torch()}),
     "summed": lambda: facts(loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")),
     "four": lambda: facts(data=(X, X, X, Y)),
     "weights-of-own": lambda: facts(data=(X, Y, 1.0 + Y), loss_fn=lambda outputs, targets: tf.reduce_mean(outputs)),

@@ -1,0 +1,331 @@
+"""Metrics over all samples on torch: functions of all outputs, objects of torchmetrics by their states, other objects."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from distributed.backends._torch.objective import scores
+from distributed.backends._torch.outputs import Outputs, joined
+from distributed.backends._torch.tensor_io import dtype_word, raw_bytes, tensor_of
+from distributed.backends.over_all import Kept, Measure, Update, driven, not_a_number
+from distributed.backends.parts import Arguments, Part, mapped
+from distributed.metrics import OverAll, call_sklearn, has_state, is_of_keras, is_of_sklearn, takes_targets_first
+from distributed.storage.tensor_file import RawTensor
+
+OBJECT = ("reset", "update", "compute")  # the methods of an object, as torchmetrics names them
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class TorchEngine:
+    """Tensors of torch."""
+
+    def joined(self, updates: Sequence[Update]) -> Arguments:
+        """The arguments for all samples of `updates`."""
+        args, named = joined([[Outputs(tuple(value), n) for value, n in update] for update in updates])
+        whole: Arguments = widened(Arguments(args, named))
+        return whole
+
+    def to_raw(self, name: str, leaf: Any) -> RawTensor | None:
+        """A tensor as bytes."""
+        if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
+            leaf = torch.from_numpy(leaf)
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        return RawTensor(name, dtype_word("a metric's tensor", leaf), tuple(leaf.shape), lambda: raw_bytes(leaf))
+
+    def from_raw(self, word: str, shape: tuple[int, ...], data: Any) -> torch.Tensor:
+        """The tensor of `to_raw`."""
+        return tensor_of(word, shape, data).clone()
+
+    def number(self, name: str, value: Any) -> float:
+        """A number, or a tensor or array with one element."""
+        if isinstance(value, torch.Tensor) or (hasattr(value, "item") and getattr(value, "size", 0) == 1):
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise not_a_number(name, value)
+            value = value.item()
+        if not isinstance(value, (bool, int, float)):
+            raise not_a_number(name, value)
+        return float(value)
+
+
+ENGINE = TorchEngine()
+
+
+def is_whole(metric: Any) -> bool:
+    """Whether `metric` is computed over all samples."""
+    return isinstance(metric, OverAll) or has_state(metric)
+
+
+def measure_of_function(function: Callable[..., Any], *, training: bool) -> Measure:
+    """What computes a plain function over all samples."""
+    return measure_of(OverAll(function, training=training), torch.device("cpu"), None)
+
+
+def measure_of(metric: Any, device: torch.device, dtype: torch.dtype | None) -> Measure:
+    """What computes `metric`; `dtype` is the run's where that is not torch's usual one."""
+    if isinstance(metric, OverAll):
+        prepare = functools.partial(_prepared, functools.partial(_transformed, metric.transform))
+        return Kept(functools.partial(_called, metric), prepare, training=metric.training)
+    if is_of_keras(metric):
+        return _measure_of_keras(metric, device, dtype)
+    own = copy.deepcopy(metric)
+    if (states := declared_states(own)) is not None:
+        return StateMeasure(own, states, device, dtype)
+    return Kept(lambda updates: driven(own, updates, ENGINE, OBJECT), functools.partial(_prepared, with_scores))
+
+
+def _measure_of_keras(metric: Any, device: torch.device, dtype: torch.dtype | None) -> Measure:
+    from distributed.backends._keras import measures
+    from distributed.backends._torch.keras_module import keras_scope
+
+    scope = functools.partial(keras_scope, device, "float64" if dtype is torch.float64 else "float32")
+    return measures.measure_of(metric, ENGINE, scope, functools.partial(_prepared, with_scores))
+
+
+def _called(metric: OverAll, updates: Sequence[Update]) -> Any:
+    args, named = ENGINE.joined(updates)
+    if takes_targets_first(metric.function):
+        args = (args[1], args[0], *args[2:])
+    if is_of_sklearn(metric.function):
+        return call_sklearn(metric, mapped(args, _array), mapped(named, _array))
+    with torch.no_grad():
+        value = metric.function(*args, **named, **metric.arguments)
+    is_each = isinstance(value, torch.Tensor) and value.numel() != 1  # the forms of a loss
+    return (value.sum(), value.numel()) if is_each else value
+
+
+def _array(leaf: Any) -> Any:
+    return leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf
+
+
+# ------------------------------------------------------------------ what is kept
+
+
+def _transformed(transform: Callable[[Any], Any] | str | None, call: Arguments) -> Arguments:
+    """With what `transform` makes of the outputs, the first argument."""
+    if transform is None or not call.args:
+        return call
+    outputs, *more = call.args
+    if isinstance(transform, str):
+        dim = {} if transform == "sigmoid" else {"dim": -1}
+        return call._replace(args=(getattr(torch, transform)(scores(outputs), **dim), *more))
+    return call._replace(args=(transform(outputs), *more))
+
+
+def with_scores(call: Arguments) -> Arguments:
+    """With the scores inside a model's outputs in the place of these, as objects take them."""
+    return call._replace(args=tuple(scores(each) for each in call.args))
+
+
+def _prepared(change: Callable[[Arguments], Arguments], call: Arguments) -> Arguments:
+    with torch.no_grad():
+        kept: Arguments = mapped(change(call), _on_host)
+    return kept
+
+
+def _on_host(leaf: Any) -> Any:
+    """A tensor of its own memory, as a row of a large one would keep all of that alive."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    leaf = leaf.detach()
+    return leaf.cpu() if leaf.device.type != "cpu" else leaf.clone() if leaf._base is not None else leaf
+
+
+def widened(call: Any) -> Any:
+    """With floats of 16 bits as float32, in which sums of them are computed."""
+    return mapped(call, lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in _HALVES else x)
+
+
+# ------------------------------------------------------------------ states of torchmetrics
+
+
+def declared_states(metric: Any) -> dict[str, Any] | None:
+    """path -> module of the metrics inside `metric`, where all that they declare of their states can be put together.
+
+    That is what torchmetrics' own synchronisation does, but for any world, and without the ranks that saw nothing: sums, least
+    and greatest values, lists, and what is the same on every rank ("mean", of a constant).
+    """
+    members = dict(metric.named_modules()) if isinstance(metric, torch.nn.Module) else {"": metric}
+    found = {path: each for path, each in members.items() if _declares(each)}
+    if not found or (not _declares(metric) and not _is_collection(metric)):
+        return None
+    return found if all(map(_can_be_merged, found.values())) else None
+
+
+def _declares(metric: Any) -> bool:
+    return isinstance(getattr(metric, "_defaults", None), dict) and isinstance(
+        getattr(metric, "_reductions", None), dict
+    )
+
+
+def _is_collection(metric: Any) -> bool:
+    return isinstance(metric, torch.nn.ModuleDict)
+
+
+def _can_be_merged(metric: Any) -> bool:
+    is_of_library = type(metric).__module__.startswith("torchmetrics.")
+    for name, default in metric._defaults.items():
+        word = _word(metric._reductions[name])
+        if isinstance(default, list):
+            if word not in ("cat", "none"):
+                return False
+        elif word not in ("sum", "max", "min") and not (word == "mean" and is_of_library):
+            return False
+    return True
+
+
+def _word(reduction: Any) -> str:
+    """torchmetrics' word for the function that it keeps of a declared reduction."""
+    if reduction is None:
+        return "none"
+    return str(getattr(reduction, "__name__", "")).removeprefix("dim_zero_")
+
+
+class StateMeasure:
+    """A metric of torchmetrics. What its list states get is kept like outputs, everything else stays in the metric.
+
+    Sums, least and greatest values of each rank come together at each `value`, in the order of ranks.
+    """
+
+    training = True
+
+    def __init__(
+        self, metric: Any, members: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None
+    ) -> None:
+        self._metric, self._members = metric, dict(members)
+        metric.to(device)
+        if dtype is not None:
+            for member in self._members.values():
+                member.set_dtype(dtype)
+        for member in self._members.values():
+            member.sync_on_compute = member._to_sync = False  # the ranks' states are brought together here
+            member.distributed_available_fn = _never
+        self._collected = _members_of(metric)
+        self._parts: list[Part] = []
+        metric.reset()
+
+    def absorb(self, part: Part) -> None:
+        """Update the metric."""
+        args, named = widened(with_scores(part.value))
+        with torch.no_grad():
+            for each in self._collected.values():
+                each.update(*args, **each._filter_kwargs(**named))
+        lists = [getattr(member, name) for member, name in self._lists()]
+        if lists:
+            self._parts.append(part._replace(value=[list(each) for each in lists]))
+        for each in lists:
+            each.clear()
+
+    def _lists(self) -> list[tuple[Any, str]]:
+        return [
+            (member, name)
+            for member in self._members.values()
+            for name, default in member._defaults.items()
+            if isinstance(default, list)
+        ]
+
+    def take(self) -> list[Part]:
+        """What list states got."""
+        taken = [part._replace(value=mapped(part.value, _on_host)) for part in self._parts]
+        self._parts = []
+        return taken
+
+    def state(self) -> dict[str, Any] | None:
+        """path -> (number of updates, states that are no lists), where there was an update."""
+        if not any(member._update_count for member in self._members.values()):
+            return None
+        return {
+            path: (
+                int(member._update_count),
+                {
+                    name: _on_host(getattr(member, name)).clone()
+                    for name, default in member._defaults.items()
+                    if not isinstance(default, list)
+                },
+            )
+            for path, member in self._members.items()
+        }
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Put the states of one or several ranks into the metric."""
+        self._metric.reset()
+        if not states:
+            return
+        for path, member in self._members.items():
+            member._update_count = sum(int(state[path][0]) for state in states)
+            member._computed = None
+            for name, default in member._defaults.items():
+                if not isinstance(default, list):
+                    values = [state[path][1][name] for state in states if state[path][0]]
+                    merged = _merged(values, _word(member._reductions[name]), default)
+                    setattr(member, name, merged.to(getattr(member, name).device))
+
+    def value(self, updates: Sequence[Update], states: Sequence[Any]) -> Any:
+        """The metric of everything."""
+        own = self.state()
+        try:
+            self.restore(states)
+            if updates:
+                self._fill(updates)
+            values = {name: each.compute() for name, each in self._collected.items()}
+        finally:
+            self.restore([own] if own is not None else [])
+        return values if _is_collection(self._metric) else values[""]
+
+    def _fill(self, updates: Sequence[Update]) -> None:
+        for (member, name), entries in zip(self._lists(), _entries(updates), strict=True):
+            setattr(member, name, [_to(each, member.device) for each in entries])
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._parts.clear()
+        self._metric.reset()
+
+
+def _members_of(metric: Any) -> dict[str, Any]:
+    """name -> metric that is updated and computed by itself: those of a collection, which else shares states between them."""
+    return dict(metric.items(keep_base=False, copy_state=True)) if _is_collection(metric) else {"": metric}
+
+
+def _never() -> bool:
+    return False
+
+
+def _merged(values: Sequence[torch.Tensor], word: str, default: torch.Tensor) -> torch.Tensor:
+    if not values:
+        return default.clone()
+    if len(values) == 1:
+        return values[0].clone()
+    stacked = torch.stack(list(values))
+    if word == "sum":
+        more = (len(values) - 1) * default.to(stacked.device)
+        return stacked.sum(0).to(stacked.dtype) - more if bool(more.any()) else stacked.sum(0).to(stacked.dtype)
+    if word == "mean":
+        return values[0].clone() if bool((stacked == stacked[0]).all()) else stacked.mean(0)
+    merged: torch.Tensor = stacked.amax(0) if word == "max" else stacked.amin(0)
+    return merged
+
+
+def _entries(updates: Sequence[Update]) -> list[list[Any]]:
+    """The list states in the order of the samples, where each entry has a row for each of them; else rank by rank."""
+    if all(
+        all(isinstance(e, torch.Tensor) and e.dim() and len(e) == n for entries in value for e in entries)
+        and len({len(entries) for entries in value}) == 1 == len(value[0])
+        for update in updates
+        for value, n in update
+    ):
+        woven = [joined([[Outputs(tuple(e[0] for e in value), n) for value, n in update]]) for update in updates]
+        if all(isinstance(leaf, torch.Tensor) for each in woven for leaf in each):
+            return [[each[i] for each in woven] for i in range(len(woven[0]))]
+    values = [value for update in updates for value, _ in update]
+    return [[entry for value in values for entry in value[i]] for i in range(len(values[0]))]
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return mapped(value, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)

@@ -1,0 +1,91 @@
+"""Which metrics of a trainer are means, computed batch by batch, and which are computed over all samples. No framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distributed.backends.over_all import Measure, Wholes
+from distributed.backends.splitting import Reduce, Splitting, Value, near
+
+Make = Callable[..., Measure]  # (function, training=) -> what computes it over all samples
+
+
+class Measured:
+    """Decides about plain functions; the others, which say what they are, stand in `wholes` alone."""
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[..., Any]],
+        wholes: Wholes,
+        make: Make,
+        reduce: Reduce,
+        notice: Callable[[str], None],
+    ) -> None:
+        self._functions, self.wholes, self._make, self._reduce = functions, wholes, make, reduce
+        self._splitting = Splitting(functions, notice)
+        self.num_evaluated = 0  # batches of this evaluation
+        for name, function in functions.items():  # until it is known to be a mean
+            wholes.add(name, lambda function=function: make(function, training=False))  # type: ignore[misc]
+
+    def begin(self, split: str) -> None:
+        """`Backend.begin`."""
+        if split == "val":
+            self.num_evaluated = 0
+        self.wholes.begin(split)
+
+    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
+        """`Backend.measure`. Of a function that may be a mean, the mean is its value where it is that of all samples, too."""
+        found = self.wholes.measure(split)
+        for name in self._splitting.unknown if split == "val" else ():
+            if name in found and near(found[name], means.get(name, math.nan)):
+                del found[name]
+            elif name in found:
+                self._take_up(self._splitting.refute(name))
+        return found
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether a function is unknown."""
+        return bool(self._splitting.unknown)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Functions that may be means."""
+        return self._splitting.unknown
+
+    def look(self, outputs: Any, targets: Any, num_samples: int, value: Value) -> None:
+        """Ask a batch of an evaluation what is a mean. A collective for some batches, see `Splitting.look`."""
+        self._take_up(self._splitting.look(self.num_evaluated, outputs, targets, num_samples, value, self._reduce))
+
+    def functions(self, split: str) -> dict[str, Callable[..., Any]]:
+        """Those that are computed batch by batch."""
+        other = self.wholes.names("train") if split == "train" else self._splitting.not_means
+        return {name: function for name, function in self._functions.items() if name not in other}
+
+    def is_call(self, name: str) -> bool:
+        """Whether what a `training_step` returns as `name` are the arguments of a metric."""
+        return self.wholes.has(name) and name not in self._functions
+
+    def is_declared(self, name: str) -> bool:
+        """Whether the user says that `name` is computed over all samples."""
+        return name not in self._functions
+
+    @property
+    def form(self) -> dict[str, bool]:
+        """name -> whether it is a mean, for the functions of which that is known. JSON."""
+        return self._splitting.known
+
+    @form.setter
+    def form(self, form: Mapping[str, bool]) -> None:
+        known = {name: is_mean for name, is_mean in form.items() if name in self._splitting.unknown}
+        self._splitting.settle(known)
+        self._take_up(known)
+
+    def _take_up(self, known: Mapping[str, bool]) -> None:
+        for name, is_mean in known.items():
+            if is_mean:
+                self.wholes.drop(name)
+            else:
+                self.wholes.train(name, self._make(self._functions[name], training=True))

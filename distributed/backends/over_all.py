@@ -1,0 +1,352 @@
+"""Metrics over all samples: what each rank keeps of them, how it comes together, and what of it a checkpoint holds.
+
+No framework: what an engine's tensors are like stands in its `Engine`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from distributed.backends.parts import Arguments, Part, Piece, by_update, num_bytes
+from distributed.backends.parts_file import read_metrics, write_metrics
+from distributed.errors import ConfigError, TrainingError
+
+SPLITS = ("train", "val")
+_WARN_BYTES = 1 << 30
+_CHUNK_BYTES = 64 << 20  # that all ranks send at once
+
+Update = list[
+    tuple[Any, int]
+]  # (arguments, samples) of one update: rank r holds every len()-th sample of it, from r on
+
+
+class Engine(Protocol):
+    """What the metrics need to know of an engine's tensors."""
+
+    def joined(self, updates: Sequence[Update]) -> Arguments:
+        """The arguments for all samples of `updates`, in their order, as the user's function takes them."""
+
+    def to_raw(self, name: str, leaf: Any) -> Any:
+        """A `RawTensor` of a tensor on the host, or None for what is none."""
+
+    def from_raw(self, word: str, shape: tuple[int, ...], data: Any) -> Any:
+        """The tensor that `to_raw` was given."""
+
+    def number(self, name: str, value: Any) -> float:
+        """What a metric returned, as a number. TrainingError naming the metric where it is none."""
+
+
+class Collectives(Protocol):
+    """Of the ranks, which all call them."""
+
+    def reduce(self, sums: Mapping[Any, float]) -> dict[Any, float]:
+        """Sums over all ranks."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value."""
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """The value of rank `src`."""
+
+
+class Measure(Protocol):
+    """One metric, and what this rank has seen for it."""
+
+    training: bool  # whether it is computed in training too
+
+    def absorb(self, part: Part) -> None:
+        """Take in a micro-batch. Called in the order of the samples."""
+
+    def take(self) -> list[Part]:
+        """What the main process is to have, on the host; it is forgotten here."""
+
+    def state(self) -> Any:
+        """What stays on this rank, on the host: containers of tensors, numbers and words; None for nothing."""
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Go on from what `state` gave on one rank, or on several that this one stands for."""
+
+    def value(self, updates: Sequence[Update], states: Sequence[Any]) -> Any:
+        """The metric of everything that `take` and `state` gave on all ranks."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+
+class Wholes:
+    """The metrics over all samples of one trainer, separately for training and for evaluation."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        world: Collectives,
+        *,
+        rank: int,
+        world_size: int,
+        is_presharded: bool,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._engine, self._world, self._warn = engine, world, warn
+        self._rank, self._world_size, self._is_presharded = rank, world_size, is_presharded
+        self._measures: dict[str, dict[str, Measure]] = {split: {} for split in SPLITS}
+        self._closed: set[str] = set()  # of training: not before the next epoch
+        self._pieces: dict[str, dict[str, list[Piece]]] = {split: {} for split in SPLITS}  # on the main process
+        self._pending: dict[str, list[Any]] = {
+            split: [] for split in SPLITS
+        }  # results whose parts are not absorbed yet
+        self._pending_bytes = dict.fromkeys(SPLITS, 0)
+        self._kept_bytes, self._has_warned = dict.fromkeys(SPLITS, 0), False
+        self._stored: dict[str, Any] = {}  # of a checkpoint: of metrics that are not known yet
+        self._is_resumed = False  # in the running epoch
+
+    # ------------------------------------------------------------------ which metrics
+
+    def add(self, name: str, make: Callable[[], Measure]) -> None:
+        """Compute `name` from now on; nothing for one that is known already."""
+        if self.has(name):
+            return
+        self._measures["val"][name] = make()
+        if (measure := make()).training:
+            self._measures["train"][name] = measure
+            if name in self._stored:
+                self._open(name)
+            elif self._is_resumed:
+                self._closed.add(name)
+
+    def train(self, name: str, measure: Measure) -> None:
+        """Compute `name`, which is computed in evaluation, in training too: from the next epoch on."""
+        self._measures["train"][name] = measure
+        self._closed.add(name)
+        if name in self._stored:
+            self._open(name)
+
+    def has(self, name: str) -> bool:
+        """Whether `name` is computed over all samples."""
+        return name in self._measures["val"]
+
+    def drop(self, name: str) -> None:
+        """Compute `name` no longer."""
+        for split in SPLITS:
+            self._measures[split].pop(name, None)
+            self._pieces[split].pop(name, None)
+
+    def names(self, split: str) -> list[str]:
+        """The metrics that are computed of `split` now."""
+        return [name for name in self._measures[split] if split != "train" or name not in self._closed]
+
+    # ------------------------------------------------------------------ what they see
+
+    def keep(self, split: str, result: Any) -> None:
+        """Remember a step's result, whose `deferred` holds parts by name. What is large does not wait for the next log line,
+        only until it is known whether the update was made: until the next result."""
+        if self._pending_bytes[split] > _CHUNK_BYTES:
+            self._absorb(split)
+        parts: Mapping[str, Sequence[Part]] = result.deferred.parts
+        if parts:
+            self._pending[split].append(result)
+            self._pending_bytes[split] += sum(num_bytes(part.value) for each in parts.values() for part in each)
+
+    def begin(self, split: str) -> None:
+        """Forget what was kept of `split`."""
+        self._pending[split].clear()
+        self._pending_bytes[split] = self._kept_bytes[split] = 0
+        self._pieces[split].clear()
+        for measure in self._measures[split].values():
+            measure.reset()
+        if split == "train":
+            self._closed.clear()
+            self._stored.clear()
+            self._is_resumed = False
+
+    def measure(self, split: str) -> dict[str, float]:
+        """name -> value over all samples since `begin`. A collective; the main process computes."""
+        names = self.names(split)
+        if not names:
+            return {}
+        self._collect(split)
+        states = self._world.gather({name: self._measures[split][name].state() for name in names})
+        answer: dict[str, float] = {}
+        for name in names if self._rank == 0 else ():
+            answer |= self._value(split, name, [each[name] for each in states])
+        found: dict[str, float] = self._world.broadcast(answer)
+        return found
+
+    def _value(self, split: str, name: str, states: Sequence[Any]) -> dict[str, float]:
+        pieces = self._pieces[split].get(name, [])
+        known = [state for state in states if state is not None]
+        if not pieces and not known:
+            return {}
+        value = self._measures[split][name].value(by_update(pieces, self._is_presharded), known)
+        return dict(self._numbers(name, value))
+
+    def _numbers(self, name: str, value: Any) -> Iterable[tuple[str, float]]:
+        if isinstance(value, Mapping):
+            for key, each in value.items():
+                yield from self._numbers(f"{name}_{key}", each)
+        elif isinstance(value, tuple) and len(value) == 2:
+            total, count = (self._engine.number(name, each) for each in value)
+            yield name, total / count if count else math.nan
+        else:
+            yield name, self._engine.number(name, value)
+
+    # ------------------------------------------------------------------ how it comes together
+
+    def _absorb(self, split: str) -> None:
+        for result in self._pending[split]:
+            for name, parts in (result.deferred.parts if result.deferred else {}).items():
+                measure = self._measures[split].get(name)
+                for part in parts if measure is not None else ():
+                    measure.absorb(part)  # type: ignore[union-attr]
+        self._pending[split].clear()
+        self._pending_bytes[split] = 0
+
+    def _collect(self, split: str) -> None:
+        """Bring what the ranks keep to the main process, some of it at a time. A collective."""
+        self._absorb(split)
+        mine = [(name, part) for name, measure in self._measures[split].items() for part in measure.take()]
+        size = float(sum(num_bytes(part.value) for _, part in mine))
+        total = self._world.reduce({"size": size, "any": float(bool(mine))})
+        if not total["any"]:
+            return
+        self._kept_bytes[split] += int(total["size"])
+        rounds = 1 + int(total["size"] / self._world_size) // _CHUNK_BYTES
+        for number in range(rounds):
+            begin, end = (len(mine) * n // rounds for n in (number, number + 1))
+            for rank, sent in enumerate(self._world.gather(mine[begin:end])):
+                for name, part in sent if self._rank == 0 else ():
+                    piece = Piece(part.key, rank + part.replica, part.num_samples, part.value)
+                    self._pieces[split].setdefault(name, []).append(piece)
+        self._say_size(split)
+
+    def _say_size(self, split: str) -> None:
+        size = self._kept_bytes[split]
+        if size > _WARN_BYTES and not self._has_warned and self._rank == 0:
+            self._has_warned = True
+            names = ", ".join(sorted(self._pieces[split]))
+            self._warn(
+                f"the metrics over all samples ({names}) keep {size / (1 << 30):.1f} GiB of outputs in the main process's host"
+                " memory: pass over_all(..., transform=...) to keep less of them, over_all(..., training=False) to keep none in"
+                " training, or a metric that keeps sums"
+            )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self, directory: Path) -> dict[str, Any] | None:
+        """Write what was kept of the running epoch into `directory`; returns what of it is JSON. A collective."""
+        if not self._measures["val"]:
+            return None
+        names = self.names("train")
+        self._collect("train")
+        states = self._world.gather({name: self._measures["train"][name].state() for name in names})
+        if self._rank == 0:
+            content = {name: ([each[name] for each in states], self._pieces["train"].get(name, [])) for name in names}
+            write_metrics(directory, content, self._engine)
+        return {"open": names}
+
+    def load(self, directory: Path, saved: Mapping[str, Any] | None) -> None:
+        """Go on from what `save` wrote, with any number of ranks. What was not open then waits for the next epoch."""
+        self.begin("train")
+        self._is_resumed = True
+        content = read_metrics(directory, self._engine) if saved else {}
+        self._stored = {name: content.get(name, ([], [])) for name in (saved or {}).get("open", ())}
+        for name in list(self._measures["train"]):
+            self._closed.add(name)
+            if name in self._stored:
+                self._open(name)
+
+    def _open(self, name: str) -> None:
+        """Go on from what a checkpoint has of `name`."""
+        states, pieces = self._stored.pop(name)
+        self._closed.discard(name)
+        if self._rank == 0:
+            self._pieces["train"][name] = list(pieces)
+            self._kept_bytes["train"] += sum(num_bytes(piece.value) for piece in pieces)
+        if len(states) == self._world_size:
+            mine = [states[self._rank]]
+        else:
+            mine = list(states) if self._rank == 0 else []
+        self._measures["train"][name].restore([state for state in mine if state is not None])
+
+
+class Kept:
+    """A metric that is computed from all outputs: a function, or an object whose states cannot be added up."""
+
+    def __init__(
+        self,
+        compute: Callable[[Sequence[Update]], Any],
+        prepare: Callable[[Arguments], Arguments],
+        *,
+        training: bool = True,
+    ) -> None:
+        """`prepare`: what is kept of the arguments for a micro-batch, on the host."""
+        self._compute, self._prepare, self.training = compute, prepare, training
+        self._parts: list[Part] = []
+
+    def absorb(self, part: Part) -> None:
+        """Take in a micro-batch."""
+        self._parts.append(part._replace(value=self._prepare(part.value)))
+
+    def take(self) -> list[Part]:
+        """Everything."""
+        taken, self._parts = self._parts, []
+        return taken
+
+    def state(self) -> Any:
+        """Nothing."""
+        return None
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Nothing."""
+
+    def value(self, updates: Sequence[Update], states: Sequence[Any]) -> Any:
+        """What the function gives for all samples."""
+        return self._compute(updates)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._parts.clear()
+
+
+def driven(metric: Any, updates: Sequence[Update], engine: Engine, words: tuple[str, str, str]) -> Any:
+    """The value of an object that gets one global batch after the other. `words`: its methods to reset, update and compute."""
+    reset, update, compute = (getattr(metric, word) for word in words)
+    reset()
+    for each in updates:
+        args, named = engine.joined([each])
+        update(*args, **named)
+    return compute()
+
+
+def flat(updates: Iterable[Update]) -> list[Any]:
+    """The values of `updates`, one after the other."""
+    return [value for value, _ in itertools.chain.from_iterable(updates)]
+
+
+class Deferred(NamedTuple):
+    """What a step leaves for later."""
+
+    split: str
+    kept: list[Any]  # outputs for the metrics that are means
+    parts: dict[str, list[Part]]  # by metric over all samples
+
+
+def no_arguments(name: str) -> ConfigError:
+    """The error for a metric of which nothing says what it is computed from."""
+    return ConfigError(
+        f"metric {name!r} is computed over all samples, and it is not known from what: return its arguments from"
+        f" training_step, {{'loss': loss, {name!r}: (outputs, targets)}}"
+    )
+
+
+def not_a_number(name: str, value: Any) -> TrainingError:
+    """The error for a metric that returned something else."""
+    what = f"a {type(value).__name__}"
+    if hasattr(value, "shape"):
+        what += f" of shape {list(value.shape)}"
+    return TrainingError(
+        f"metric {name!r} gave {what} over all samples: give a number, (sum, count) or a dict of numbers"
+    )

@@ -1,0 +1,90 @@
+"""What a checkpoint holds of the metrics over all samples: tensors in one safetensors file, and JSON in its header."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from distributed.backends.parts import Arguments, Piece, mapped
+from distributed.errors import CheckpointError, TrainingError
+from distributed.storage.jsonable import decode, encode
+from distributed.storage.tensor_file import RawTensor, read_raw, write_tensors
+
+FILE = Path("metrics") / "train.safetensors"
+Content = Mapping[str, tuple[Sequence[Any], Sequence[Piece]]]  # name -> (state of each rank, pieces)
+
+
+class Tensors(Protocol):
+    """How an engine's tensors are written and read."""
+
+    def to_raw(self, name: str, leaf: Any) -> RawTensor | None:
+        """A tensor on the host as raw bytes; None for what is no tensor."""
+
+    def from_raw(self, word: str, shape: tuple[int, ...], data: Any) -> Any:
+        """The tensor of `to_raw`."""
+
+
+def write_metrics(directory: Path, content: Content, engine: Tensors) -> None:
+    """Write the file, where there is something to write. TrainingError names what it cannot hold."""
+    tensors: list[RawTensor] = []
+
+    def leaf(value: Any) -> Any:
+        raw = engine.to_raw(str(len(tensors)), value)
+        if raw is None:
+            return None
+        tensors.append(raw)
+        return {"__leaf__": raw.name}
+
+    encoded = {}
+    for name, (states, pieces) in content.items():
+        if any(state is not None for state in states) or pieces:
+            whole = {"states": list(states), "pieces": [_plain(piece) for piece in pieces]}
+            try:
+                encoded[name] = encode(whole, f"metric {name!r}", leaf)
+            except (TypeError, RecursionError) as error:
+                fix = "pass over_all(..., transform=...) that keeps tensors, numbers and words"
+                raise TrainingError(f"{error}: {fix}") from None
+    if encoded:
+        path = directory / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(path, tensors, {"metrics": json.dumps(encoded)})
+
+
+def _plain(piece: Piece) -> list[Any]:
+    is_call = isinstance(piece.value, Arguments)
+    value = [piece.value.args, piece.value.named] if is_call else piece.value
+    return [list(piece.key), piece.rank, piece.num_samples, is_call, value]
+
+
+def read_metrics(directory: Path, engine: Tensors) -> dict[str, tuple[list[Any], list[Piece]]]:
+    """What `write_metrics` wrote; nothing where it wrote nothing. CheckpointError for anything else."""
+    path = directory / FILE
+    if not path.is_file():
+        return {}
+    tensors, metadata = read_raw(path)
+    read: dict[str, Callable[[], Any]] = {
+        tensor.name: lambda tensor=tensor: engine.from_raw(tensor.dtype, tensor.shape, tensor.read())  # type: ignore[misc]
+        for tensor in tensors
+    }
+
+    def leaf(kind: str, name: Any) -> Any:
+        if kind != "__leaf__":
+            raise ValueError(f"unknown kind {kind!r}")
+        return read[name]()
+
+    try:
+        content = decode(json.loads(metadata["metrics"]), leaf)
+        return {
+            name: (list(each["states"]), [_piece(piece) for piece in each["pieces"]]) for name, each in content.items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} does not hold metrics: {error!r}") from None
+
+
+def _piece(content: Any) -> Piece:
+    key, rank, num_samples, is_call, value = content
+    if is_call:
+        value = Arguments(tuple(value[0]), dict(value[1]))
+    return Piece((int(key[0]), int(key[1])), int(rank), int(num_samples), mapped(value, lambda leaf: leaf))
