@@ -53,6 +53,7 @@ SERVICES = {
     "Ray's gRPC": Service("Ray", _WITH_TOKEN),
     "Ray's HTTP": Service("Ray", _WITH_TOKEN),
     "TCPStore": Service("torch", _TAKE_A_PLACE),
+    "the nodes' store": Service("torch", _TAKE_A_PLACE),
     "gloo": Service("torch", _TAKE_A_PLACE),
     "Horovod's rendezvous": Service("Horovod", _TAKE_A_PLACE),
     "TensorFlow's gRPC": Service(
@@ -215,7 +216,7 @@ class Run:
             return "launcher", named.get(port, "launcher")
         if self.start.backend == "ray":
             return "Ray's driver", "Ray's gRPC"
-        return "agent", named.get(port, "a service of the agent")
+        return "agent", named.get(port, "a service of the agent" if self.start.nodes == 1 else "the nodes' store")
 
 
 # ------------------------------------------------------------------ /proc
