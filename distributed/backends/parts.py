@@ -62,6 +62,8 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
+        if type(value) is not Fields:  # what Hugging Face's models keep for generating more is no output
+            value = {key: each for key, each in value.items() if key != "past_key_values"}
         return Fields({key: mapped(each, function) for key, each in value.items()})
     return function(value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,11 @@ def _trip(source: Ran, target: Adapter, world_size: int, out: Path, references: 
     changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
     old, new = _progress(source.source), _progress(again)
     state = {name: [old.get(name), new.get(name)] for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
-    whole = references.like(source).case("whole").weights
-    weights = farthest(weights_of(onward), whole)
+    whole = references.like(source).case("whole")
+    rows = json.loads((onward / "state.json").read_text())["train"]["rows"]
+    measured = [[row.get(str(name), math.inf) for name in whole.numbers["columns"]] for row in rows]
+    apart = farthest({"metrics": measured}, {"metrics": whole.numbers["measured"]})
+    weights = max(farthest(weights_of(onward), whole.weights), apart)
     return Trip(source, target, world_size, tuple(sorted(changed)), state, weights, limit_of(source, references))
 
 

@@ -12,6 +12,8 @@ import pytest
 
 SCRIPT = """
 import json, keras, numpy, torch
+from torch.utils.data import TensorDataset
+from distributed import Trainer, over_all
 from distributed.backends._keras.losses import compiled_metrics, metric_value, of_output
 
 x, one, other = (numpy.random.default_rng(0).normal(size=(7, n)).astype("float32") for n in (4, 1, 2))
@@ -31,18 +33,44 @@ for form in ("list", "dict", "dict of outputs, list of targets"):
     for name, (metric, place, _) in compiled_metrics(model, y, predicted).items():
         total, count = metric_value(metric, of_output(y, place), of_output(predicted, place))
         ours[name] = float(total / count)
+x = torch.as_tensor(numpy.random.default_rng(1).normal(size=(61, 4)).astype("float32"))
+y = (x.sum(1, keepdim=True) > 0.3).float()
+def makes():
+    return [keras.metrics.AUC(name="auc"), keras.metrics.RootMeanSquaredError(name="rmse"), Largest(name="largest")]
+class Largest(keras.metrics.Metric):
+    def __init__(self, name=None, dtype=None):
+        super().__init__(name=name, dtype=dtype)
+        self.value = self.add_weight(name="value", initializer="zeros")
+    def update_state(self, targets, outputs, sample_weight=None):
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(outputs)))
+    def result(self):
+        return self.value.value
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation="sigmoid")])
+model.compile(loss="binary_crossentropy", metrics=makes()[:2])
+metrics = {"given": keras.metrics.Precision(), "largest": makes()[2], "missed": over_all(keras.metrics.mean_absolute_error)}
+trainer = Trainer(model, metrics=metrics, batch_size=7, epochs=1, verbose=False)
+row = trainer.fit(TensorDataset(x, y), TensorDataset(x, y)).rows[-1]
+outputs = trainer.predict(TensorDataset(x, y))
+ours, theirs = {name: row["val_" + name] for name in ("auc", "rmse", "given", "largest", "missed")}, {}
+for name, metric in zip(("auc", "rmse", "largest", "given"), [*makes(), keras.metrics.Precision()]):
+    metric.update_state(y, outputs)
+    theirs[name] = float(metric.result())
+theirs["missed"] = float((y - outputs).abs().mean())
+found["over all"] = [theirs, ours]
 print(json.dumps(found))
 """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="keras is not installed here")
-def test_each_metric_is_of_its_own_output():
+def test_each_metric_is_of_its_own_output_and_of_all_samples(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={**os.environ, "KERAS_BACKEND": "torch"}, capture_output=True, text=True,
+        [sys.executable, "-c", SCRIPT], env={**os.environ, "KERAS_BACKEND": "torch"}, capture_output=True, text=True, cwd=tmp_path,
         timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    theirs, ours = found.pop("over all")
+    assert ours == pytest.approx(theirs, abs=1e-6)
     assert set(found["list"][1]) == {"a_mse", "b_mae"}
     for form, (theirs, ours) in found.items():
         assert len(ours) == 2, form

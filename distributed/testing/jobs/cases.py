@@ -137,7 +137,13 @@ class Fits:
             rows = [[row[name] for name in columns] for row in history.rows]
             predicted = self.parts.numbers(trainer.predict(self.parts.samples(dtype)))
             expected = overall.expected(predicted, self.parts.classes(dtype))
-            after = {"predicted": predicted, "again": again["loss"], "accuracy": again["accuracy"], "measured": rows}
+            after = {
+                "predicted": predicted,
+                "again": again["loss"],
+                "accuracy": again["accuracy"],
+                "measured": rows,
+                "columns": columns,
+            }
             after["expected"] = [expected[name.removeprefix("val_")] for name in EXPECTED]
             after["found"] = [history.rows[-1].get(name, 0.0) for name in EXPECTED]
         trainer.save(self.out / f"{name}.safetensors")  # whole everywhere; trainer.model may hold this rank's part
