@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import socket
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from distributed.loggers.console import Display
 from distributed.loggers.notebook import display_of
 from distributed.report import write_reports_at_end
 from distributed.run_dir import RunDirectory
+from distributed.storage.temporary import temporary_directory
 from distributed.summary import close_results
 
 
@@ -146,8 +146,8 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
     display = display_of(request)
     code = 1
     try:
-        with tempfile.TemporaryDirectory(prefix="distributed-") as directory:
-            code = _run_to_the_end(request, run, channel, display, Path(directory))
+        with temporary_directory() as directory:
+            code = _run_to_the_end(request, run, channel, display, directory)
     except RendezvousClosedError:
         display.close()
         display.handle({"kind": "error", "text": "error: another node ended this run; its screen and RUN/logs say why"})

@@ -6,9 +6,7 @@ import atexit
 import dataclasses
 import math
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,6 +26,7 @@ from distributed.launcher import WorkerEnvironment, link, worker_environment
 from distributed.launching.secret import messages
 from distributed.plan import ProcessPlan
 from distributed.state import WorkerContext
+from distributed.storage.temporary import temporary_directory
 
 _POLL_S = 0.0001
 _GRACE_S = 1.0  # in which others come to the end of their patience too
@@ -180,8 +179,9 @@ class HorovodWorld(World):
         """On one node: a file that only this user can open. Rank 0 removes it when it ends."""
         directory = None
         if self.context.is_main_process:
-            directory = tempfile.mkdtemp(prefix="distributed-")
-            atexit.register(shutil.rmtree, directory, ignore_errors=True)
+            files = temporary_directory()
+            directory = str(files.__enter__())
+            atexit.register(files.__exit__, None, None, None)
         return dist.FileStore(f"{self.broadcast(directory, 0)}/store", -1)
 
 

@@ -223,9 +223,14 @@ class _Launch:
         num_nodes = 1 + max(place.node_rank for place in places)
         for place, guest in zip(places, guests.values(), strict=True):
             environ = {**self._environ(place, num_nodes), **gpus_beside(guest, guests.values()), **self._threads}
-            guest.send(op="start", environ=environ, restart_count=self._attempt)
+            guest.send(op="start", environ=environ, restart_count=self._attempt, store=self._store_file())
         self._attempt += 1
         self._news.put("begun")
+
+    def _store_file(self) -> str | None:
+        """The store of this attempt's workers; on somebody's cluster they meet at a port of rank 0."""
+        scratch = self._cluster.scratch
+        return str(scratch / f"store-{self._attempt}") if scratch is not None else None
 
     def _places(self, guests: dict[int, Guest]) -> list[WorkerEnvironment]:
         """Every rank's place. Ranks of one node follow each other, as Ray Train numbers them."""
