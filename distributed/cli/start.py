@@ -65,6 +65,8 @@ def start(
         return _run_as_worker(typed, merged, environment, run_dir, resume)
     plan = plan_processes(merged.config)
     backend, request = _checked_request(typed, merged, plan, run_dir, resume)
+    if this is None:
+        _check_port(merged.config)
     if dry_run:
         sys.stdout.write("\n".join(_dry_run_lines(merged, backend, request, this)) + "\n")
         return 0
@@ -87,7 +89,9 @@ def launch_request(typed: Typed, run_dir: str | None) -> LaunchRequest:
     """What `start` would launch from a process that is no worker. Raises DistributedError for what is wrong."""
     typed = _with_processes(typed)
     merged = merge(typed, {})
-    return _checked_request(typed, merged, plan_processes(merged.config), run_dir, False)[1]
+    _, request = _checked_request(typed, merged, plan_processes(merged.config), run_dir, False)
+    _check_port(merged.config)
+    return request
 
 
 def _checked_request(
@@ -204,18 +208,19 @@ def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str 
         )
     check_script(_script(typed))
     check_keras_backend(Path(_script(typed)), row_in_use(merged.config, plan.backend).environ["KERAS_BACKEND"])
-    if merged.config.master_port and merged.config.node_rank == 0:
-        _check_port(merged.config.master_addr, merged.config.master_port, plan.num_nodes == 1)
     return backend
 
 
-def _check_port(host: str, port: int, is_alone: bool) -> None:
+def _check_port(config: DistributedConfig) -> None:
+    """Raise ResourceError where the launcher of node 0 cannot listen on `master_port`."""
+    if not config.master_port or config.node_rank > 0:
+        return
     try:
-        with listen_at(host, port, is_alone=is_alone) as listener:
+        with listen_at(config.master_addr, config.master_port, is_alone=config.num_nodes == 1) as listener:
             listener.listen()
     except OSError as error:
         raise ResourceError(
-            f"master_port={port} cannot be listened on ({error.strerror or error}): name another, or drop it"
+            f"master_port={config.master_port} cannot be listened on ({error.strerror or error}): name another, or drop it"
         ) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 
@@ -100,6 +101,9 @@ def test_with_a_rank_this_command_is_one_worker_of_the_world(plan, worker):
     flags = ["--world-size", "8", "--rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29500"]
 
     assert "this command rank 1 of 8, joins the others at 10.0.0.1:29500" in plan(*flags)
+    with socket.create_server(("", 0)) as listening:  # rank 0, which is there already
+        port = str(listening.getsockname()[1])
+        assert processes(plan(*flags[:-1], port)).startswith("8 processes")
     found, environ = worker(*flags)
 
     assert (found.rank, found.world_size) == (1, 8)

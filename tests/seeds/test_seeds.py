@@ -109,7 +109,7 @@ def world(drive):
     return drive(["bash", SAMPLES / "001/workaround.sh"], "world.py")
 
 
-@pytest.mark.parametrize("sample", [*names_in("world.py"), *names_in("corrected.py")])
+@pytest.mark.parametrize("sample", [*names_in("world.py"), *names_in("world_torch.py"), *names_in("corrected.py")])
 def test_a_sample_without_a_trainer(world, sample):
     needs_backend("pytorch-ddp")
     assert world.get(sample) is None, world[sample]
