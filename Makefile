@@ -24,7 +24,7 @@ test: $(STAMP) $(HOROVOD_STAMP)
 # On a machine with a GPU, in eight minutes, with its own Python (torch with CUDA, pytest) and nothing installed. The tests
 # themselves can be tried out on CPUs: GPU_REHEARSAL=cpu make test-gpu GPU_PYTHON=.venv/bin/python
 test-gpu:
-	PYTHONPATH=. $(GPU_PYTHON) tests/gpu/run.py
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) tests/gpu/run.py
 
 # Horovod for the installed torch; its wheel is kept outside of the checkout. `make horovod HOROVOD_WITH="mpi tensorflow"`.
 horovod: $(STAMP)

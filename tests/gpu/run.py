@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 REHEARSAL = os.environ.get("GPU_REHEARSAL") == "cpu"
-BUDGET_S = 470.0  # eight minutes, less the end of it
+BUDGET_S = 1800.0 if REHEARSAL else 470.0  # eight minutes, less the end of them
 BENCHMARK_S = 150.0  # of these, for the benchmark
 _MODULES = {"PyYAML": "yaml"}  # distributions that are imported by another name
 
