@@ -46,11 +46,10 @@ def of_launcher(what: str, value: Callable[[LaunchRequest, str], Any]) -> Need:
         group, _, option = name.rpartition(".")
         config = where.backend.config
         asked = getattr(config.options(group) if group else config, option)
-        return (
-            ""
-            if value(where.request, option) == asked
-            else "the launcher started without it: give it by flag or --config"
-        )
+        if value(where.request, option) == asked:
+            return ""
+        is_of_fit = where.request.payload is not None
+        return "fit chooses it" if is_of_fit else "the launcher started without it: give it by flag or --config"
 
     return Need(what, lacks)
 

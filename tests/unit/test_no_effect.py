@@ -202,6 +202,12 @@ def test_options_of_another_engine_count_where_that_engine_does_the_step():
     assert set(without_effect(situation("ray", settings, "ours", 1, 2))) == {"ddp.bucket_cap_mb"}
 
 
+def test_what_fit_leaves_to_itself_is_no_flag_that_is_missing():
+    backend = situation("pytorch-ddp", {"master_port": 9999, "max_restarts": 3}, "nobody", 1, 2).backend
+    request = LaunchRequest("run", payload="job", max_restarts=3)
+    assert without_effect(Situation(backend, request)) == {"master_port": "fit chooses it"}
+
+
 def test_what_one_process_of_horovod_cannot_use_is_named():
     needs_backend("horovod")
     options = {"horovod": {"compression": "fp16", "timeline": "t.json"}}
