@@ -97,7 +97,8 @@ def uncertain(
     """Those of `monitors` that the first update has yet to show to be reported; `known` are the names of earlier rows."""
     if not are_functions(metrics):
         return []
-    certain = {"loss", *_ALWAYS, *known, *(["val_loss"] if is_validated else [])}
+    given = ["loss", *metrics]
+    certain = {*given, *_ALWAYS, *known, *(f"val_{name}" for name in given if is_validated)}
     return [name for name in dict.fromkeys(monitors) if name not in certain]
 
 

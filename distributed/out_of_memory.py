@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from distributed.backends import REGISTRY
 from distributed.errors import TrainingError
 
 _TYPES = {"MemoryError", "OutOfMemoryError", "ResourceExhaustedError"}
@@ -35,7 +36,8 @@ def out_of_memory(error: BaseException, rank: int, step: int, batch_size: int, c
         advice.append("set activation_checkpointing=true")
     if config.mixed_precision in ("no", False) and config.dtype == "float32":
         advice.append("set mixed_precision=bf16")
-    advice.append("cut the model over several processes with backend=fsdp")
+    cutting = next(row.name for row in REGISTRY.values() if row.cuts_model)
+    advice.append(f"cut the model over several processes with backend={cutting}")
     line, is_cut, _ = memory_line(error).partition(" is free.")  # torch goes on at length
     return TrainingError(
         f"rank {rank} is out of memory in step {step}: {line.rstrip('.')}{is_cut and ' is free'}. To need less: {', or '.join(advice)}."

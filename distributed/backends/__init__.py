@@ -42,6 +42,7 @@ class BackendRow:
     # Names of other tools that concern this engine -> what serves here, see `distributed.peers`.
     peers: Mapping[str, str] = field(default_factory=dict)
     for_launcher: tuple[str, ...] = ()  # options that its launcher reads: they hold for a script without a Trainer too
+    cuts_model: bool = False  # its processes hold a part of each parameter, so that a larger model fits
     shares_gpus: bool = False  # several processes may train on one GPU, over gloo
     compiled: str | None = None  # a module of its library that loads only beside the torch that it was built for
     instead_of: str | None = None  # a trainer that pins that backend runs on this one where ...
@@ -90,7 +91,7 @@ REGISTRY: dict[str, BackendRow] = {
         BackendRow(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
             (*_TORCH_PRELOAD, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"), ("torch",), _TORCH_INSTALL,
-            "PyTorch FSDP2: parameters, gradients and optimizer state cut over the processes",
+            "PyTorch FSDP2: parameters, gradients and optimizer state cut over the processes", cuts_model=True,
             peers={
                 "fsdp_config": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
                 "fsdp_plugin": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",

@@ -56,7 +56,8 @@ def start(
     `words`: flags of `train` that start it again, without its run directory and the script's own arguments.
     """
     this = None if rank is None else _this_worker(typed, world_size, rank)
-    typed = _with_processes(typed if this is not None else _without_stale_rank(typed, world_size), world_size)
+    typed = _without_place(typed) if this is not None else _without_stale_rank(typed, world_size)
+    typed = _with_processes(typed, world_size)
     merged = merge(typed, {})
     asked = _asked_processes(merged.config)
     environment = this or worker_environment(nproc_per_node=asked, num_nodes=merged.config.num_nodes)
@@ -114,6 +115,15 @@ def _without_stale_rank(typed: Typed, world_size: int | None) -> Typed:
     asked = _asked_processes(merge(typed, {}).config) or world_size
     line = None if asked is None else pass_over_stale_rank(os.environ, nproc_per_node=asked)
     return typed if line is None else dataclasses.replace(typed, notices=(*typed.notices, line))
+
+
+def _without_place(typed: Typed) -> Typed:
+    """What stands in the environment of a worker that was started by hand: where rank 0 listens."""
+    file, flag = (
+        {name: value for name, value in layer.items() if name not in ("master_addr", "master_port")}
+        for layer in (typed.file, typed.flag)
+    )
+    return dataclasses.replace(typed, file=file, flag=flag)
 
 
 def _with_processes(typed: Typed, world_size: int | None = None) -> Typed:
