@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousStateError
 
 from distributed.launcher import LaunchRequest
 from distributed.launching.environment import WorkerEnvironment
@@ -151,6 +151,10 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
     except RendezvousClosedError:
         display.close()
         display.handle({"kind": "error", "text": "error: another node ended this run; its screen and RUN/logs say why"})
+    except RendezvousStateError as error:
+        display.close()
+        text = f"error: the nodes cannot go on with what stands at {request.master_addr}:{request.master_port}: {error}"
+        display.handle({"kind": "error", "text": text})
     except RendezvousError as error:
         display.close()
         where = f"{request.master_addr}:{request.master_port}"
