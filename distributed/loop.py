@@ -49,7 +49,7 @@ class Run:
             raise ConfigError(
                 f"stop({reason!r}) gives no reason of its own: say it in words, stop('the loss is low enough')"
             )
-        self.common_step.stop(reason)
+        self.common_step.stop(str(reason))
 
 
 def fit(run: Run) -> None:
@@ -139,8 +139,11 @@ def _check_monitors(run: Run, result: StepResult) -> None:
         if run.val.num_samples is None:
             return
         first = next(iter(micro_batches(run.val.epoch(0))))
-        names += [f"val_{name}" for name in run.backend.collect([run.backend.eval_step(first)])]
-        missing = [name for name in missing if name not in names]
+        with run.backend.own_generators():
+            names += [f"val_{name}" for name in run.backend.collect([run.backend.eval_step(first)])]
+        own = tuple(f"val_{name}" for name in run.backend.names_over_all())
+        missing = [name for name in missing if name not in names and not (own and name.startswith(own))]
+        run.backend.begin("val")
     if missing:
         raise unknown_metric("monitor", missing[0], dict.fromkeys(names))
 

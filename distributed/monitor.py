@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, nearest
+from distributed.metrics import OverAll
 from distributed.settings import MergedConfig
 
 if TYPE_CHECKING:
@@ -80,15 +81,19 @@ def expected_names(job: Job, *, is_validated: bool) -> list[str] | None:
     What `training_step` returns, the metrics of a compiled Keras model and those of an object that keeps a state of its own
     are known only when they are measured.
     """
-    if job.training_step is not None or "keras" in sys.modules or not are_functions(job.metrics):
+    is_factory = callable(job.model) and not hasattr(job.model, "parameters")  # of a compiled Keras model, perhaps
+    if job.training_step is not None or is_factory or "keras" in sys.modules or not are_functions(job.metrics):
         return None
     names = [*dict.fromkeys(["loss", "accuracy", *job.metrics])]  # accuracy: where targets are class indices
     return [*(f"val_{name}" for name in names if is_validated), *names, *_ALWAYS]
 
 
 def are_functions(metrics: Mapping[str, Any]) -> bool:
-    """Whether each metric is a plain function, which is reported under its name; an object may report several names."""
-    return not any(hasattr(metric, "update") or hasattr(metric, "update_state") for metric in metrics.values())
+    """Whether each metric is a plain function, which is reported under its name; others may report several names."""
+    return not any(
+        isinstance(metric, OverAll) or hasattr(metric, "update") or hasattr(metric, "update_state")
+        for metric in metrics.values()
+    )
 
 
 def uncertain(

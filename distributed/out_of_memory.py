@@ -29,17 +29,24 @@ def memory_line(error: BaseException) -> str:
     return next((line.strip() for line in lines if any(word in line.lower() for word in ("oom", *_WORDS))), lines[0])
 
 
-def out_of_memory(error: BaseException, rank: int, step: int, batch_size: int, config: Any) -> TrainingError:
-    """What a run ends with whose `rank` has too little memory in update `step`. Names what is not in use yet."""
+def out_of_memory(
+    error: BaseException, rank: int, step: int, batch_size: int, config: Any, *, is_cut: bool = False
+) -> TrainingError:
+    """Return the error for too little memory on `rank` in update `step`. It names only settings that are not in use yet.
+
+    `is_cut`: the model is cut over the processes already.
+    """
     advice = [f"lower batch_size={batch_size} (a global_batch_size keeps the results)"] if batch_size > 1 else []
     if not config.activation_checkpointing:
         advice.append("set activation_checkpointing=true")
     if config.mixed_precision in ("no", False) and config.dtype == "float32":
         advice.append("set mixed_precision=bf16")
-    cutting = next(row.name for row in REGISTRY.values() if row.cuts_model)
-    advice.append(f"cut the model over several processes with backend={cutting}")
-    line, is_cut, _ = memory_line(error).partition(" is free.")  # torch goes on at length
+    if not is_cut:
+        cutting = next(row.name for row in REGISTRY.values() if row.cuts_model)
+        advice.append(f"cut the model over several processes with backend={cutting}")
+    line, has_more, _ = memory_line(error).partition(" is free.")  # torch goes on at length
+    ways = f" To need less: {', or '.join(advice)}." if advice else ""
     return TrainingError(
-        f"rank {rank} is out of memory in step {step}: {line.rstrip('.')}{is_cut and ' is free'}. To need less: {', or '.join(advice)}."
+        f"rank {rank} is out of memory in step {step}: {line.rstrip('.')}{has_more and ' is free'}.{ways}"
         " Trainer.find_batch_size() looks for the largest batch that fits"
     )

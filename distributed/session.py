@@ -172,9 +172,13 @@ class Session:
 
     def _told(self, fit: _Fit, error: BaseException) -> BaseException:
         """`error`, or for want of memory what names the rank and the ways out. A search for what fits asks for the former."""
-        if self.trainer.is_search or isinstance(error, DistributedError) or not is_out_of_memory(error):
+        is_of_user = not isinstance(error, Exception) or isinstance(error, DistributedError)
+        if self.trainer.is_search or is_of_user or not is_out_of_memory(error):
             return error
-        return out_of_memory(error, self.context.rank, fit.state.step + 1, fit.batch_size, self.trainer.merged.config)
+        is_cut = self.backend.cuts_weights and self.context.world_size > 1
+        return out_of_memory(
+            error, self.context.rank, fit.state.step + 1, fit.batch_size, self.trainer.merged.config, is_cut=is_cut
+        )
 
     def _context_of(self, fit: _Fit, run: loop.Run) -> FitContext:
         backend = self.backend

@@ -90,7 +90,7 @@ REGISTRY: dict[str, BackendRow] = {
         ),
         BackendRow(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
-            (*_TORCH_PRELOAD, "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"), ("torch",), _TORCH_INSTALL,
+            (*_TORCH_PRELOAD, "torch.distributed.fsdp"), ("torch",), _TORCH_INSTALL,
             "PyTorch FSDP2: parameters, gradients and optimizer state cut over the processes", cuts_model=True,
             peers={
                 "fsdp_config": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
@@ -132,7 +132,7 @@ REGISTRY: dict[str, BackendRow] = {
             "Keras 3 models on TensorFlow: a process for each device, or one on all its devices (mirrored)", alone="tensorflow",
             peers={"strategy": "use {backend}; TensorFlow's own strategy is {tensorflow.strategy}"},
             before_script="distributed.backends._tensorflow.start:before_script",
-            listens="TensorFlow's workers listen on all interfaces, and whoever connects can read and write files as you",
+            listens="TensorFlow's workers listen on all interfaces, and whoever connects can run code as you",
             start_note="importing TensorFlow can take half a minute",
             hints={
                 "PerReplica": "Keras 3's model.fit does not work under MultiWorkerMirroredStrategy (keras issue 20585): train the model"

@@ -230,6 +230,10 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def begin(self, split: str) -> None:
         """Forget what metrics over all samples have kept: of the epoch ("train"), or of an evaluation ("val")."""
 
+    def names_over_all(self) -> Sequence[str]:
+        """The names of the metrics that `measure` computes in evaluation; one may give several, named NAME_KEY."""
+        return ()
+
     def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
         """name -> value of each metric over all samples of the epoch so far ("train"), or of the evaluation ("val") whose
         `means` are known. A collective."""

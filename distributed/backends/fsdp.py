@@ -154,10 +154,18 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
 
     @contextlib.contextmanager
     def as_trained(self) -> Iterator[None]:
-        if self._whole is not None:
-            self._whole.hide()
-        yield
-        self.reassemble()
+        form = self._whole
+        was_in_pieces = form is not None and not form.is_shown  # within a fit, or where there is no room
+        if form is not None:
+            form.hide()
+        try:
+            yield
+        except BaseException:
+            if form is not None and not was_in_pieces and form.is_current:
+                form.show(self.device)
+            raise
+        if not was_in_pieces:
+            self.reassemble()
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[Any]:

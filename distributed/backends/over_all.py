@@ -201,6 +201,8 @@ class Wholes:
                 measure = self._measures[split].get(name)
                 for part in parts if measure is not None else ():
                     measure.absorb(part)  # type: ignore[union-attr]
+            if result.deferred:
+                result.deferred.parts.clear()  # the loop keeps results for longer, and devices have little memory
         self._pending[split].clear()
         self._pending_bytes[split] = 0
 

@@ -303,6 +303,9 @@ class TensorFlowBackend(Backend[Any]):
     def begin(self, split: str) -> None:
         self._measured.begin(split)
 
+    def names_over_all(self) -> Sequence[str]:
+        return self._measured.wholes.names("val")
+
     def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
         return self._measured.measure(split, means)
 

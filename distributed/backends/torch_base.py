@@ -451,6 +451,9 @@ class TorchBackend(Backend[OptionsT]):
     def begin(self, split: str) -> None:
         self._averages.measured.begin(split)
 
+    def names_over_all(self) -> Sequence[str]:
+        return self._averages.measured.wholes.names("val")
+
     def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
         return self._averages.measured.measure(split, means)
 

@@ -44,7 +44,16 @@ def from_bytes(data: bytes) -> Any:
             parts.append(data[start : start + size])
             start += size
         return _restored(json.loads(parts[0]), parts[1:])
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, struct.error) as error:
+    except (
+        ArithmeticError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        struct.error,
+    ) as error:
         raise ConfigError(
             f"a message that came from another rank is not one of ours ({type(error).__name__}: {error}): another program"
             " may have connected to this run"
@@ -67,8 +76,6 @@ def _described(value: Any, buffers: list[bytes]) -> Any:
         return _described_array(value, buffers)
     if _is_tensor(value):
         return _described_tensor(value, buffers)
-    if isinstance(value, (int, float, str)) and kind.__module__ == "builtins":
-        return value
     return _described_container(value, buffers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -228,6 +229,10 @@ def _check_port(config: DistributedConfig) -> None:
     try:
         with listen_at(config.master_addr, config.master_port, is_alone=config.num_nodes == 1) as listener:
             listener.listen()
+    except socket.gaierror as error:
+        raise ResourceError(
+            f"master_addr={config.master_addr!r} is not known here ({error.strerror}): correct it"
+        ) from None
     except OSError as error:
         raise ResourceError(
             f"master_port={config.master_port} cannot be listened on ({error.strerror or error}): name another, or drop it"

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from distributed.launcher import LaunchRequest
 from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_row
-from distributed.launching.listening import loopback_interface
+from distributed.launching.listening import loopback_environ
 from distributed.launching.meeting import make_meeting
 from distributed.launching.output import WorkerOutput
 from distributed.launching.rendezvous import rendezvous_of
@@ -68,7 +68,8 @@ class ForkAgent(SimpleElasticAgent):
             opened = self._open_meeting()
             store.set("meet", json.dumps([self._request.master_addr, asked or _free_port(), opened]))
         addr, port, self._opened = json.loads(store.get("meet"))
-        self._master = ("127.0.0.1" if addr == "localhost" else addr, port)
+        is_local = addr == "localhost" or self._request.num_nodes == 1
+        self._master = ("127.0.0.1" if is_local else addr, port)
         world_size = group_world_size * local
         return [Worker(i, node * local + i, node * local + i, world_size, world_size) for i in range(local)]
 
@@ -112,12 +113,8 @@ class ForkAgent(SimpleElasticAgent):
             num_nodes=self._request.num_nodes, max_restarts=group.spec.max_restarts,
             run_id=group.spec.rdzv_handler.get_run_id(), error_file=error_file,
         )  # fmt: skip
-        return {**environ, **self._interface(), **more}
-
-    def _interface(self) -> dict[str, str]:
-        """One node's workers talk over loopback: by itself Gloo listens at the address of the host's name."""
-        name = loopback_interface() if self._request.num_nodes == 1 else None
-        return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+        own = loopback_environ() if self._request.num_nodes == 1 else {}
+        return {**environ, **own, **more}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Kill at once: they are wounded, and what can be saved has been saved by themselves."""

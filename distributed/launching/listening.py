@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_ESTABLISHED = "01"
 
 
 def listen_at(host: str, port: int, *, is_alone: bool = False) -> socket.socket:
@@ -35,6 +36,15 @@ def loopback_interface() -> str | None:
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
+def loopback_environ() -> dict[str, str]:
+    """Return the variables with which the workers of one node talk over loopback, where the user did not set them.
+
+    By itself Gloo listens at the address of the host's name.
+    """
+    name = loopback_interface()
+    return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+
+
 def is_own_peer(connection: socket.socket) -> bool:
     """Return whether a process of this user, or of root, is at the other end of a TCP connection over loopback.
 
@@ -52,6 +62,8 @@ def _connections() -> Iterator[tuple[int, int, int]]:
     for table in filter(Path.exists, map(Path, _TABLES)):
         for line in table.read_text().splitlines()[1:]:
             fields = line.split()
+            if fields[3] != _ESTABLISHED:  # a connection that is closed at one end counts as root's
+                continue
             yield _port(fields[1]), _port(fields[2]), int(fields[7])
 
 

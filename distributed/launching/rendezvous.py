@@ -154,7 +154,7 @@ def state_from_json(content: bytes) -> _RendezvousState:
         state.wait_list = {_node(*node) for node in found["wait_list"]}
         state.redundancy_list = {_node(*node) for node in found["redundancy_list"]}
         state.last_heartbeats = {_node(*node): _moment(text) for *node, text in found["last_heartbeats"]}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise RendezvousStateError(
             "the state of the rendezvous is not one of ours: somebody else wrote there"
         ) from None

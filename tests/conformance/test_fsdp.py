@@ -164,3 +164,17 @@ def test_a_checkpoint_goes_on_under_any_backend_and_number_of_processes(run_cli_
         done, weights = train(out, then, "--resume")
         assert "resumed from step-00000010" in done.stdout
         assert max(numpy.abs(weights[name] - reference[name]).max() for name in reference) < 1e-9, (first, then)
+
+
+def test_a_callback_that_evaluates_and_saves_changes_nothing_and_no_pickle_is_sent(run_cli, tmp_path):
+    job = Path(__file__).parent / "jobs" / "looking.py"
+    losses = []
+    for words in ([], ["look"]):
+        out = tmp_path / f"out-{len(words)}"
+        out.mkdir()
+        command = ["train", "--script", str(job), "--backend", "fsdp", "--nproc-per-node", "2", "--device", "cpu"]
+        done = run_cli([*command, "--run-dir", str(out / "run"), "--", str(out), *words])
+        assert done.returncode == 0, done.output
+        losses.append(json.loads((out / "losses.json").read_text()))
+    assert losses[0] == losses[1] and losses[0][0][0] > losses[0][-1][0]
+    assert len(list((tmp_path / "out-1").glob("epoch-*.safetensors"))) == 3

@@ -36,6 +36,7 @@ class Door:
         self._listener = socket.socket(self._family, socket.SOCK_STREAM)
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         self.num_refused = 0
+        self._heard: set[bytes] = set()  # the proofs of the lines that were taken
 
     @property
     def port(self) -> int:
@@ -99,10 +100,11 @@ class Door:
             self._refuse(connection)
 
     def _judge(self, connection: socket.socket, line: bytes) -> None:
-        hello = Seal(self._secret, HELLO).open(line)
-        if hello is None:
+        hello, proof = Seal(self._secret, HELLO).open(line), line.partition(b" ")[0]
+        if hello is None or proof in self._heard:  # a worker's line has a name that it drew: none comes twice
             self._refuse(connection)
             return
+        self._heard.add(proof)
         del self._strangers[connection]
         self._selector.unregister(connection)
         connection.setblocking(True)

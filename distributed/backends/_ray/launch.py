@@ -24,6 +24,7 @@ from distributed.launcher import THREAD_VARIABLES, LaunchRequest, check_script, 
 from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.epochs import Epochs, Row, write_row
 from distributed.launching.guarded import Guarded, Report
+from distributed.launching.listening import loopback_environ
 from distributed.launching.output import WorkerOutput
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
@@ -222,7 +223,8 @@ class _Launch:
         places = self._places(guests)
         num_nodes = 1 + max(place.node_rank for place in places)
         for place, guest in zip(places, guests.values(), strict=True):
-            environ = {**self._environ(place, num_nodes), **gpus_beside(guest, guests.values()), **self._threads}
+            own = loopback_environ() if self._cluster.scratch is not None else {}
+            environ = {**self._environ(place, num_nodes), **own, **gpus_beside(guest, guests.values()), **self._threads}
             guest.send(op="start", environ=environ, restart_count=self._attempt, store=self._store_file())
         self._attempt += 1
         self._news.put("begun")

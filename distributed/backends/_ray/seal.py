@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 LINE_BYTES = 1 << 20  # more than any message of ours has
-_MOST_BRACKETS = 64
 
 
 class Seal:
@@ -33,9 +32,10 @@ class Seal:
         proof, _, content = line.rstrip(b"\n").partition(b" ")
         if not hmac.compare_digest(proof, self._next_proof(content)):
             return None
-        if content.count(b"[") + content.count(b"{") > _MOST_BRACKETS:
+        try:
+            message = json.loads(content)  # only who knows the secret comes this far
+        except (ValueError, RecursionError):
             return None
-        message = json.loads(content)
         return message if isinstance(message, dict) else None
 
     def _next_proof(self, content: bytes) -> bytes:

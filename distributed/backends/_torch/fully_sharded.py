@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from distributed.backends._torch import modules
 from distributed.backends._torch.gradients import Gradients
-from distributed.backends._torch.sharding import local, whole
+from distributed.backends._torch.sharding import local, take_part, whole
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, nearest
 
@@ -82,13 +81,26 @@ def shard(model: torch.nn.Module, options: FSDPOptions, device: torch.device, mi
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to_empty(device=home)
     _move_buffers(model, home)  # torch gives weights to tensors of one device only
-    plain: dict[str, Any] = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    set_model_state_dict(
-        model, plain, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    )
+    _take_weights(model, weights, device)
     _move_buffers(model, device)  # offloading is for parameters
     for buffer in model.buffers():  # those that no state_dict holds, too
         dist.broadcast(buffer, src=0)
+
+
+@torch.no_grad()
+def _take_weights(model: torch.nn.Module, weights: Mapping[str, Any], device: torch.device) -> None:
+    """Give every rank its part of the main process' `weights`. All ranks call it.
+
+    Torch's `set_model_state_dict(broadcast_from_rank0=True)` sends a pickle before the tensors (2.13).
+    """
+    for name, own in model.state_dict().items():  # of the same names in the same order on every rank
+        if isinstance(own, torch.Tensor):
+            if dist.get_rank() == 0:
+                full = weights[name].detach().to(device).contiguous()
+            else:
+                full = torch.empty(own.shape, dtype=own.dtype, device=device)
+            dist.broadcast(full, src=0)
+            take_part(own, full)
 
 
 def check_units(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:

@@ -45,6 +45,14 @@ def box(tensor: torch.Tensor) -> Box:
     return tuple(start), tuple(shape)
 
 
+def take_part(pieces: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy into `pieces` this rank's part of `full`, a whole tensor of the same shape. No collective."""
+    start, shape = box(pieces)
+    for dim, (begin, length) in enumerate(zip(start, shape, strict=True)):
+        full = full.narrow(dim, begin if length else 0, length)
+    local(pieces.detach()).copy_(full)
+
+
 def write(
     directory: Path, stem: str, tensors: Mapping[str, torch.Tensor], context: WorkerContext, **metadata: str
 ) -> None:

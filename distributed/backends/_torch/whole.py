@@ -11,7 +11,7 @@ import torch
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 
-from distributed.backends._torch.sharding import box, is_sharded, local, whole
+from distributed.backends._torch.sharding import is_sharded, take_part, whole
 from distributed.errors import ConfigError
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
@@ -134,11 +134,7 @@ class WholeForm:
                 f"the parameter {name} of the model was removed or changed its shape after the fit: make a new Trainer with the"
                 " changed model"
             )
-        start, shape = box(pieces)
-        mine = parameter.detach()
-        for dim, (begin, length) in enumerate(zip(start, shape, strict=True)):
-            mine = mine.narrow(dim, begin if length else 0, length)
-        local(pieces.detach()).copy_(mine)
+        take_part(pieces, parameter.detach())
 
 
 def _is_of_fully_shard(hook: Any) -> bool:
