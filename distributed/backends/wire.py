@@ -94,7 +94,9 @@ def _described_array(value: Any, buffers: list[bytes]) -> Any:
     if value.dtype.fields is not None:
         raise _not_sendable(value)
     name = "scalar" if isinstance(value, numpy.generic) else "array"
-    return [name, value.dtype.str, list(value.shape), _kept(value.tobytes(), buffers)]
+    # Types of other libraries, as bfloat16 of ml_dtypes, are void to `str`; they have a name.
+    kind = value.dtype.name if value.dtype.kind == "V" else value.dtype.str
+    return [name, kind, list(value.shape), _kept(value.tobytes(), buffers)]
 
 
 def _is_tensor(value: Any) -> bool:

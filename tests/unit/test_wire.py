@@ -82,6 +82,12 @@ def test_arrays_come_back_with_their_element_types(value: Any) -> None:
     assert found.dtype == value.dtype and found.shape == value.shape and (found == value).all()
 
 
+def test_element_types_of_other_libraries_come_back() -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    found = back(numpy.array([[1.5, -2.0]], bfloat16))
+    assert found.dtype == bfloat16 and found.tolist() == [[1.5, -2.0]]
+
+
 def test_outputs_of_hugging_face_keep_their_attributes() -> None:
     found = back(SequenceClassifierOutput(logits=torch.ones(2, 3)))
     assert isinstance(found, SequenceClassifierOutput)
