@@ -211,7 +211,7 @@ def test_a_metric_that_nobody_reports_ends_all_at_once(run_cli, place, cluster):
     assert done.returncode == 2, done.output
     (error,) = done.stderr.splitlines()
     assert error.startswith(
-        "error: metric='val_los' is not reported (did you mean 'val_loss'?): choose one of accuracy, loss"
+        "error: metric='val_los' is not reported (did you mean 'val_loss'?): choose one of val_loss, val_accuracy, loss"
     )
 
 
