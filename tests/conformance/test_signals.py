@@ -89,7 +89,7 @@ def test_a_run_that_max_steps_cut_off_has_a_row_for_it_and_goes_on_bit_for_bit(r
     again = run_cli(arguments(tmp_path, [], "--resume"))
 
     assert again.returncode == 0, again.output
-    assert "resumed from step-00000010: step 10, epoch 1" in again.stdout
+    assert "resumed from step-00000010: step 10, epoch 2" in again.stdout
     assert_same(tmp_path, clean)
 
 
