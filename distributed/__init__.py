@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distributed.backends._torch.parallel import DistributedDataParallel, DistributedSampler
     from distributed.callbacks import Callback, EarlyStopping
     from distributed.comm import (
         ReduceOp,
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
         no_sync,
         reduce_scatter,
     )
+    from distributed.comm.parallel import DistributedDataParallel, DistributedSampler
     from distributed.config import DistributedConfig
     from distributed.errors import (
         CheckpointError,
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
         TrainingError,
         TrainingInterrupted,
     )
+    from distributed.finders.curve import LearningRateCurve
     from distributed.gradient_checkpointing import checkpoint_scope, memory_pool_scope
-    from distributed.learning_rate import LearningRateCurve
+    from distributed.launcher import DistributedLauncher, LaunchConfig, launch_distributed_training
     from distributed.metrics import over_all
-    from distributed.script_launcher import DistributedLauncher, LaunchConfig, launch_distributed_training
     from distributed.state import History
     from distributed.trainer import (
         DeepSpeedTrainer,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         TensorFlowDistributedTrainer,
         Trainer,
     )
-    from distributed.tuner import DistributedTuner
+    from distributed.tuning.tuner import DistributedTuner
 
 __version__ = "0.1.0"
 __distributed_trainer__ = True  # how the console script knows this package from Dask's of the same name
@@ -56,18 +56,18 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "DistributedConfig": "config",
-    "DistributedDataParallel": "backends._torch.parallel",
+    "DistributedDataParallel": "comm.parallel",
     "DistributedError": "errors",
-    "DistributedLauncher": "script_launcher",
-    "DistributedSampler": "backends._torch.parallel",
-    "DistributedTuner": "tuner",
+    "DistributedLauncher": "launcher",
+    "DistributedSampler": "comm.parallel",
+    "DistributedTuner": "tuning.tuner",
     "EarlyStopping": "callbacks",
     "DeepSpeedTrainer": "trainer",
     "FSDPTrainer": "trainer",
     "History": "state",
     "HorovodTrainer": "trainer",
-    "LaunchConfig": "script_launcher",
-    "LearningRateCurve": "learning_rate",
+    "LaunchConfig": "launcher",
+    "LearningRateCurve": "finders.curve",
     "PyTorchDDPTrainer": "trainer",
     "RayTrainer": "trainer",
     "ReduceOp": "comm",
@@ -87,7 +87,7 @@ _HOMES = {
     "get_world_size": "comm",
     "init_process_group": "comm",
     "is_initialized": "comm",
-    "launch_distributed_training": "script_launcher",
+    "launch_distributed_training": "launcher",
     "memory_pool_scope": "gradient_checkpointing",
     "no_sync": "comm",
     "over_all": "metrics",

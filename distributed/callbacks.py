@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.errors import ConfigError
-from distributed.monitor import unknown_metric
+from distributed.metrics.monitor import unknown_metric
 
 if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
+    from distributed.config.settings import DistributedConfig
     from distributed.state import StepResult, TrainState
 
 

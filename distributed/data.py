@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from distributed.fields import setting
+from distributed.config.fields import setting
 
 if TYPE_CHECKING:
     import numpy
     from numpy.typing import NDArray
 
-    from distributed.plan import BatchPlan
+    from distributed.config.plan import BatchPlan
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -133,6 +133,6 @@ class History:
 
     def plot(self, path: str | None = None) -> Any:
         """Loss and metric curves over the epochs as a matplotlib figure, saved to `path` when given. Needs matplotlib."""
-        from distributed.plotting import plot_history
+        from distributed.report.plotting import plot_history
 
         return plot_history(self, path)

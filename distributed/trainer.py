@@ -20,19 +20,19 @@ from distributed.backends import (
 )
 from distributed.backends.base import Backend, Job
 from distributed.callbacks import Callback
-from distributed.config import DistributedConfig, canonical
+from distributed.config.merging import MergedConfig, Typed, for_evaluation, joined, merge, read_config_file, split_sweep
+from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
+from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError, nearest
-from distributed.launcher import WorkerEnvironment, handover, launched_by, running_script, worker_environment
-from distributed.launching.processes import interrupts_kept
-from distributed.metrics import as_declared, check_metric
-from distributed.monitor import check_names
-from distributed.plan import ProcessPlan, choose_backend, plan_processes
-from distributed.settings import MergedConfig, Typed, for_evaluation, joined, merge, read_config_file, split_sweep
+from distributed.launching.request import WorkerEnvironment, handover, launched_by, running_script, worker_environment
+from distributed.metrics.monitor import check_names
+from distributed.metrics.over_all import as_declared, check_metric
+from distributed.runs.processes import interrupts_kept
 from distributed.state import History
 from distributed.tuning.context import current
 
 if TYPE_CHECKING:
-    from distributed.learning_rate import LearningRateCurve
+    from distributed.finders.curve import LearningRateCurve
 
 
 class Trainer:
@@ -101,8 +101,10 @@ class Trainer:
         self.is_search = False  # whether this is the copy that a search for a rate or a batch size trains
         self.keeps_checkpoints = True  # not where a batch size is tried
         self.search_dir: Path | None = None  # of that, where it starts workers itself
-        self._session: Any = None  # distributed.session.Session of this process, made by the first fit or evaluate
-        self._remote: Any = None  # what a fit in workers of our own left: distributed.remote.Remote
+        self._session: Any = (
+            None  # distributed.training.session.Session of this process, made by the first fit or evaluate
+        )
+        self._remote: Any = None  # what a fit in workers of our own left: distributed.training.remote.Remote
 
     def __repr__(self) -> str:
         model, plan = self.job.model, self.plan
@@ -150,7 +152,7 @@ class Trainer:
             raise ConfigError("fit() got no training data: pass a DataLoader or a dataset")
         loggers.check_directories(merged)
         if self._is_fit_in_workers:
-            from distributed.remote import fit_in_workers
+            from distributed.training.remote import fit_in_workers
 
             self.history = fit_in_workers(self, merged, train_data, val_data)
         else:
@@ -169,7 +171,7 @@ class Trainer:
         Returns the curve, the same on all ranks; its `suggestion` is a value for the setting `learning_rate`.
         Raises ConfigError for a wrong range, and for a trainer that has trained; else as `fit`.
         """
-        from distributed.rate_search import Request, find_learning_rate
+        from distributed.finders.learning_rate import Request, find_learning_rate
 
         return find_learning_rate(self, train_data, Request(min_rate, max_rate, num_steps))
 
@@ -183,7 +185,7 @@ class Trainer:
         Returns a value for the setting `batch_size`: samples of one micro-batch of one device.
         Raises ResourceError where `start` does not fit, ConfigError where it cannot be tried; else as `fit`.
         """
-        from distributed.size_search import find_batch_size
+        from distributed.finders.batch_size import find_batch_size
 
         return find_batch_size(self, train_data, start=start, max_size=max_size)
 
@@ -374,12 +376,12 @@ class Trainer:
             self._worker is not None and self._worker.restart_count > 0
         )
         if isinstance(source, str) and not is_begun:
-            from distributed.storage.manifest import check_source
+            from distributed.checkpoints.manifest import check_source
 
             check_source(source)
 
     def _open_session(self) -> Any:
-        from distributed.session import Session
+        from distributed.training.session import Session
 
         if self._session is None:
             if self._is_fit_in_workers:  # evaluate, predict, save beside it

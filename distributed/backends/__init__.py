@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.errors import ConfigError, ResourceError, nearest
-from distributed.libraries import check_not_hidden, is_installed
 
 if TYPE_CHECKING:
     from distributed.backends.base import Backend
-    from distributed.config import DistributedConfig
-    from distributed.plan import ProcessPlan
-    from distributed.settings import MergedConfig
+    from distributed.config.merging import MergedConfig
+    from distributed.config.plan import ProcessPlan
+    from distributed.config.settings import DistributedConfig
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class BackendRow:
     # "module:function" called in each worker before the user's script, as `(LaunchRequest, WorkerEnvironment, report)`.
     before_script: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, flat: spelling -> option
-    # Names of other tools that concern this engine -> what serves here, see `distributed.peers`.
+    # Names of other tools that concern this engine -> what serves here, see `distributed.config.peers`.
     peers: Mapping[str, str] = field(default_factory=dict)
     for_launcher: tuple[str, ...] = ()  # options that its launcher reads: they hold for a script without a Trainer too
     cuts_model: bool = False  # its processes hold a part of each parameter, so that a larger model fits

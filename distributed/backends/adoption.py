@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from distributed.config import DistributedConfig
-from distributed.launcher import WorkerEnvironment, worker_environment
-from distributed.plan import ProcessPlan
+from distributed.config.plan import ProcessPlan
+from distributed.config.settings import DistributedConfig
+from distributed.launching.request import WorkerEnvironment, worker_environment
 
 if TYPE_CHECKING:
     from distributed.backends._torch.world import World

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from distributed.config import DistributedConfig
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, TrainingError
-from distributed.launcher import WorkerEnvironment
-from distributed.plan import BatchPlan, ProcessPlan, mixed_precision
-from distributed.settings import MergedConfig
+from distributed.launching.request import WorkerEnvironment
 from distributed.state import Group, MicroBatch, StepResult, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends import BackendRow
-    from distributed.effects import Need
-    from distributed.profiling import Profiler
+    from distributed.config.effects import Need
+    from distributed.loggers.profiling import Profiler
 
 OptionsT = TypeVar("OptionsT")
 Key = TypeVar("Key")
@@ -86,7 +86,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
     # before any process starts, and what `distributed backends` shows.
     refuses: ClassVar[Refusals] = {}
     # What settings need for an effect under this engine: its own options that need more than to be chosen, and others where
-    # the row of `distributed.effects` does not hold.
+    # the row of `distributed.config.effects` does not hold.
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {}
     joins_cluster: ClassVar[bool] = False  # whether its launcher knows what to do with `address`
     launcher: str = "distributed.launching.forkserver"  # the module whose `serve` starts its workers

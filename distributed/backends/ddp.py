@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distributed.backends._torch.waits import Waits
 from distributed.backends.base import If, Job, Refusals
 from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
+from distributed.config.fields import setting
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.fields import setting
-from distributed.plan import BatchPlan, ProcessPlan
-from distributed.settings import MergedConfig
 from distributed.state import Group, StepResult
 
 if TYPE_CHECKING:

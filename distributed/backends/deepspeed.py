@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distributed.backends._deepspeed import config_file
 from distributed.backends.base import If, Job, Refusals
 from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
-from distributed.effects import SEVERAL_PROCESSES, Need
+from distributed.config.effects import SEVERAL_PROCESSES, Need
+from distributed.config.fields import setting
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.fields import setting
-from distributed.plan import BatchPlan, ProcessPlan
-from distributed.settings import MergedConfig
 from distributed.state import Group, StepResult, WorkerContext
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from distributed.backends._deepspeed.precision import EnginePrecision
     from distributed.backends._deepspeed.unused import FirstGradients
     from distributed.backends._torch.objective import Loss
-    from distributed.profiling import Profiler
+    from distributed.loggers.profiling import Profiler
 
 _DEFAULT_STAGE = 2
 _AT_STAGE_0 = If(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends.base import Job
 from distributed.backends.torch_base import TorchBackend
+from distributed.config.fields import setting
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.fields import setting
-from distributed.plan import BatchPlan, ProcessPlan
-from distributed.settings import MergedConfig
 
 if TYPE_CHECKING:
     import torch

@@ -18,11 +18,11 @@ from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends.base import Backend, If, Job, Refusals
 from distributed.backends.tensorflow import TensorFlowBackend
 from distributed.backends.torch_base import TorchBackend
-from distributed.effects import SEVERAL_PROCESSES, Need, Situation
+from distributed.config.effects import SEVERAL_PROCESSES, Need, Situation
+from distributed.config.fields import setting
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.fields import setting
-from distributed.plan import BatchPlan, ProcessPlan
-from distributed.settings import MergedConfig
 from distributed.state import Group, StepResult
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from distributed.backends._horovod.buckets import Buckets
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.world import World
-    from distributed.config import DistributedConfig
-    from distributed.launcher import WorkerEnvironment
-    from distributed.profiling import Profiler
+    from distributed.config.settings import DistributedConfig
+    from distributed.launching.request import WorkerEnvironment
+    from distributed.loggers.profiling import Profiler
 
 
 _WAIT = "horovod: wait for gradients"  # its label in a profile

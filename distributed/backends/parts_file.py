@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distributed.backends.parts import Arguments, Piece, mapped
+from distributed.checkpoints.jsonable import decode, encode
+from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
 from distributed.errors import CheckpointError, TrainingError
-from distributed.storage.jsonable import decode, encode
-from distributed.storage.tensor_file import RawTensor, read_raw, write_tensors
 
 FILE = Path("metrics") / "train.safetensors"
 Content = Mapping[str, tuple[Sequence[Any], Sequence[Piece]]]  # name -> (state of each rank, pieces)

@@ -13,12 +13,12 @@ from distributed.backends.base import Backend, Refusals
 from distributed.backends.ddp import OF_HOOKS, DDPBackend
 from distributed.backends.fsdp import FSDPBackend
 from distributed.backends.torch_base import PROCESS_GROUPS
-from distributed.effects import OUR_LAUNCHER, Need, of_launcher
+from distributed.config.effects import OUR_LAUNCHER, Need, of_launcher
+from distributed.config.fields import setting
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import ProcessPlan
 from distributed.errors import ConfigError
-from distributed.fields import setting
-from distributed.launcher import worker_environment
-from distributed.plan import ProcessPlan
-from distributed.settings import MergedConfig
+from distributed.launching.request import worker_environment
 
 _PLACES = "Ray chooses the nodes: drop it, and set nproc_per_node to the number of processes in all"
 

@@ -17,12 +17,12 @@ from distributed.backends._tensorflow import start
 from distributed.backends._tensorflow.scripts import refuse_torch
 from distributed.backends.base import Backend, Job, Key, Refusals, ShardedData
 from distributed.backends.non_finite import NanPolicy, describe, vote
+from distributed.config.fields import setting
+from distributed.config.gpus import visible_gpus
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.fields import setting
-from distributed.gpus import visible_gpus
-from distributed.launcher import WorkerEnvironment, worker_environment
-from distributed.plan import BatchPlan, ProcessPlan
-from distributed.settings import MergedConfig
+from distributed.launching.request import WorkerEnvironment, worker_environment
 from distributed.state import Group, MicroBatch, StepResult, WorkerContext
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distributed.backends._tensorflow.step import Pending
     from distributed.backends._tensorflow.world import World
     from distributed.backends.measured import Measured
-    from distributed.profiling import Profiler
+    from distributed.loggers.profiling import Profiler
 
 _REFUSED = {
     "parameter_server": "parameter servers update asynchronously, so that no two runs would give the same numbers",
@@ -203,7 +203,7 @@ class TensorFlowBackend(Backend[Any]):
         from distributed.backends._tensorflow import over_all
         from distributed.backends.measured import Measured
         from distributed.backends.over_all import Wholes
-        from distributed.metrics import is_of_keras
+        from distributed.metrics.over_all import is_of_keras
 
         wholes = Wholes(
             over_all.ENGINE,

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends.base import Backend, If, Job, Key, OptionsT, Refusals, ShardedData
 from distributed.backends.non_finite import NanPolicy, describe, vote
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.data import DataOptions, sample_seed
 from distributed.errors import ConfigError
-from distributed.plan import BatchPlan, ProcessPlan
-from distributed.settings import MergedConfig
 from distributed.state import Group, MicroBatch, StepResult, WorkerContext
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.precision import Precision
     from distributed.backends._torch.world import World
-    from distributed.config import DistributedConfig
-    from distributed.launcher import WorkerEnvironment
-    from distributed.profiling import Profiler
+    from distributed.config.settings import DistributedConfig
+    from distributed.launching.request import WorkerEnvironment
+    from distributed.loggers.profiling import Profiler
 
 
 # Of every engine that talks through a torch process group.

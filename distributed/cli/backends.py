@@ -11,7 +11,14 @@ from typing import Annotated
 import typer
 
 from distributed.backends import backend_row
-from distributed.capabilities import Capabilities, all_capabilities, capabilities_of, everywhere, table, to_json
+from distributed.backends.capabilities import (
+    Capabilities,
+    all_capabilities,
+    capabilities_of,
+    everywhere,
+    table,
+    to_json,
+)
 
 _WIDTH = 80
 

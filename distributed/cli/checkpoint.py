@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from distributed.checkpoints.durable import replace_file, size_text
+from distributed.checkpoints.manifest import CheckpointInfo, list_checkpoints, resolve, verify
+from distributed.checkpoints.shards import read_weights
+from distributed.checkpoints.tensor_file import write_tensors
 from distributed.errors import CheckpointError, ConfigError
-from distributed.storage.durable import replace_file, size_text
-from distributed.storage.manifest import CheckpointInfo, list_checkpoints, resolve, verify
-from distributed.storage.shards import read_weights
-from distributed.storage.tensor_file import write_tensors
 
 app = typer.Typer(add_completion=False)
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distributed.backends import REGISTRY, BackendRow, missing_libraries
-from distributed.gpus import visible_gpus
-from distributed.storage.temporary import temporary_directory
+from distributed.config.gpus import visible_gpus
+from distributed.runs.temporary import temporary_directory
 
 OK, BAD, MISSING, INFO = "ok", "bad", "missing", "info"
 PROBE_LIMIT_S = 120.0

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distributed.run_dir import RunDirectory
+from distributed.runs.directory import RunDirectory
 
 _LOGGED = ("", "fit-*/", "trials/*/", "trials/*/fit-*/")  # a sweep before its trials, whose runs stand below its own
 

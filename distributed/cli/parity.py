@@ -16,12 +16,12 @@ import typer
 
 from distributed.backends import REGISTRY, backend_row
 from distributed.cli.train import read_typed
-from distributed.config import DistributedConfig
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
-from distributed.launcher import check_script
-from distributed.parity import FIRST_LOSS, FLOORS, Compared, Report, measure
-from distributed.parity_runs import Asked, Cell, is_for
-from distributed.storage.temporary import temporary_directory
+from distributed.launching.request import check_script
+from distributed.parity.comparison import FIRST_LOSS, FLOORS, Compared, Report, measure
+from distributed.parity.runs import Asked, Cell, is_for
+from distributed.runs.temporary import temporary_directory
 
 _WIDTH = 80
 _HEADS = ("backend", "procs", "weights64", "loss64", "weights32", "loss32", "ms/step", "")

@@ -15,10 +15,15 @@ from distributed import loggers
 from distributed.backends import groups_in_use, make_backend, row_in_use
 from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends.base import Backend
-from distributed.config import GROUPS, DistributedConfig, nproc_of_world
-from distributed.effects import Situation, lines_of, without_effect
+from distributed.checkpoints.manifest import check_source
+from distributed.config.effects import Situation, lines_of, without_effect
+from distributed.config.merging import MergedConfig, Typed, merge
+from distributed.config.plan import ProcessPlan, choose_backend, plan_batch, plan_processes, starting_line
+from distributed.config.settings import GROUPS, DistributedConfig, nproc_of_world
 from distributed.errors import ConfigError, ResourceError
-from distributed.launcher import (
+from distributed.launching.exposure import warnings_of
+from distributed.launching.listening import listen_at
+from distributed.launching.request import (
     Handover,
     LaunchRequest,
     WorkerEnvironment,
@@ -31,12 +36,7 @@ from distributed.launcher import (
     thread_count,
     worker_environment,
 )
-from distributed.launching.exposure import warnings_of
-from distributed.launching.listening import listen_at
-from distributed.plan import ProcessPlan, choose_backend, plan_batch, plan_processes, starting_line
-from distributed.run_dir import RunDirectory, choose_run_dir
-from distributed.settings import MergedConfig, Typed, merge
-from distributed.storage.manifest import check_source
+from distributed.runs.directory import RunDirectory, choose_run_dir
 
 _NODE_SETTINGS = ("num_nodes", "node_rank", "master_addr", "master_port")
 

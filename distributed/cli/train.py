@@ -12,12 +12,12 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from distributed.config import GROUPS, DistributedConfig, canonical, check_setting, group_options
+from distributed.config.fields import Rule, check, in_words, rules
+from distributed.config.merging import Typed, joined, read_config_file
+from distributed.config.peers import answer_for
+from distributed.config.settings import GROUPS, DistributedConfig, canonical, check_setting, group_options
 from distributed.errors import ConfigError, nearest
-from distributed.fields import Rule, check, in_words, rules
 from distributed.launching.secret import read_token_file
-from distributed.peers import answer_for
-from distributed.settings import Typed, joined, read_config_file
 
 # Every setting that has a flag of its own; the others by --set, in YAML and in code.
 SETTINGS = (

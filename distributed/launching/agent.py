@@ -20,21 +20,21 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousStateError
 
-from distributed.launcher import LaunchRequest
 from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_row
 from distributed.launching.listening import loopback_environ
 from distributed.launching.meeting import make_meeting
 from distributed.launching.output import WorkerOutput
 from distributed.launching.rendezvous import rendezvous_of
+from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import messages
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers.console import Display
 from distributed.loggers.notebook import display_of
 from distributed.report import write_reports_at_end
-from distributed.run_dir import RunDirectory
-from distributed.storage.temporary import temporary_directory
-from distributed.summary import close_results
+from distributed.runs.directory import RunDirectory
+from distributed.runs.summary import close_results
+from distributed.runs.temporary import temporary_directory
 
 
 class ForkAgent(SimpleElasticAgent):

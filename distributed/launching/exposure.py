@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from distributed.backends import row_in_use
-from distributed.config import DistributedConfig
+from distributed.config.plan import ProcessPlan
+from distributed.config.settings import DistributedConfig
 from distributed.launching.secret import VARIABLE, shared_secret
-from distributed.plan import ProcessPlan
 
 
 def warnings_of(config: DistributedConfig, plan: ProcessPlan) -> list[str]:

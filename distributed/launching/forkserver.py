@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from distributed.launcher import LaunchRequest, check_script, crowding, set_thread_variables
-from distributed.launching.processes import STOP_SIGNALS, die_with_parent
+from distributed.launching.request import LaunchRequest, check_script, crowding, set_thread_variables
 from distributed.launching.stopping import Signals, Stop
 from distributed.loggers.notebook import display_of
-from distributed.run_dir import RunDirectory
+from distributed.runs.directory import RunDirectory
+from distributed.runs.processes import STOP_SIGNALS, die_with_parent
 
 _AGENT_GRACE_S = 10.0  # for the agent to print and leave once every worker is gone
 _MESSAGE_BYTES = 256 * 1024

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributed.launching.processes import STOP_SIGNALS, die_with_parent
+from distributed.runs.processes import STOP_SIGNALS, die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 Report = Callable[[dict[str, Any]], None]

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distributed.launcher import LaunchRequest
     from distributed.launching.epochs import Row
+    from distributed.launching.request import LaunchRequest
 
 _MESSAGE_BYTES = 1 << 20
 
@@ -143,8 +143,8 @@ class _Home:
         import dataclasses
 
         from distributed.errors import DistributedError
-        from distributed.launcher import LaunchRequest, launch
-        from distributed.launching.processes import die_with_parent
+        from distributed.launching.request import LaunchRequest, launch
+        from distributed.runs.processes import die_with_parent
 
         die_with_parent(home)
         os.setsid()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distributed.loggers.console import Display
-from distributed.run_dir import RunDirectory
+from distributed.runs.directory import RunDirectory
 
 _CHUNK = 65536
 _FOR_AGENT = {"error", "interrupted", "unshared"}

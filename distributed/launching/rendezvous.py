@@ -26,8 +26,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from distributed.launcher import LaunchRequest
 from distributed.launching.listening import listen_at
+from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import shared_secret, signature
 
 _KEY = "distributed/rendezvous"

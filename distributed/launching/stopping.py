@@ -8,7 +8,7 @@ import signal
 import time
 from types import FrameType
 
-from distributed.launching.processes import STOP_SIGNALS, heeded_signals
+from distributed.runs.processes import STOP_SIGNALS, heeded_signals
 
 KILLING = 3  # of Ctrl-C: whoever types it so often does not want to wait
 

@@ -18,16 +18,16 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO, cast
 
-from distributed.launcher import HANDOVER_VARIABLE, LaunchRequest
 from distributed.launching.epochs import Caller, Row
-from distributed.launching.processes import STOP_SIGNALS, die_with_parent, heeded_signals, raise_kept
+from distributed.launching.request import HANDOVER_VARIABLE, LaunchRequest
 from distributed.loggers.notebook import CellBar, in_notebook
+from distributed.runs.processes import STOP_SIGNALS, die_with_parent, heeded_signals, raise_kept
 
 
 def run_launcher(
     request: LaunchRequest, out: TextIO, err: TextIO, on_epoch: Callable[[Row], None] | None = None
 ) -> int:
-    """`python -m distributed._launch` for `request`; its output goes to `out` and `err`, and `on_epoch` gets the row of each
+    """`python -m distributed.launching.main` for `request`; its output goes to `out` and `err`, and `on_epoch` gets the row of each
     finished epoch. Returns the exit code.
 
     SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to it. KeyboardInterrupt when it has ended and SIGINT was among them.
@@ -123,7 +123,7 @@ def _start(
     passed = tuple(fd for fd in (write, write_bar) if fd is not None)
     environ = {name: value for name, value in os.environ.items() if name != HANDOVER_VARIABLE}
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parents[1] / "_launch.py"), "-", str(os.getpid())],
+        [sys.executable, str(Path(__file__).with_name("main.py")), "-", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=None if inherits_out else subprocess.PIPE,
         stderr=None if inherits_err else subprocess.PIPE,

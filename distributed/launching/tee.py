@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from distributed.run_dir import RunDirectory
+from distributed.runs.directory import RunDirectory
 
 
 def tee_output(run: RunDirectory, rank: int) -> None:

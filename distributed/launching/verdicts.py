@@ -12,13 +12,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from distributed.launcher import LaunchRequest
 from distributed.launching.causes import Failure, root_cause, signal_name
+from distributed.launching.request import LaunchRequest
 from distributed.launching.sharing import ways_out
 from distributed.launching.stopping import KILLING
 from distributed.loggers.console import Display
-from distributed.run_dir import RunDirectory
-from distributed.summary import add_warning, resume_lines
+from distributed.runs.directory import RunDirectory
+from distributed.runs.summary import add_warning, resume_lines
 
 # After the first sign of a failure: how long a better explanation is waited for. A lost connection is a consequence
 # of something that another rank, or the kernel, is about to report.

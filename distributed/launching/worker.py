@@ -21,9 +21,12 @@ from typing import Any
 
 from distributed.backends import hint_of
 from distributed.backends.adoption import has_joined
-from distributed.config import DistributedConfig
+from distributed.config.merging import Typed
+from distributed.config.settings import DistributedConfig
 from distributed.errors import DistributedError, TrainingInterrupted
-from distributed.launcher import (
+from distributed.launching import worker_store
+from distributed.launching.causes import full_traceback, short_traceback
+from distributed.launching.request import (
     Handover,
     LaunchRequest,
     WorkerEnvironment,
@@ -34,12 +37,9 @@ from distributed.launcher import (
     unused_settings,
     worker_environment,
 )
-from distributed.launching import worker_store
-from distributed.launching.causes import full_traceback, short_traceback
-from distributed.launching.processes import flush_c_streams, keep_interrupts
 from distributed.launching.sharing import ways_out
 from distributed.loggers import environ_of_run
-from distributed.settings import Typed
+from distributed.runs.processes import flush_c_streams, keep_interrupts
 
 Report = Callable[[dict[str, Any]], None]
 

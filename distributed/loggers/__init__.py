@@ -14,10 +14,10 @@ from distributed.errors import DistributedError
 
 if TYPE_CHECKING:
     from distributed.backends.base import Backend
+    from distributed.config.merging import MergedConfig
+    from distributed.config.plan import BatchPlan, ProcessPlan
     from distributed.loggers._mlflow.sweep import SweepRun
-    from distributed.plan import BatchPlan, ProcessPlan
-    from distributed.run_dir import RunDirectory
-    from distributed.settings import MergedConfig
+    from distributed.runs.directory import RunDirectory
     from distributed.state import TrainState, WorkerContext
     from distributed.tuning.sweep import Sweep
 
@@ -115,8 +115,7 @@ def environ_of_trials(merged: MergedConfig) -> dict[str, str]:
 
 def check(merged: MergedConfig) -> None:
     """ConfigError for settings that do nothing without another one, ResourceError for a library that is missing."""
-    from distributed import profiling
-    from distributed.loggers import tensorboard
+    from distributed.loggers import profiling, tensorboard
 
     tensorboard.check(merged)
     profiling.check(merged)
@@ -174,7 +173,7 @@ def _of_profiler(fit: LoggedFit) -> list[Callback]:
     """On all ranks, each of which writes its trace."""
     if not fit.merged.config.profile:
         return []
-    from distributed.profiling import Profiling
+    from distributed.loggers.profiling import Profiling
 
     return [Profiling(fit)]
 

@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from distributed.callbacks import Callback
-from distributed.config import GROUPS, OPTIMIZATION, TRAINING, DistributedConfig
+from distributed.checkpoints.agreement import Agreement
+from distributed.config.fields import rules
+from distributed.config.settings import GROUPS, OPTIMIZATION, TRAINING, DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.fields import rules
-from distributed.launcher import worker_environment
+from distributed.launching.request import worker_environment
 from distributed.loggers import LoggedFit, Logger
 from distributed.loggers._mlflow import place
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
 from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
 from distributed.loggers._mlflow.system import SystemSampler
-from distributed.run_dir import RunDirectory
+from distributed.runs.directory import RunDirectory
+from distributed.runs.summary import was_interrupted
 from distributed.state import TrainState
-from distributed.storage.agreement import Agreement
-from distributed.summary import was_interrupted
-from distributed.trainer_files import script_name
+from distributed.training.files import script_name
 
 logger = logging.getLogger(__name__)
 

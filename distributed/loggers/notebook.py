@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.loggers.console import Display, bar_line, progress_parts
 
 if TYPE_CHECKING:
-    from distributed.launcher import LaunchRequest
+    from distributed.launching.request import LaunchRequest
 
 _WIDTH = 100  # columns of the text for front ends without HTML
 _GAP = " &nbsp; "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed.callbacks import Callback
-from distributed.config import DistributedConfig
+from distributed.config.settings import DistributedConfig
 from distributed.state import StepResult, TrainState
 
 _BETWEEN_S = 0.25  # seconds between two moves of the bar

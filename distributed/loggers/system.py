@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from distributed.libraries import is_installed
+from distributed.config.libraries import is_installed
 from distributed.state import WorkerContext
 
 _BETWEEN_S = 1.0  # seconds between two readings: some drivers take milliseconds

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from distributed.callbacks import Callback
-from distributed.config import MONITORING, DistributedConfig
+from distributed.config.fields import rules
+from distributed.config.libraries import check_not_hidden, is_installed
+from distributed.config.merging import MergedConfig
+from distributed.config.settings import MONITORING, DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.fields import rules
-from distributed.libraries import check_not_hidden, is_installed
 from distributed.loggers import LoggedFit
 from distributed.loggers.event_file import EventFile, cut, files_in
 from distributed.loggers.system import Gpus
-from distributed.run_dir import RunDirectory
-from distributed.settings import MergedConfig
+from distributed.runs.directory import RunDirectory
+from distributed.runs.summary import was_interrupted
 from distributed.state import TrainState
-from distributed.summary import was_interrupted
 
 INSTALL = "pip install 'distributed-trainer[tensorboard]'"
 _HPARAMS = "_hparams_/"

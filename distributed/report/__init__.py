@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distributed.errors import ConfigError, DistributedError
-from distributed.run_dir import RunDirectory
+from distributed.runs.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.config.libraries import is_installed
 from distributed.errors import ResourceError
-from distributed.libraries import is_installed
 from distributed.report.curves import STRETCHES
 from distributed.report.panels import Panel
 

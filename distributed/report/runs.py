@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed.errors import ConfigError
-from distributed.run_dir import RunDirectory
-from distributed.summary import read_result
+from distributed.runs.directory import RunDirectory
+from distributed.runs.summary import read_result
 
 Row = dict[str, Any]
 # What a row says beside metrics.

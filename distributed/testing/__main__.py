@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from distributed.errors import DistributedError
-from distributed.storage.temporary import temporary_directory
+from distributed.runs.temporary import temporary_directory
 from distributed.testing.adapter import Adapter
 from distributed.testing.conformance import checks_for
 from distributed.testing.faults import check_exception, check_kill, check_refusals, check_starts

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributed.backends import BackendRow, backend_class, backend_row, default_backend, make_backend, row_in_use
-from distributed.capabilities import Capabilities, capabilities_of
-from distributed.config import DistributedConfig, canonical
+from distributed.backends.capabilities import Capabilities, capabilities_of
+from distributed.config.merging import Typed, merge
+from distributed.config.plan import ProcessPlan
+from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError
-from distributed.plan import ProcessPlan
-from distributed.settings import Typed, merge
 
 _ROW = re.compile(r"(?P<backend>[^\[\]:]+)(\[(?P<settings>[^\[\]]+)\])?(:(?P<sizes>.*))?")
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.parity import FIRST_LOSS, FLOORS, farthest
-from distributed.storage.manifest import step_name
-from distributed.storage.state_file import read_state
+from distributed.checkpoints.manifest import step_name
+from distributed.checkpoints.state_file import read_state
+from distributed.parity.comparison import FIRST_LOSS, FLOORS, farthest
 from distributed.testing.adapter import Adapter
 from distributed.testing.jobs.cases import CUT_OFF, STOP_REASON
 from distributed.testing.running import Case, Ran, References, has_compiled, refused_cases

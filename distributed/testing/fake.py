@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from distributed.backends.base import Backend, Job, Key, ShardedData
+from distributed.checkpoints.durable import write_file
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.data import epoch_order, slices
-from distributed.plan import BatchPlan, ProcessPlan
-from distributed.settings import MergedConfig
 from distributed.state import Group, MicroBatch, StepResult, WorkerContext
-from distributed.storage.durable import write_file
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends import make_backend
-from distributed.capabilities import SEVERAL
-from distributed.config import DistributedConfig, canonical, group_options
+from distributed.backends.capabilities import SEVERAL
+from distributed.config.fields import Rule, rules
+from distributed.config.merging import Typed, merge
+from distributed.config.plan import plan_processes
+from distributed.config.settings import DistributedConfig, canonical, group_options
 from distributed.errors import ConfigError
-from distributed.fields import Rule, rules
-from distributed.plan import plan_processes
-from distributed.settings import Typed, merge
 from distributed.testing.adapter import Adapter
 from distributed.testing.running import Finished, Runner, run_python, train
 

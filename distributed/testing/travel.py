@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.parity import farthest
-from distributed.parity_runs import weights_of
-from distributed.storage.shards import read_tensors
+from distributed.checkpoints.shards import read_tensors
+from distributed.parity.comparison import farthest
+from distributed.parity.runs import weights_of
 from distributed.testing.adapter import Adapter
 from distributed.testing.conformance import limit_of
 from distributed.testing.running import Ran, References, Runner, run_python, train

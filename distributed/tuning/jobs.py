@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from distributed.config.merging import Typed, joined, merge, split_sweep
 from distributed.errors import ConfigError, DistributedError, TrainingError
-from distributed.launcher import THREAD_VARIABLES
 from distributed.launching.nursery import Nursery
+from distributed.launching.request import THREAD_VARIABLES
 from distributed.loggers import environ_of_trials
-from distributed.run_dir import RunDirectory
-from distributed.settings import Typed, joined, merge, split_sweep
+from distributed.runs.directory import RunDirectory
 from distributed.tuning.context import Trial, inside
 from distributed.tuning.sweep import as_arguments
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from distributed.config.gpus import visible_gpus
 from distributed.errors import ConfigError, ResourceError, nearest
-from distributed.gpus import visible_gpus
 from distributed.tuning.context import Trial
 from distributed.tuning.space import Space
 from distributed.tuning.sweep import Record

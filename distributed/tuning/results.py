@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed.callbacks import load_states
-from distributed.checkpoint import read_state
+from distributed.checkpoints.manifest import list_checkpoints
+from distributed.checkpoints.store import read_state
 from distributed.state import History
-from distributed.storage.manifest import list_checkpoints
 
 
 def checkpoint_of(run_dir: Path, epoch: Any = None) -> Path | None:

@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.cli.start import launch_request
-from distributed.config import DistributedConfig
+from distributed.config.fields import rules
+from distributed.config.merging import Typed, merge, split_sweep
+from distributed.config.plan import plan_processes
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError
-from distributed.fields import rules
-from distributed.launcher import check_script
 from distributed.launching.guarded import Guarded, Report
-from distributed.launching.processes import STOP_SIGNALS
+from distributed.launching.request import check_script
 from distributed.launching.stopping import Signals
 from distributed.loggers import check_directories, check_libraries, run_of_sweep
-from distributed.monitor import is_larger_better
-from distributed.plan import plan_processes
-from distributed.run_dir import choose_run_dir
-from distributed.settings import Typed, merge, split_sweep
+from distributed.metrics.monitor import is_larger_better
+from distributed.runs.directory import choose_run_dir
+from distributed.runs.processes import STOP_SIGNALS
 from distributed.tuning.jobs import script_job
 from distributed.tuning.plan import (
     SearchPlan,

@@ -9,7 +9,7 @@ from typing import Any
 from distributed.tuning.plan import SearchPlan
 from distributed.tuning.sweep import Sweep
 
-_ENGINE = "distributed.backends._ray.search"  # whose `search` runs a plan, and `check_here` refuses what cannot be
+_ENGINE = "distributed.tuning.ray.search"  # whose `search` runs a plan, and `check_here` refuses what cannot be
 
 
 def engine() -> Any:

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.checkpoints.durable import replace_text
+from distributed.config.merging import Typed, split_sweep
 from distributed.errors import ConfigError
-from distributed.run_dir import RunDirectory
-from distributed.settings import Typed, split_sweep
-from distributed.storage.durable import replace_text
+from distributed.runs.directory import RunDirectory
 from distributed.tuning.space import Space
 
 Row = Mapping[str, Any]

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from distributed import capabilities
-from distributed.backends import REGISTRY
-from distributed.capabilities import (
+from distributed.backends import REGISTRY, capabilities
+from distributed.backends.capabilities import (
     SEVERAL,
     Capabilities,
     Condition,
@@ -18,7 +17,7 @@ from distributed.capabilities import (
     table,
 )
 from distributed.cli.__main__ import run
-from distributed.config import GROUPS, DistributedConfig
+from distributed.config.settings import GROUPS, DistributedConfig
 
 
 def test_every_backend_has_its_line_and_column(capsys):

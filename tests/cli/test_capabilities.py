@@ -7,10 +7,10 @@ import socket
 import pytest
 
 from distributed.backends import REGISTRY
-from distributed.capabilities import SEVERAL, all_capabilities, settings_for_all
+from distributed.backends.capabilities import SEVERAL, all_capabilities, settings_for_all
 from distributed.cli.__main__ import main
-from distributed.config import DistributedConfig, group_options
-from distributed.fields import rules
+from distributed.config.fields import rules
+from distributed.config.settings import DistributedConfig, group_options
 from distributed.testing.faults import refused_value
 from tests.conftest import needs_backend
 
@@ -59,7 +59,7 @@ CONDITIONS |= {
 def ask(monkeypatch, capsys, tmp_path):
     """(exit code, what was said) of a dry run with these NAME=VALUE words, on a machine with eight GPUs."""
     (tmp_path / "script.py").touch()
-    monkeypatch.setattr("distributed.plan.visible_gpus", lambda: 8)
+    monkeypatch.setattr("distributed.config.plan.visible_gpus", lambda: 8)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 

@@ -11,7 +11,7 @@ import pytest
 
 from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.identity import launch_identity
-from distributed.run_dir import choose_run_dir, find_run_dir
+from distributed.runs.directory import choose_run_dir, find_run_dir
 
 SCRIPT = """
 import os, sys, torch

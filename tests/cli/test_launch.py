@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 import distributed
-from distributed.launcher import LaunchRequest
+from distributed.launching.request import LaunchRequest
 from tests.conftest import clean_environment, poll
 
-LAUNCH = str(Path(distributed.__file__).with_name("_launch.py"))
+LAUNCH = str(Path(distributed.__file__).parent / "launching" / "main.py")
 pytestmark = pytest.mark.timeout(240)
 
 JOIN = """
@@ -507,21 +507,21 @@ CALLER = """
 import os, sys, time
 print("module runs in", os.getpid())
 import cloudpickle
-from distributed.launcher import LaunchRequest, start_launcher
+from distributed.launching.request import LaunchRequest, start_launcher
 
 class Mine:
     text = "by value"
 
 def job():
     import torch
-    from distributed.launcher import handover, link
+    from distributed.launching.request import handover, link
     told = handover()
     print("job:", Mine.text, os.environ["RANK"], told.typed.flag["epochs"], told.run_dir, link() is not None)
     ENDING
 
 with open("job.pickle", "wb") as file:
     file.write(cloudpickle.dumps(job))
-from distributed.settings import Typed
+from distributed.config.merging import Typed
 request = LaunchRequest(
     "run", Typed(flag={"epochs": 2}), payload="job.pickle", working_dir=os.getcwd(), sys_path=tuple(sys.path),
     nproc_per_node=2, verbose=False)
@@ -582,7 +582,7 @@ def test_a_worker_of_another_launcher_does_not_launch_again(run_cli, tmp_path):
         tmp_path,
         """
         import os, sys
-        from distributed.launcher import handover, link
+        from distributed.launching.request import handover, link
         epochs = handover().typed.flag["epochs"]
         print("rank", os.environ["RANK"], os.environ["LOCAL_RANK"], epochs, sys.argv[1:], link(), __name__)
         import torch

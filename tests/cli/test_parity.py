@@ -10,14 +10,13 @@ import sys
 import numpy
 import pytest
 
-from distributed import capabilities
-from distributed.backends import REGISTRY
+from distributed.backends import REGISTRY, capabilities
 from distributed.cli.__main__ import main
-from distributed.config import DistributedConfig
+from distributed.config.plan import BatchPlan
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
-from distributed.parity import Asked, Trained, cells_of, farthest
-from distributed.parity_runs import Start, is_for
-from distributed.plan import BatchPlan
+from distributed.parity.comparison import Asked, Trained, cells_of, farthest
+from distributed.parity.runs import Start, is_for
 from tests.conftest import needs_backend
 
 SCRIPT = """
@@ -215,7 +214,7 @@ def test_a_backend_without_its_library_is_an_error_where_it_was_named(monkeypatc
 
 
 def test_a_backend_without_its_library_is_left_out_of_all(monkeypatch, tmp_path):
-    from distributed import parity as module
+    from distributed.parity import comparison as module
 
     monkeypatch.setattr(capabilities, "missing_libraries", lambda row: ("engine",) if row.name == "fsdp" else ())
     report = module.Report("s.py", 5, 1e-9)
@@ -240,7 +239,7 @@ def test_options_of_a_backend_go_to_its_runs(tmp_path):
 def measured(monkeypatch, tmp_path, refusing, *backends, dependent=(), cut=0.0):
     """The report of runs that all give the same numbers, except that those of `refusing` refuse the script, and slices move the
     weights by `cut`."""
-    from distributed import parity as module
+    from distributed.parity import comparison as module
 
     def trained(asked, cell, start):
         if cell.backend in refusing:
@@ -295,7 +294,7 @@ def test_one_process_alone_is_run_once():
 
 
 def test_weights_that_are_no_numbers_are_near_nothing():
-    from distributed import parity as module
+    from distributed.parity import comparison as module
 
     inf = float("inf")
     report = module.Report("s.py", 5, 1e-9, floors={"single": inf})

@@ -12,10 +12,10 @@ import pytest
 
 from distributed.cli.__main__ import run
 from distributed.cli.train import SETTINGS, make_parser, read_typed, train_parser
-from distributed.config import GROUPS, DistributedConfig, group_options
+from distributed.config.settings import GROUPS, DistributedConfig, group_options
 from distributed.errors import DistributedError, ResourceError
-from distributed.launcher import check_script
-from distributed.script_launcher import main as launcher
+from distributed.launching.request import check_script
+from distributed.launching.scripts import main as launcher
 
 FLAGS = """
 --script --config --set --run-dir --resume --dry-run --help --token-file
@@ -211,7 +211,7 @@ def test_a_script_that_is_no_python_is_what_python_says_of_it_and_nothing_starts
 
 @pytest.mark.parametrize(
     ("module", "arguments"),
-    [("distributed.cli.__main__", ["train", "--script"]), ("distributed.script_launcher", ["--nproc_per_node=2"])],
+    [("distributed.cli.__main__", ["train", "--script"]), ("distributed.launching.scripts", ["--nproc_per_node=2"])],
 )
 def test_a_syntax_error_is_known_before_a_framework_is_loaded(module, arguments, run_python, tmp_path):
     (tmp_path / "bad.py").write_text("import torch\n\ndef f(:\n")

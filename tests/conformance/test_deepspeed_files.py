@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.storage.manifest import list_checkpoints, verify
+from distributed.checkpoints.manifest import list_checkpoints, verify
 from tests.conftest import needs_backend
 
 JOBS = Path(__file__).parent / "jobs"

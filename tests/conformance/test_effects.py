@@ -13,9 +13,9 @@ import pytest
 
 import distributed
 from distributed.backends import REGISTRY
-from distributed.capabilities import capabilities_of, settings_for_all
-from distributed.config import DistributedConfig
-from distributed.fields import rules
+from distributed.backends.capabilities import capabilities_of, settings_for_all
+from distributed.config.fields import rules
+from distributed.config.settings import DistributedConfig
 from distributed.testing.conformance import checks_for
 from tests.conformance.test_every_backend import ADAPTERS
 from tests.conformance.test_options import TESTED

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from distributed.storage.temporary import sweep
+from distributed.runs.temporary import sweep
 from tests.conftest import clean_environment, poll
 
 JOBS = Path(__file__).parent / "jobs"

@@ -14,10 +14,10 @@ import pytest
 
 from distributed.backends import make_backend, row_in_use
 from distributed.backends.base import Job
-from distributed.config import DistributedConfig
+from distributed.config.merging import Typed, merge
+from distributed.config.plan import ProcessPlan
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
-from distributed.plan import ProcessPlan
-from distributed.settings import Typed, merge
 from tests.conformance.runs import events
 from tests.conftest import needs_backend
 

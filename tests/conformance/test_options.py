@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.config import GROUPS, DistributedConfig, group_options
-from distributed.launcher import LaunchRequest
+from distributed.config.settings import GROUPS, DistributedConfig, group_options
+from distributed.launching.request import LaunchRequest
 from distributed.launching.verdicts import Verdict, Verdicts
 from tests.conformance.jobs import options as job
 from tests.conformance.jobs.recording import distance, read

@@ -117,9 +117,9 @@ def test_more_processes_than_the_cluster_has_cpus_are_refused(run_cli, tmp_path,
 AGAIN = """
 import json, sys
 from pathlib import Path
-from distributed.launcher import LaunchRequest, start_launcher
-from distributed.remote import failure
-from distributed.run_dir import RunDirectory
+from distributed.launching.request import LaunchRequest, start_launcher
+from distributed.training.remote import failure
+from distributed.runs.directory import RunDirectory
 
 Path("run").mkdir()
 Path("run", "result.json").write_text(json.dumps({"status": "finished", "error": "long ago"}))

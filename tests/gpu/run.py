@@ -57,7 +57,7 @@ def _problem() -> tuple[int, str] | None:
     if sys.version_info < (3, 11):  # noqa: UP036  (the machine's own may be any)
         return 2, f"{sys.executable} is Python {sys.version.split()[0]}: set GPU_PYTHON to 3.11 or newer"
     sys.path.insert(0, str(ROOT))
-    from distributed.gpus import visible_gpus
+    from distributed.config.gpus import visible_gpus
 
     if not REHEARSAL and visible_gpus() == 0:
         return 3, "no GPU here (GPU_REHEARSAL=cpu tries the tests out on CPUs)"

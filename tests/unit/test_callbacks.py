@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distributed.callbacks import Callback, FitContext, bound, load_states, states
-from distributed.config import DistributedConfig
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 
 

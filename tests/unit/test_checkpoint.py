@@ -20,15 +20,15 @@ from typing import Any
 
 import pytest
 
-from distributed import checkpoint
-from distributed.checkpoint import CheckpointStore, read_state
-from distributed.config import DistributedConfig
+from distributed.checkpoints import durable, manifest
+from distributed.checkpoints import store as checkpoint
+from distributed.checkpoints.manifest import NewerFormatError, list_checkpoints, resolve, verify
+from distributed.checkpoints.store import CheckpointStore, read_state
+from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
+from distributed.config.plan import ProcessPlan
+from distributed.config.settings import DistributedConfig
 from distributed.errors import CheckpointError, TrainingError
-from distributed.plan import ProcessPlan
 from distributed.state import TrainState, WorkerContext
-from distributed.storage import durable, manifest
-from distributed.storage.manifest import NewerFormatError, list_checkpoints, resolve, verify
-from distributed.storage.tensor_file import RawTensor, read_raw, write_tensors
 
 
 class BytesBackend:
@@ -683,9 +683,9 @@ def test_a_state_file_that_is_none_is_refused(tmp_path: Path, content: bytes) ->
 def test_listing_and_verifying_load_no_framework(tmp_path: Path) -> None:
     rig(tmp_path).save(1)
     code = (
-        "import sys; from pathlib import Path; from distributed.storage.manifest import list_checkpoints, verify;"
+        "import sys; from pathlib import Path; from distributed.checkpoints.manifest import list_checkpoints, verify;"
         "[verify(i.path) for i in list_checkpoints(Path(sys.argv[1]))];"
-        "import distributed.checkpoint, distributed.cli.checkpoint;"
+        "import distributed.checkpoints.store, distributed.cli.checkpoint;"
         "sys.exit(bool({'torch', 'numpy', 'tensorflow'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=30, check=False).returncode == 0

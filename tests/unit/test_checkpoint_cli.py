@@ -11,14 +11,14 @@ import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
-from distributed.checkpoint import CheckpointStore
+from distributed.checkpoints import tensor_file
+from distributed.checkpoints.store import CheckpointStore
+from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
 from distributed.cli.__main__ import main
 from distributed.cli.checkpoint import app
+from distributed.config.plan import ProcessPlan
 from distributed.errors import CheckpointError, ConfigError
-from distributed.plan import ProcessPlan
 from distributed.state import TrainState, WorkerContext
-from distributed.storage import tensor_file
-from distributed.storage.tensor_file import RawTensor, read_raw, write_tensors
 
 HALF = b"\x80\x3f\x00\xc0"  # 1.0 and -2.0 as bfloat16
 DOUBLE = struct.pack("<d", 0.1)

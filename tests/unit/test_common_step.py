@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from distributed.common_step import CommonStep
+from distributed.training.common_step import CommonStep
 
 
 class Store:

@@ -16,11 +16,11 @@ import pytest
 
 import distributed
 from distributed.backends import REGISTRY
-from distributed.config import ALIASES, DistributedConfig, canonical
+from distributed.config.merging import Typed, config_yaml, merge, read_config_file, split_sweep
+from distributed.config.plan import in_effect, plan_batch, plan_processes
+from distributed.config.settings import ALIASES, DistributedConfig, canonical
 from distributed.errors import ConfigError, ResourceError
-from distributed.launcher import Handover
-from distributed.plan import in_effect, plan_batch, plan_processes
-from distributed.settings import Typed, config_yaml, merge, read_config_file, split_sweep
+from distributed.launching.request import Handover
 from distributed.trainer import Trainer
 from tests.conftest import clean_environment
 
@@ -284,7 +284,9 @@ def test_what_a_trainer_cannot_read_is_named(config, words):
 
 
 def test_the_running_script_is_known_as_typed_and_a_notebook_or_module_is_none(tmp_path):
-    code = "import sys; from distributed.launcher import running_script as r; print(r().script, *r().script_args)"
+    code = (
+        "import sys; from distributed.launching.request import running_script as r; print(r().script, *r().script_args)"
+    )
     (tmp_path / "job.py").write_text(code)
     for command, seen in (
         (["job.py", "--deep", "--local-rank=0"], "job.py --deep"), (["-m", "job", "a"], "None"), (["-c", code, "a"], "None"),
@@ -467,7 +469,7 @@ def test_no_file_outside_backends_names_a_backend():
 def test_a_new_backend_is_a_file_and_a_row():
     code = """
 import sys, types, dataclasses
-from distributed.fields import setting
+from distributed.config.fields import setting
 @dataclasses.dataclass(frozen=True)
 class Options:
     speed: int = setting(1, "how fast", minimum=1)
@@ -476,8 +478,8 @@ module.Toy = type("Toy", (), {"Options": Options})
 from distributed.backends import REGISTRY, BackendRow
 REGISTRY["toy"] = BackendRow("toy", "toy_backend", "Toy", "toy", (), (), "", "a toy", aliases={"toy_speed": "speed"})
 from distributed.cli.__main__ import run
-from distributed.config import DistributedConfig, canonical
-from distributed.settings import Typed, merge
+from distributed.config.settings import DistributedConfig, canonical
+from distributed.config.merging import Typed, merge
 settings, said = canonical({"toy_speed": 3, "backend": "toy"})
 print(said, merge(Typed(), settings).config.options("toy"))
 try: DistributedConfig(toy={"sped": 3})

@@ -8,12 +8,12 @@ import os
 
 import pytest
 
-from distributed.config import DistributedConfig
-from distributed.launcher import LaunchRequest
+from distributed.config.merging import Typed
+from distributed.config.settings import DistributedConfig
+from distributed.launching.request import LaunchRequest
 from distributed.loggers import console, notebook
 from distributed.loggers.console import Display, bar_line, duration, number
 from distributed.loggers.progress import ProgressLogger
-from distributed.settings import Typed
 from distributed.state import StepResult, TrainState
 
 EVENT = {

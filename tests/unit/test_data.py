@@ -9,8 +9,8 @@ import sys
 import numpy
 import pytest
 
+from distributed.config.plan import BatchPlan
 from distributed.data import epoch_order, num_micro_batches, sample_seed, slices
-from distributed.plan import BatchPlan
 
 SIZES = [(world, steps, size) for world in (1, 2, 3, 4) for steps in (1, 2, 3) for size in (1, 2, 5)]
 

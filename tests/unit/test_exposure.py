@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from distributed.config import DistributedConfig
+from distributed.config.plan import ProcessPlan
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching.exposure import warnings_of
-from distributed.plan import ProcessPlan
 
 SECRET = "0123456789abcdef0123"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from distributed.checkpoints.durable import replace_text
 from distributed.loggers.files import MetricsFile
 from distributed.state import TrainState
-from distributed.storage.durable import replace_text
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 
 from distributed.backends._torch.fully_sharded import check_units
 from distributed.backends._torch.modules import build_model, check_can_be_cut
-from distributed.config import DistributedConfig
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 
 

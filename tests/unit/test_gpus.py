@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distributed import gpus
+from distributed.config import gpus
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from distributed.launching.processes import is_running
+from distributed.runs.processes import is_running
 from tests.conftest import poll
 
 # Starts a grandchild in a session of its own, reports it, and then does what its argument says.

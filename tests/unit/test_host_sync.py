@@ -11,11 +11,11 @@ from distributed.backends.base import Job
 from distributed.backends.single import SingleBackend
 from distributed.backends.torch_base import NoOptions
 from distributed.callbacks import Callback
-from distributed.common_step import CommonStep
-from distributed.loop import _EVAL_WINDOW, Run, evaluate, fit
-from distributed.plan import BatchPlan, ProcessPlan
-from distributed.settings import Typed, merge
+from distributed.config.merging import Typed, merge
+from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.state import TrainState
+from distributed.training.common_step import CommonStep
+from distributed.training.loop import _EVAL_WINDOW, Run, evaluate, fit
 
 
 class CountReads(TorchDispatchMode):

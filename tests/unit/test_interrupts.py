@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from distributed import Trainer
-from distributed.launching.processes import interrupts_kept, keep_interrupts, raise_kept
+from distributed.runs.processes import interrupts_kept, keep_interrupts, raise_kept
 
 
 @pytest.fixture(autouse=True)

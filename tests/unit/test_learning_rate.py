@@ -14,8 +14,8 @@ import pytest
 
 from distributed import ConfigError, DistributedConfig
 from distributed.callbacks import FitContext, bound
-from distributed.learning_rate import Divergence, LearningRateCurve
-from distributed.rate_search import LossRecorder, Request, _begin, _finish
+from distributed.finders.curve import Divergence, LearningRateCurve
+from distributed.finders.learning_rate import LossRecorder, Request, _begin, _finish
 from distributed.state import TrainState
 
 STEPS = 100

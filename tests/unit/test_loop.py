@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from distributed.callbacks import Callback, EarlyStopping, FitContext, bound
-from distributed.checkpoint import CheckpointStore
-from distributed.common_step import CommonStep
+from distributed.checkpoints.store import CheckpointStore
+from distributed.config.merging import Typed, merge
+from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError, TrainingError
 from distributed.loggers.files import MetricsFile
-from distributed.loop import Run, evaluate
-from distributed.loop import fit as fit_loop
-from distributed.plan import BatchPlan, ProcessPlan
-from distributed.settings import Typed, merge
 from distributed.state import TrainState, WorkerContext
 from distributed.testing import FakeBackend, FakeData, FakeOptions
+from distributed.training.common_step import CommonStep
+from distributed.training.loop import Run, evaluate
+from distributed.training.loop import fit as fit_loop
 from tests.unit.test_common_step import Store
 
 BATCH = BatchPlan(2, 2, 1, 4)

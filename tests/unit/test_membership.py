@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distributed import destroy_process_group, get_distributed_info, get_rank, init_process_group, membership
+from distributed import destroy_process_group, get_distributed_info, get_rank, init_process_group
+from distributed.comm import membership
 from distributed.errors import ResourceError
 
 

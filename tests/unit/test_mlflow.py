@@ -10,7 +10,9 @@ import types
 import pytest
 
 from distributed.cli.__main__ import run
-from distributed.config import DistributedConfig
+from distributed.config.merging import Typed, merge
+from distributed.config.plan import BatchPlan, ProcessPlan
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 from distributed.loggers import check, environ_of_run, environ_of_workers, is_on_mlflow, run_of_sweep
 from distributed.loggers._mlflow import place
@@ -18,9 +20,7 @@ from distributed.loggers._mlflow.run import grouped, metric_name
 from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
 from distributed.loggers._mlflow.sweep import SweepRun
 from distributed.loggers.mlflow import JoinedRun, MlflowLogger
-from distributed.plan import BatchPlan, ProcessPlan
-from distributed.run_dir import RunDirectory
-from distributed.settings import Typed, merge
+from distributed.runs.directory import RunDirectory
 from distributed.tuning.sweep import Sweep
 
 

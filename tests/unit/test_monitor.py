@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from distributed.config.merging import Typed, merge
 from distributed.errors import ConfigError
-from distributed.monitor import best_metrics, check_monitor, check_reported, is_larger_better
-from distributed.settings import Typed, merge
+from distributed.metrics.monitor import best_metrics, check_monitor, check_reported, is_larger_better
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,17 @@ import distributed
 from distributed import PyTorchDDPTrainer, Trainer
 from distributed.backends import REGISTRY, backend_class, make_backend, option_class
 from distributed.backends._torch.world import ProcessGroup, leave_group
-from distributed.capabilities import capabilities_of, settings_for_all
+from distributed.backends.capabilities import capabilities_of, settings_for_all
 from distributed.cli.__main__ import run
-from distributed.config import DistributedConfig, canonical
-from distributed.effects import EFFECTS, Situation, lines_of, needs_of, without_effect
+from distributed.config.effects import EFFECTS, Situation, lines_of, needs_of, without_effect
+from distributed.config.fields import rules
+from distributed.config.merging import Typed, merge
+from distributed.config.plan import ProcessPlan
+from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError, DistributedError
-from distributed.fields import rules
-from distributed.launcher import LaunchRequest
-from distributed.plan import ProcessPlan
-from distributed.settings import Typed, merge
+from distributed.launching.request import LaunchRequest
 from distributed.testing.faults import refused_value
-from distributed.trainer_files import _Taken
+from distributed.training.files import _Taken
 from tests.conftest import needs_backend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 
 # ------------------------------------------------------------------ every setting x backend x processes x launcher
 
 # The settings that have an effect in every run of a backend that takes them. The test fails for a new setting until it stands here
-# or has a need in `distributed.effects`.
+# or has a need in `distributed.config.effects`.
 ALWAYS = """
 backend num_gpus gpus_per_node nproc_per_node device nan_policy seed deterministic shuffle epochs max_steps batch_size
 global_batch_size gradient_accumulation_steps dtype early_stopping_patience monitor monitor_mode learning_rate lr_scaling
@@ -364,7 +364,9 @@ def test_what_a_flag_switches_off_takes_its_details_with_it(file, flags, monkeyp
     with pytest.raises(ConfigError, match=name):
         Trainer(print, **{name: file[name]})
 
-    monkeypatch.setattr(distributed.trainer, "handover", lambda: distributed.launcher.Handover(Typed(file, flags)))
+    monkeypatch.setattr(
+        distributed.trainer, "handover", lambda: distributed.launching.request.Handover(Typed(file, flags))
+    )
     trainer = Trainer(print, device="cpu")
     assert set(without_effect(Situation(trainer.backend, None, False))) == {name}
 
@@ -450,7 +452,7 @@ def test_no_sample_in_python_shows_a_setting_without_effect():
 def test_no_command_shows_a_setting_without_effect(place, capsys, monkeypatch):
     (place / "examples").symlink_to(ROOT / "examples")
     (place / "train.py").touch()
-    monkeypatch.setattr("distributed.plan.visible_gpus", lambda: 0)
+    monkeypatch.setattr("distributed.config.plan.visible_gpus", lambda: 0)
     lines = [
         line
         for _, code in blocks("bash")

@@ -8,12 +8,12 @@ import types
 
 import pytest
 
-from distributed import profiling
-from distributed.config import DistributedConfig
+from distributed.config.merging import MergedConfig
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
-from distributed.profiling import Profile, Profiling
-from distributed.run_dir import RunDirectory
-from distributed.settings import MergedConfig
+from distributed.loggers import profiling
+from distributed.loggers.profiling import Profile, Profiling
+from distributed.runs.directory import RunDirectory
 from distributed.state import StepResult, TrainState, WorkerContext
 
 FOUND = Profile(

@@ -20,10 +20,10 @@ from distributed.backends._ray.hub import reachable_address
 from distributed.backends.ddp import DDPBackend
 from distributed.backends.fsdp import FSDPBackend
 from distributed.backends.ray import _connected
+from distributed.config.merging import Typed, merge
+from distributed.config.plan import ProcessPlan
 from distributed.errors import ConfigError, ResourceError
-from distributed.launcher import LaunchRequest
-from distributed.plan import ProcessPlan
-from distributed.settings import Typed, merge
+from distributed.launching.request import LaunchRequest
 from tests.conftest import needs_backend
 
 

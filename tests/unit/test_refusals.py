@@ -6,9 +6,9 @@ import importlib.util
 
 import pytest
 
+from distributed.config.merging import Typed, merge
+from distributed.config.plan import ProcessPlan
 from distributed.errors import ConfigError
-from distributed.plan import ProcessPlan
-from distributed.settings import Typed, merge
 from distributed.testing import FakeBackend, FakeOptions
 from distributed.testing import __main__ as suite
 

@@ -19,9 +19,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from distributed.launcher import LaunchRequest
 from distributed.launching import rendezvous
 from distributed.launching.rendezvous import JsonBackend, OneNode, rendezvous_of, state_from_json, state_to_json
+from distributed.launching.request import LaunchRequest
 
 SECRET, OTHER = b"0123456789abcdef" * 2, b"fedcba9876543210" * 2
 

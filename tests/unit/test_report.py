@@ -17,7 +17,7 @@ from distributed.report.curves import STRETCHES, thinned
 from distributed.report.panels import mean_times, run_panels, scaling_panels
 from distributed.report.runs import labels, read_run
 from distributed.report.sweep import read_sweep, sweep_panels
-from distributed.run_dir import RunDirectory
+from distributed.runs.directory import RunDirectory
 from tests.unit.report_files import BEGAN, write_lines, write_run, write_sweep
 
 

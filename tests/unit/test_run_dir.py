@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from distributed.errors import ConfigError
-from distributed.run_dir import RunDirectory, choose_run_dir
+from distributed.runs.directory import RunDirectory, choose_run_dir
 
 HOLD = """
 import sys
-from distributed.run_dir import RunDirectory
+from distributed.runs.directory import RunDirectory
 RunDirectory(sys.argv[1]).lock()
 print("held", flush=True)
 sys.stdin.read()
@@ -26,7 +26,7 @@ sys.stdin.read()
 
 ORPHAN = """
 import os, sys, time
-from distributed.run_dir import RunDirectory
+from distributed.runs.directory import RunDirectory
 RunDirectory(sys.argv[1]).lock()
 worker = os.fork()
 if worker:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Callback, EarlyStopping, Trainer
 from distributed.errors import ConfigError
-from distributed.trainer_files import _Taken
+from distributed.training.files import _Taken
 
 DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 2)
 
@@ -92,7 +92,7 @@ def test_a_search_comes_before_the_fit_below_its_run_and_shows_nothing(tmp_path)
 
 
 def test_a_search_from_other_weights_than_the_fit_is_refused(monkeypatch):
-    monkeypatch.setattr("distributed.storage.manifest.check_source", lambda source: None)
+    monkeypatch.setattr("distributed.checkpoints.manifest.check_source", lambda source: None)
     with pytest.raises(ConfigError, match=r"='there' gives fit\(\) other weights"):
         trainer(resume_from_checkpoint="there").find_learning_rate(DATA)
 

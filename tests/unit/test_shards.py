@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy
 import pytest
 
+from distributed.checkpoints.shards import read_tensors, sharding_metadata
+from distributed.checkpoints.tensor_file import RawTensor, write_tensors
 from distributed.errors import CheckpointError
-from distributed.storage.shards import read_tensors, sharding_metadata
-from distributed.storage.tensor_file import RawTensor, write_tensors
 
 
 def write(path: Path, pieces: dict[str, tuple[tuple[int, ...], numpy.ndarray]]) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import distributed
-from distributed.launcher import LaunchRequest
+from distributed.launching.request import LaunchRequest
 from distributed.launching.verdicts import Verdicts
 from distributed.loggers.console import Display
-from distributed.run_dir import RunDirectory
+from distributed.runs.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 # Each entry: what a script does, and whether it joined others by that. One process runs the torch ones, in a row.
@@ -151,7 +151,7 @@ print("trained", flush=True)
 if sys.argv[1:] == ["fail"] and os.environ["RANK"] == "1":
     sys.exit(3)
 """
-LAUNCH = str(Path(distributed.__file__).with_name("_launch.py"))
+LAUNCH = str(Path(distributed.__file__).parent / "launching" / "main.py")
 
 
 @pytest.mark.timeout(120)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from distributed import ConfigError, ResourceError, Trainer, TrainingError, TrainingInterrupted, size_search
-from distributed.out_of_memory import is_out_of_memory, memory_line
-from distributed.run_dir import RunDirectory
-from distributed.size_search import NotThatSize, OutOfMemory
+from distributed.backends.out_of_memory import is_out_of_memory, memory_line
+from distributed.finders.batch_size import NotThatSize, OutOfMemory
+from distributed.runs.directory import RunDirectory
 
 
 def trainer(**settings):

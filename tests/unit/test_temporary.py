@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.storage import temporary
-from distributed.storage.temporary import claim, sweep, temporary_directory
+from distributed.runs import temporary
+from distributed.runs.temporary import claim, sweep, temporary_directory
 from tests.conftest import poll
 
 pytestmark = pytest.mark.timeout(30)
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(30)
 OWNER = """
 import sys, time
 from pathlib import Path
-from distributed.storage.temporary import claim
+from distributed.runs.temporary import claim
 path = claim(Path(sys.argv[1]))
 (path / "data").mkdir()
 (path / "data" / "set").write_text("private")
@@ -52,7 +52,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_start_and_nothing_bef
 
 
 def test_every_launch_sweeps(left, tmp_path, monkeypatch):
-    from distributed.launcher import LaunchRequest, launch
+    from distributed.launching.request import LaunchRequest, launch
 
     path, command = left
     command.signal(signal.SIGKILL)
@@ -147,4 +147,4 @@ def test_nothing_else_of_the_package_makes_one():
             word in path.read_text() for word in ("TemporaryDirectory(", "mkdtemp(", "mkstemp(", "NamedTemporaryFile(")
         )
     }
-    assert found == set(), "use distributed.storage.temporary"
+    assert found == set(), "use distributed.runs.temporary"

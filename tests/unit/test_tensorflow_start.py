@@ -13,9 +13,9 @@ from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.backends._tensorflow.start import set_environment
 from distributed.cli.start import launch_request
+from distributed.config.merging import Typed
 from distributed.errors import ConfigError, ResourceError
-from distributed.launcher import WorkerEnvironment
-from distributed.settings import Typed
+from distributed.launching.request import WorkerEnvironment
 
 
 def worker(local_rank, world=2):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distributed import Callback, ConfigError, FSDPTrainer, Trainer
-from distributed.remote import _pickled
+from distributed.training.remote import _pickled
 
 
 class Unsendable:

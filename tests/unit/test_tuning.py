@@ -20,17 +20,12 @@ import pytest
 import yaml
 
 from distributed import DistributedTuner
-from distributed import tuner as tuner_module
-from distributed.backends._ray import search as searching
-from distributed.backends._ray import trial as running
-from distributed.backends._ray.schedulers import make_scheduler
-from distributed.backends._ray.trial import Order, Reports
+from distributed.config.merging import Typed, read_config_file
 from distributed.errors import ConfigError, ResourceError, TrainingError
-from distributed.run_dir import RunDirectory
-from distributed.settings import Typed, read_config_file
-from distributed.tuner import _row
+from distributed.runs.directory import RunDirectory
 from distributed.tuning import proposals as proposing
 from distributed.tuning import scripts
+from distributed.tuning import tuner as tuner_module
 from distributed.tuning.context import Trial
 from distributed.tuning.earlier import num_begun, primed
 from distributed.tuning.jobs import FunctionJob, cause_of
@@ -44,10 +39,15 @@ from distributed.tuning.plan import (
     total,
 )
 from distributed.tuning.proposals import check_search, make_proposals
+from distributed.tuning.ray import search as searching
+from distributed.tuning.ray import trial as running
+from distributed.tuning.ray.schedulers import make_scheduler
+from distributed.tuning.ray.trial import Order, Reports
 from distributed.tuning.search import note_line
 from distributed.tuning.space import make_space, read_space
 from distributed.tuning.sweep import Record, Sweep, open_sweep, scores
 from distributed.tuning.table import Table
+from distributed.tuning.tuner import _row
 from tests.conftest import needs_backend
 
 SPACE = {

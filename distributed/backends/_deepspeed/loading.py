@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from distributed.backends import import_library
-from distributed.launcher import LaunchRequest, WorkerEnvironment
+from distributed.launching.request import LaunchRequest, WorkerEnvironment
 
 
 def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from distributed.storage.durable import sync
+from distributed.checkpoints.durable import sync
 
 
 class _Collector(CheckpointEngine):  # type: ignore[misc]

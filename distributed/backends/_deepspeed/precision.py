@@ -11,7 +11,7 @@ import torch
 
 from distributed.backends._torch.nested import children, rebuilt
 from distributed.backends._torch.precision import MIN_LOSS_SCALE, Precision
-from distributed.config import DistributedConfig
+from distributed.config.settings import DistributedConfig
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

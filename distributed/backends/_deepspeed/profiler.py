@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from distributed.backends._torch.profiler import TorchProfiler
-from distributed.profiling import Profile
+from distributed.loggers.profiling import Profile
 
 _FILE = "flops.txt"
 

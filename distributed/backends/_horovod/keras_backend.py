@@ -13,15 +13,15 @@ from distributed.backends._tensorflow import start
 from distributed.backends.base import Job, Refusals
 from distributed.backends.horovod import HorovodBackend, check_job
 from distributed.backends.tensorflow import TensorFlowBackend, alone
-from distributed.effects import Need
+from distributed.config.effects import Need
+from distributed.config.plan import BatchPlan
 from distributed.errors import ConfigError
-from distributed.launcher import LaunchRequest, WorkerEnvironment
-from distributed.plan import BatchPlan
+from distributed.launching.request import LaunchRequest, WorkerEnvironment
 
 if TYPE_CHECKING:
     from distributed.backends._horovod.world import HorovodWorld
     from distributed.backends._tensorflow.world import World
-    from distributed.profiling import Profiler
+    from distributed.loggers.profiling import Profiler
 
 CHOICE = "horovod.keras_backend"
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from distributed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from distributed.config import DistributedConfig
-    from distributed.profiling import Profile, Profiler
+    from distributed.config.settings import DistributedConfig
+    from distributed.loggers.profiling import Profile, Profiler
 
 _OF_A_PROFILE = "profile/horovod-timeline.json"
 

@@ -20,13 +20,13 @@ from distributed.backends._horovod.rendezvous import ADDRESS, Rendezvous
 from distributed.backends._horovod.timeline import is_prepared
 from distributed.backends._torch.meeting import meet
 from distributed.backends._torch.world import Pending, World
-from distributed.config import DistributedConfig
+from distributed.config.plan import ProcessPlan
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError, TrainingError
-from distributed.launcher import WorkerEnvironment, link, worker_environment
+from distributed.launching.request import WorkerEnvironment, link, worker_environment
 from distributed.launching.secret import messages
-from distributed.plan import ProcessPlan
+from distributed.runs.temporary import temporary_directory
 from distributed.state import WorkerContext
-from distributed.storage.temporary import temporary_directory
 
 _POLL_S = 0.0001
 _GRACE_S = 1.0  # in which others come to the end of their patience too

@@ -14,9 +14,9 @@ from typing import Any
 import numpy
 
 from distributed.backends._keras.names import matched, model_variables, optimizer_variables
+from distributed.checkpoints.shards import StoredTensor, read_tensors
+from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
 from distributed.errors import CheckpointError
-from distributed.storage.shards import StoredTensor, read_tensors
-from distributed.storage.tensor_file import RawTensor, read_raw, write_tensors
 
 _WORDS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "int64": "I64",

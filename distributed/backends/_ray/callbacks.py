@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.errors import ConfigError
-from distributed.launcher import LaunchRequest
+from distributed.launching.request import LaunchRequest
 
 
 def made(names: str | None, request: LaunchRequest) -> list[Any]:

@@ -17,8 +17,8 @@ from typing import Any
 from distributed.backends import import_library
 from distributed.backends._ray.joining import join
 from distributed.errors import ConfigError, ResourceError
-from distributed.launcher import LaunchRequest
-from distributed.storage.temporary import claim
+from distributed.launching.request import LaunchRequest
+from distributed.runs.temporary import claim
 
 _REACH_S = 5.0  # for the port of an existing cluster to answer
 _ANSWER_S = 20.0  # for its server to say a first word, on a busy machine too

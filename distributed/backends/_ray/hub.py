@@ -23,8 +23,8 @@ from distributed.backends._ray.door import HELLO, Door
 from distributed.backends._ray.seal import LINE_BYTES, Seal
 from distributed.launching.guarded import Guarded
 from distributed.launching.output import WorkerOutput
-from distributed.launching.processes import STOP_SIGNALS
 from distributed.launching.stopping import Signals, Stop
+from distributed.runs.processes import STOP_SIGNALS
 
 STREAMS = ("stdout", "stderr", "control")
 _KINDS = ("orders", *STREAMS)

@@ -20,19 +20,19 @@ from typing import Any
 from distributed.backends._ray.cluster import Cluster
 from distributed.backends._ray.hub import Guest, Hub, attach, reachable_address
 from distributed.errors import ConfigError, DistributedError, ResourceError
-from distributed.launcher import THREAD_VARIABLES, LaunchRequest, check_script, set_thread_variables
 from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.epochs import Epochs, Row, write_row
 from distributed.launching.guarded import Guarded, Report
 from distributed.launching.listening import loopback_environ
 from distributed.launching.output import WorkerOutput
+from distributed.launching.request import THREAD_VARIABLES, LaunchRequest, check_script, set_thread_variables
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers.console import Display
 from distributed.loggers.notebook import display_of
 from distributed.report import write_reports_at_end
-from distributed.run_dir import RunDirectory
-from distributed.summary import close_results
+from distributed.runs.directory import RunDirectory
+from distributed.runs.summary import close_results
 
 _RAY_ENDS_S = 30.0  # for Ray's orderly end when the work is done; then it is killed
 

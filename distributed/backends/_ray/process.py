@@ -15,9 +15,9 @@ from pathlib import Path
 
 def main(parent: int) -> None:
     """Live as a worker that our own launcher forked. Never returns."""
-    from distributed.launcher import LaunchRequest
-    from distributed.launching.processes import die_with_parent
+    from distributed.launching.request import LaunchRequest
     from distributed.launching.worker import run_worker
+    from distributed.runs.processes import die_with_parent
 
     die_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's workers hold SIGINT back

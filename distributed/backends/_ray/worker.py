@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends._ray.hub import STREAMS, Seat, connect, reachable_address
-from distributed.storage.temporary import temporary_directory
+from distributed.runs.temporary import temporary_directory
 
 _READ_S = 10.0  # for the launcher to read a process' last output
 

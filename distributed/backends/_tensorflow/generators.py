@@ -14,9 +14,9 @@ from keras.src.backend.common import global_state
 
 from distributed.backends._keras.names import model_variables, seed_names
 from distributed.backends._tensorflow.replicas import Replicas
+from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
 from distributed.data import sample_seed
 from distributed.errors import CheckpointError
-from distributed.storage.tensor_file import RawTensor, read_raw, write_tensors
 
 _WORDS = {"uint32": "U32", "int64": "I64", "int32": "I32", "float64": "F64", "uint64": "U64"}
 

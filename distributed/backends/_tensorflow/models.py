@@ -16,7 +16,7 @@ from distributed.backends._keras import files
 from distributed.backends._keras.floats import floats_of
 from distributed.backends._keras.losses import in_dtype
 from distributed.backends._tensorflow.replicas import Replicas
-from distributed.config import DistributedConfig
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 
 _POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}

@@ -18,7 +18,7 @@ from distributed.backends.measured import Measured as Metrics
 from distributed.backends.over_all import no_arguments
 from distributed.backends.parts import Arguments, arguments
 from distributed.errors import ConfigError
-from distributed.monitor import check_names
+from distributed.metrics.monitor import check_names
 
 Rows = dict[str, tuple[Any, Any]]  # name -> (sum, count)
 

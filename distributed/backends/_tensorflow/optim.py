@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from distributed.backends._keras.files import fixed_rate
 from distributed.backends._keras.models import chosen_optimizer, is_optimizer, is_schedule, set_schedule
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import BatchPlan
 from distributed.errors import CheckpointError, ConfigError
-from distributed.plan import BatchPlan
-from distributed.settings import MergedConfig
 
 
 def build_optimizer(given: Any, scheduler: Any, model: Any, source: Any, merged: MergedConfig) -> Any:

@@ -15,9 +15,16 @@ from distributed.backends._keras import measures
 from distributed.backends._tensorflow.outputs import joined
 from distributed.backends.over_all import Kept, Measure, Update, driven, not_a_number
 from distributed.backends.parts import Arguments, Part, mapped
+from distributed.checkpoints.tensor_file import RawTensor
 from distributed.errors import ConfigError
-from distributed.metrics import OverAll, call_sklearn, has_state, is_of_keras, is_of_sklearn, takes_targets_first
-from distributed.storage.tensor_file import RawTensor
+from distributed.metrics.over_all import (
+    OverAll,
+    call_sklearn,
+    has_state,
+    is_of_keras,
+    is_of_sklearn,
+    takes_targets_first,
+)
 
 _WORDS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",

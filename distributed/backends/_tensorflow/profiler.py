@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from distributed.errors import ConfigError
-from distributed.profiling import Profile, length_of_union
+from distributed.loggers.profiling import Profile, length_of_union
 
 _OPERATOR = re.compile(r"[^:]+:(_?[A-Z]\w*)")  # "NAME:TYPE", as TensorFlow labels an operator
 _COLLECTIVES = ("Collective", "Nccl")
@@ -20,7 +20,7 @@ Span = tuple[str, float, float]  # type of operator, begin, end in seconds
 
 
 class TensorFlowProfiler:
-    """See `distributed.profiling.Profiler`. TensorFlow has no warm-up: those updates pass."""
+    """See `distributed.loggers.profiling.Profiler`. TensorFlow has no warm-up: those updates pass."""
 
     def __init__(self, directory: Path, rank: int, warmup: int, active: int) -> None:
         self._directory = directory / f"rank-{rank}"  # several processes of a host would write one file

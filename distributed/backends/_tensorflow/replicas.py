@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from distributed.backends._tensorflow.sources import Data
+from distributed.config.plan import BatchPlan
 from distributed.errors import ConfigError, ResourceError
-from distributed.plan import BatchPlan
 from distributed.state import Group
 
 

@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from distributed.backends.base import ShardedData
 from distributed.backends.forms import fault_of
-from distributed.config import DistributedConfig
+from distributed.config.plan import BatchPlan
+from distributed.config.settings import DistributedConfig
 from distributed.data import epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
-from distributed.plan import BatchPlan
 from distributed.state import Group, MicroBatch, WorkerContext
 
 Reduce = Callable[[Mapping[Any, float]], dict[Any, float]]

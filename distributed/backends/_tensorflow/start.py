@@ -24,8 +24,8 @@ from typing import Any
 from distributed.backends import import_library
 from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.errors import ConfigError, ResourceError
-from distributed.launcher import LaunchRequest, WorkerEnvironment
 from distributed.launching.environment import TFCluster, read_tf_config
+from distributed.launching.request import LaunchRequest, WorkerEnvironment
 from distributed.launching.secret import messages
 
 WORDS, FLAGS = "backend='tensorflow'", "--backend tensorflow"  # how it is set, and how workers that have it are started

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from distributed.backends._torch import modules
 from distributed.backends._torch.gradients import Gradients
 from distributed.backends._torch.sharding import local, take_part, whole
-from distributed.config import DistributedConfig
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, nearest
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ from distributed.backends._torch.keras_optimizer import KerasOptimizer, Learning
 from distributed.backends._torch.kinds import Say, TorchKind
 from distributed.backends._torch.nested import move
 from distributed.backends._torch.over_all import is_whole
-from distributed.config import DistributedConfig
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 
 if TYPE_CHECKING:
     from distributed.backends.base import Job
-    from distributed.plan import BatchPlan
-    from distributed.settings import MergedConfig
+    from distributed.config.merging import MergedConfig
+    from distributed.config.plan import BatchPlan
 
 
 class KerasKind(TorchKind):

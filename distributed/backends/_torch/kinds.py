@@ -14,13 +14,13 @@ import torch
 
 from distributed.backends._torch import modules, optim, recomputing, tensors
 from distributed.backends._torch.objective import Objective
-from distributed.config import DistributedConfig
+from distributed.config.settings import DistributedConfig
 from distributed.state import WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends.base import Job
-    from distributed.plan import BatchPlan
-    from distributed.settings import MergedConfig
+    from distributed.config.merging import MergedConfig
+    from distributed.config.plan import BatchPlan
 
 Say = Callable[[str], None]
 

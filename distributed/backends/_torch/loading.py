@@ -29,10 +29,10 @@ from distributed.backends._torch.sources import (
 )
 from distributed.backends._torch.streams import PreshardedData, StreamData, WholeBatches
 from distributed.backends.base import ShardedData
-from distributed.config import DistributedConfig
+from distributed.config.plan import BatchPlan
+from distributed.config.settings import DistributedConfig
 from distributed.data import DataOptions, epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
-from distributed.plan import BatchPlan
 from distributed.state import Group, MicroBatch, WorkerContext
 
 __all__ = ["loader_batch_size", "shard"]

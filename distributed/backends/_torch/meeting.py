@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from distributed.errors import ResourceError
-from distributed.launcher import WorkerEnvironment
 from distributed.launching.listening import listen_at
+from distributed.launching.request import WorkerEnvironment
 from distributed.launching.secret import messages
 from distributed.launching.worker_store import worker_store
 

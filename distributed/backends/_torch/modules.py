@@ -10,7 +10,7 @@ import torch
 
 from distributed.backends._keras.models import is_model
 from distributed.backends._torch.generators import forked, seed_torch
-from distributed.config import DistributedConfig
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from distributed.backends._torch.counted import ClassLoss, class_loss
 from distributed.backends.base import TARGET_NAMES
 from distributed.errors import ConfigError, TrainingError
-from distributed.monitor import check_names
+from distributed.metrics.monitor import check_names
 
 _EXAMPLE = (
     "give one, for example Trainer(model, loss_fn=torch.nn.functional.cross_entropy), or a training_step(model, batch)"

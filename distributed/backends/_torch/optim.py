@@ -11,9 +11,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distributed.backends._torch.sharding import is_sharded
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import BatchPlan
 from distributed.errors import ConfigError
-from distributed.plan import BatchPlan
-from distributed.settings import MergedConfig
 
 
 def build_optimizer(given: Any, model: torch.nn.Module, merged: MergedConfig) -> torch.optim.Optimizer:

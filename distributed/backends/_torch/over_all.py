@@ -15,8 +15,15 @@ from distributed.backends._torch.outputs import Outputs, joined
 from distributed.backends._torch.tensor_io import dtype_word, raw_bytes, tensor_of
 from distributed.backends.over_all import Kept, Measure, Update, driven, not_a_number
 from distributed.backends.parts import Arguments, Part, mapped
-from distributed.metrics import OverAll, call_sklearn, has_state, is_of_keras, is_of_sklearn, takes_targets_first
-from distributed.storage.tensor_file import RawTensor
+from distributed.checkpoints.tensor_file import RawTensor
+from distributed.metrics.over_all import (
+    OverAll,
+    call_sklearn,
+    has_state,
+    is_of_keras,
+    is_of_sklearn,
+    takes_targets_first,
+)
 
 OBJECT = ("reset", "update", "compute")  # the methods of an object, as torchmetrics names them
 _HALVES = (torch.float16, torch.bfloat16)

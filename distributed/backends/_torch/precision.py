@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distributed.backends._torch import optim
-from distributed.config import DistributedConfig
+from distributed.config.settings import DistributedConfig
 
 MIN_LOSS_SCALE = 2.0**-20
 

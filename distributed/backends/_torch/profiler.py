@@ -12,14 +12,14 @@ import torch
 from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
 
 from distributed.errors import ConfigError
-from distributed.profiling import Profile, length_of_union
+from distributed.loggers.profiling import Profile, length_of_union
 
 _COLLECTIVES = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel", "mpi:", "horovod:")
 _STEP = "ProfilerStep"
 
 
 class TorchProfiler:
-    """See `distributed.profiling.Profiler`."""
+    """See `distributed.loggers.profiling.Profiler`."""
 
     def __init__(self, directory: Path, rank: int, device: torch.device, warmup: int, active: int) -> None:
         self._has_gpu = device.type == "cuda"

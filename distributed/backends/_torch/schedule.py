@@ -11,9 +11,9 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from distributed.backends._torch import optim, tensors
+from distributed.config.merging import MergedConfig
 from distributed.errors import CheckpointError
-from distributed.monitor import unknown_metric
-from distributed.settings import MergedConfig
+from distributed.metrics.monitor import unknown_metric
 
 
 class Schedule:

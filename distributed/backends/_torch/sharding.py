@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distributed.backends._torch.tensor_io import tensor_of, write_file
+from distributed.checkpoints.shards import Box, StoredTensor, sharding_metadata
 from distributed.state import WorkerContext
-from distributed.storage.shards import Box, StoredTensor, sharding_metadata
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

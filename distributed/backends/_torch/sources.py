@@ -24,10 +24,10 @@ from torch.utils.data import (
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.fetching import LOADER, SAMPLER, announce_epoch
 from distributed.backends.forms import fault_of, is_mapping_of_arrays
-from distributed.config import DistributedConfig
+from distributed.config.settings import DistributedConfig
 from distributed.data import sample_seed
 from distributed.errors import ConfigError
-from distributed.launching.processes import die_with_parent, is_running
+from distributed.runs.processes import die_with_parent, is_running
 
 Reduce = Callable[[Mapping[str, float]], dict[str, float]]
 _PAIR = "TensorDataset(inputs, targets)"

@@ -28,9 +28,9 @@ from distributed.backends._torch.sources import (
     sample_count,
 )
 from distributed.backends.base import ShardedData
+from distributed.config.plan import BatchPlan
 from distributed.data import epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
-from distributed.plan import BatchPlan
 from distributed.state import Group, MicroBatch
 
 _CHUNK = 32  # samples a loader process reads in a row where the loader does not say

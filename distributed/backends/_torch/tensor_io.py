@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from distributed.checkpoints.jsonable import decode, encode
+from distributed.checkpoints.tensor_file import RawTensor, check_header, write_tensors
 from distributed.errors import CheckpointError, TrainingError
-from distributed.storage.jsonable import decode, encode
-from distributed.storage.tensor_file import RawTensor, check_header, write_tensors
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",

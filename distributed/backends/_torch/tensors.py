@@ -23,9 +23,9 @@ from distributed.backends._torch.tensor_io import (
     encode_tensor,
     write_file,
 )
+from distributed.checkpoints.shards import StoredTensor, read_tensors
 from distributed.errors import CheckpointError, TrainingError
 from distributed.state import WorkerContext
-from distributed.storage.shards import StoredTensor, read_tensors
 
 __all__ = [
     "load_model", "load_optimizer", "load_rng", "load_scheduler_state", "named_parameters", "plain_name", "save_model",

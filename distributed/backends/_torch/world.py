@@ -16,11 +16,11 @@ import torch.distributed as dist
 from distributed.backends import TRANSPORTS, wire
 from distributed.backends._torch.meeting import meet
 from distributed.backends._torch.modules import sparse_names
-from distributed.config import DistributedConfig
+from distributed.config.plan import ProcessPlan
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.launcher import WorkerEnvironment, worker_environment
+from distributed.launching.request import WorkerEnvironment, worker_environment
 from distributed.launching.secret import messages
-from distributed.plan import ProcessPlan
 from distributed.state import WorkerContext
 
 

@@ -15,10 +15,10 @@ WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
 @contextlib.contextmanager
 def staged_model(checkpoint: Path, model_class: str, run_id: str) -> Iterator[Path]:
     """A directory with the weights of `checkpoint`, their description, and the MLmodel file that MLflow looks for."""
-    from distributed.storage.manifest import read_manifest
-    from distributed.storage.shards import read_weights
-    from distributed.storage.temporary import temporary_directory
-    from distributed.storage.tensor_file import write_tensors
+    from distributed.checkpoints.manifest import read_manifest
+    from distributed.checkpoints.shards import read_weights
+    from distributed.checkpoints.tensor_file import write_tensors
+    from distributed.runs.temporary import temporary_directory
 
     tensors = read_weights(checkpoint)
     manifest = read_manifest(checkpoint)

@@ -10,8 +10,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.errors import ConfigError, ResourceError, nearest
-from distributed.libraries import check_not_hidden, is_installed
 
 URI, RUN_ID = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
 _SERVERS, _DATABASES = ("http", "https"), ("sqlite", "mysql", "postgresql", "mssql")

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from distributed.checkpoints.durable import replace_text
 from distributed.loggers._mlflow.place import default_uri, has_open_run, lasting, said_run, said_uri, shown, sweep_of
-from distributed.storage.durable import replace_text
 
 SPOOL, RECORD = "mlflow.jsonl", "mlflow.json"
 

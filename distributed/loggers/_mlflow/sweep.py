@@ -15,7 +15,7 @@ from distributed.loggers._mlflow.place import said_uri
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
 from distributed.loggers._mlflow.spool import RECORD, Record, Spool, told_params
-from distributed.run_dir import RunDirectory
+from distributed.runs.directory import RunDirectory
 from distributed.tuning.sweep import OPEN, Sweep
 from distributed.tuning.sweep import Record as Trial
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.all_reduces import count_all_reduces
 from distributed import Callback, Trainer
-from distributed.checkpoint import read_state
+from distributed.checkpoints.store import read_state
 from tests.conformance.jobs.recording import RANK, WORLD, facts, run_cases, train
 
 SAMPLES, FEATURES, CLASSES, GLOBAL = 44, 6, 4, 12  # four updates an epoch, the last one of 8 samples

@@ -9,7 +9,7 @@ from pathlib import Path
 import ray
 from ray.util.placement_group import placement_group
 
-from distributed.launcher import LaunchRequest, start_launcher
+from distributed.launching.request import LaunchRequest, start_launcher
 
 SCRIPT = 'import os; print(os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"])'
 

@@ -12,9 +12,9 @@ import tensorflow as tf
 from distributed.backends._tensorflow.optim import Rates
 from distributed.backends._tensorflow.sources import StreamData, batch_size_of
 from distributed.backends._tensorflow.start import set_memory_growth
+from distributed.config.merging import Typed, merge
+from distributed.config.plan import BatchPlan
 from distributed.errors import ConfigError
-from distributed.plan import BatchPlan
-from distributed.settings import Typed, merge
 
 HALVING = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
 SAMPLES = tf.data.Dataset.range(10)

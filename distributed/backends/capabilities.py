@@ -1,0 +1,122 @@
+"""What each backend can do, read from the registry and the adapters: for `distributed backends`, the docs and the suite.
+
+Imports no engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from distributed.backends import REGISTRY, BackendRow, backend_class, missing_libraries, one_process_reason
+from distributed.config.effects import needs_of
+from distributed.config.fields import rules
+from distributed.config.settings import GROUPS, DistributedConfig, group_options
+
+SEVERAL = "several processes"  # the row of backends that run one process alone
+_OF_NODES = ("num_nodes", "node_rank")  # say that there are several processes
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """When a setting is refused that works else, and why."""
+
+    when: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """One backend. Keys of `refuses` and `conditions` are "setting" or "setting=value"."""
+
+    backend: str
+    group: str  # of its options
+    summary: str
+    missing: tuple[str, ...]  # libraries that are not installed
+    install: str  # the command that installs them
+    refuses: Mapping[str, str]  # setting -> why, and what to use instead
+    options: Mapping[str, str]  # its own options -> what they do
+    conditions: Mapping[str, tuple[Condition, ...]] = dataclasses.field(default_factory=dict)
+    needs: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # setting or option -> what it has an effect with
+
+    def accepts(self, setting: str) -> bool:
+        """Whether `setting` ("name" or "name=value") works, if not always; of a bare name, whether any value but the default
+        does."""
+        return setting not in self.refuses and setting.partition("=")[0] not in self.refuses
+
+    def conditions_of(self, setting: str) -> tuple[Condition, ...]:
+        """When `setting`, which it accepts, is refused nevertheless."""
+        name = setting.partition("=")[0]
+        keys = dict.fromkeys((setting, name)) if self.accepts(setting) else ()
+        return tuple(each for key in keys for each in self.conditions.get(key, ()))
+
+
+def capabilities_of(row: BackendRow) -> Capabilities:
+    """What the adapter of `row` says of itself."""
+    adapter = backend_class(row.name)
+    refuses = {name: why for name, why in adapter.refuses.items() if isinstance(why, str)}
+    if row.single_process:
+        refuses = {**dict.fromkeys((SEVERAL, *_OF_NODES), one_process_reason()), **refuses}
+    conditions = {
+        name: tuple(Condition(each.when, each.reason) for each in why)
+        for name, why in adapter.refuses.items()
+        if not isinstance(why, str)
+    }
+    options = {name: rule.help for name, rule in rules(adapter.Options).items()}
+    named = [*settings_for_all(), *(f"{row.group}.{name}" for name in options)]
+    needs = {
+        name: " and ".join(need.what for need in found)
+        for name in named
+        if name not in refuses and (found := needs_of(adapter, name))
+    }
+    return Capabilities(
+        row.name, row.group, row.summary, missing_libraries(row), row.install, refuses, options, conditions, needs
+    )
+
+
+def all_capabilities() -> list[Capabilities]:
+    """Every registered backend in order."""
+    return [capabilities_of(row) for row in REGISTRY.values()]
+
+
+def table(backends: Iterable[Capabilities]) -> dict[str, dict[str, str]]:
+    """setting -> backend -> "yes", "no" or "if", for the settings that some backend refuses, always or sometimes."""
+    backends = list(backends)
+    order = [SEVERAL, *DistributedConfig.__dataclass_fields__]
+    named = dict.fromkeys(name for backend in backends for name in (*backend.refuses, *backend.conditions))
+    rows = sorted(named, key=lambda name: order.index(field_of(name).partition(".")[0]))
+    return {name: {backend.backend: _word(backend, name) for backend in backends} for name in rows}
+
+
+def _word(backend: Capabilities, setting: str) -> str:
+    if not backend.accepts(setting):
+        return "no"
+    return "if" if backend.conditions_of(setting) else "yes"
+
+
+def field_of(setting: str) -> str:
+    """The name in "name" or "name=value"."""
+    return setting.partition("=")[0]
+
+
+def settings_for_all() -> list[str]:
+    """Every setting that does not belong to one backend: the fields, and the options that all backends share."""
+    own = {row.group for row in REGISTRY.values()}
+    shared = [f"{group}.{name}" for group in GROUPS if group not in own for name in rules(group_options(group))]
+    return [name for name in DistributedConfig.__dataclass_fields__ if name not in GROUPS] + shared
+
+
+def everywhere(backends: Iterable[Capabilities]) -> list[str]:
+    """The settings that every backend takes with every value."""
+    refused = {field_of(name) for backend in backends for name in (*backend.refuses, *backend.conditions)}
+    return [name for name in settings_for_all() if name not in refused]
+
+
+def to_json(backend: Capabilities) -> dict[str, Any]:
+    """Plain Python."""
+    settings = {name: backend.accepts(name) for name in settings_for_all()}
+    settings |= dict.fromkeys(backend.refuses, False)
+    return {**dataclasses.asdict(backend), "settings": settings}

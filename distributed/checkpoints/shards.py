@@ -1,0 +1,128 @@
+"""Tensors of a checkpoint that may be cut into pieces over several files: one way to read them, whole or a part.
+
+A piece is an ordinary tensor of a safetensors file; the file's metadata says under `DCP_SHARDING_INFO` where each piece begins
+in its tensor. torch.distributed.checkpoint writes and reads the same (`HuggingFaceStorageWriter(save_distributed=True)`), so
+that its readers open our files and ours open its. No framework, and only the bytes asked for are touched.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed.checkpoints.tensor_file import ITEM_BYTES, RawTensor, read_raw
+from distributed.errors import CheckpointError
+
+OFFSETS = "DCP_SHARDING_INFO"
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (first index, shape)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One named tensor of a checkpoint. `pieces` are (where it begins, its bytes) and cover it exactly."""
+
+    name: str
+    dtype: str  # safetensors' word
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[tuple[int, ...], RawTensor], ...]
+
+    def read(self, box: Box | None = None) -> memoryview:
+        """The bytes of the part `box`, row-major, or of the whole tensor. One piece that is asked for whole is not copied."""
+        start, shape = box or ((0,) * len(self.shape), self.shape)
+        for begins, raw in self.pieces:
+            if begins == start and raw.shape == shape:
+                return memoryview(raw.read())
+        import numpy
+
+        item = ITEM_BYTES[self.dtype]
+        out = numpy.empty((*shape, item), numpy.uint8)
+        for begins, raw in self.pieces:
+            common = _overlap((start, shape), (begins, raw.shape))
+            if common is not None:
+                piece = numpy.frombuffer(raw.read(), numpy.uint8).reshape((*raw.shape, item))
+                out[_slices(common, start)] = piece[_slices(common, begins)]
+        return out.reshape(-1).data
+
+
+def sharding_metadata(starts: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """The metadata of a file of pieces: name -> the index in the whole tensor where its piece begins."""
+    offsets = {name: {"saved_offsets": list(start)} for name, start in sorted(starts.items())}
+    return {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+
+
+def read_tensors(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Every tensor in the safetensors files of `directory`, and {other name: stored name} of tied ones.
+
+    CheckpointError names a file that is damaged, or a tensor whose pieces do not fit together.
+    """
+    pieces: dict[str, list[tuple[tuple[int, ...], RawTensor]]] = {}
+    aliases: dict[str, str] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors, metadata = read_raw(file)
+        starts = _table(metadata, OFFSETS, file)
+        aliases |= {name: str(owner) for name, owner in _table(metadata, "aliases", file).items()}
+        for raw in tensors:
+            pieces.setdefault(raw.name, []).append((_start(starts.get(raw.name), raw, file), raw))
+    return {name: _joined(name, parts, directory) for name, parts in pieces.items()}, aliases
+
+
+def read_weights(path: Path) -> list[RawTensor]:
+    """The model's tensors of a checkpoint, whole and with every alias, bytes untouched. CheckpointError where there are none."""
+    stored, aliases = read_tensors(path / "model")
+    for alias, owner in aliases.items():
+        if owner not in stored:
+            raise CheckpointError(f"{path}: {alias} is tied to {owner}, which is not there")
+        stored[alias] = stored[owner]
+    if not stored:
+        raise CheckpointError(f"{path} holds no model/*.safetensors: nothing to export")
+    return [RawTensor(name, tensor.dtype, tensor.shape, tensor.read) for name, tensor in stored.items()]
+
+
+def _table(metadata: Mapping[str, str], key: str, file: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(metadata.get(key, "{}"))
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{file}: its metadata {key!r} is damaged")
+    return table
+
+
+def _start(entry: Any, raw: RawTensor, file: Path) -> tuple[int, ...]:
+    if entry is None:
+        return (0,) * len(raw.shape)
+    start = entry.get("saved_offsets") if isinstance(entry, dict) else None
+    if not isinstance(start, list) or len(start) != len(raw.shape) or not all(type(i) is int and i >= 0 for i in start):
+        raise CheckpointError(f"{file}: the place of {raw.name} in its tensor is damaged")
+    return tuple(start)
+
+
+def _joined(name: str, parts: list[tuple[tuple[int, ...], RawTensor]], directory: Path) -> StoredTensor:
+    parts = [part for part in parts if 0 not in part[1].shape] or parts[:1]  # an empty piece says nothing
+    first = parts[0][1]
+    if len({(raw.dtype, len(raw.shape)) for _, raw in parts}) > 1:
+        raise CheckpointError(f"{directory}: the pieces of {name} are of different kinds")
+    shape = tuple(max(start[i] + raw.shape[i] for start, raw in parts) for i in range(len(first.shape)))
+    boxes = [(start, raw.shape) for start, raw in parts]
+    is_covered = sum(math.prod(raw.shape) for _, raw in parts) == math.prod(shape)
+    if not is_covered or any(_overlap(a, b) for a, b in itertools.combinations(boxes, 2)):
+        raise CheckpointError(f"{directory}: the pieces of {name} do not make up one tensor of shape {list(shape)}")
+    return StoredTensor(name, first.dtype, shape, tuple(parts))
+
+
+def _overlap(a: Box, b: Box) -> Box | None:
+    """The part that two boxes share; None where there is none."""
+    start = tuple(map(max, a[0], b[0]))
+    end = tuple(min(i + n, j + m) for i, n, j, m in zip(*a, *b, strict=True))
+    shape = tuple(e - s for s, e in zip(start, end, strict=True))
+    return (start, shape) if all(size > 0 for size in shape) else None
+
+
+def _slices(box: Box, origin: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(i - o, i - o + n) for i, n, o in zip(*box, origin, strict=True))

@@ -1,0 +1,50 @@
+"""state.json of a checkpoint: the training state that all ranks share, and what the backend adds to it. No framework."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from distributed.checkpoints.durable import write_file
+from distributed.checkpoints.jsonable import decode, encode
+from distributed.checkpoints.manifest import STATE, parse_json, read_small
+from distributed.errors import CheckpointError, TrainingError
+from distributed.state import TrainState
+
+_MAX_BYTES = 32 << 20
+_CLOCKS = {"train_time_s": 0.0, "total_time": 0.0}
+
+
+def read_state(checkpoint: Path) -> tuple[TrainState, dict[str, Any]]:
+    """The framework-free part of a checkpoint and what `Backend.save` returned. CheckpointError where it is neither."""
+    content = parse_json(checkpoint, STATE, read_small(checkpoint, STATE, _MAX_BYTES))
+    try:
+        return TrainState.from_json(decode(content["train"])), dict(content["backend"])
+    except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {checkpoint}: {STATE} is not a training state ({error!r})") from None
+
+
+def write_state(checkpoint: Path, state: TrainState, extra: Any) -> None:
+    """Write what `read_state` reads. TrainingError names what JSON cannot hold; OSError where the disk fails."""
+    try:
+        content = {"train": encode(state.to_json(), "train"), "backend": json.loads(json.dumps(extra))}
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _unstorable(error) from None
+    raw = json.dumps(content, indent=1).encode()
+    if len(raw) > _MAX_BYTES:
+        raise TrainingError(f"{STATE} would have {len(raw)} bytes of {_MAX_BYTES} allowed: store less in callbacks")
+    write_file(checkpoint / STATE, [raw], len(raw))
+
+
+def identity(state: TrainState, best_value: float | None) -> str:
+    """Equal for states whose checkpoints would be equal but for the clocks. TrainingError as from `write_state`."""
+    content = {**state.to_json(), **_CLOCKS, "best_value": best_value}
+    try:
+        return json.dumps(encode(content, "train"), sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _unstorable(error) from None
+
+
+def _unstorable(error: Exception) -> TrainingError:
+    return TrainingError(f"the state cannot be stored in {STATE}: {error}; keep only plain values in it")

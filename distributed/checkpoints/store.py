@@ -1,0 +1,201 @@
+"""CheckpointStore: what all ranks do together to save, find and load a checkpoint. Knows no framework."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import importlib.metadata
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.backends import REGISTRY
+from distributed.backends.base import Backend
+from distributed.checkpoints.agreement import Agreement
+from distributed.checkpoints.directory import CheckpointDirectory, open_verified, stage_of
+from distributed.checkpoints.durable import size_text, sync, write_file
+from distributed.checkpoints.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    file_digest,
+    read_manifest,
+    step_name,
+    verify,
+)
+from distributed.checkpoints.state_file import identity, read_state, write_state
+from distributed.errors import CheckpointError, TrainingError
+from distributed.state import TrainState, WorkerContext
+
+__all__ = ["CheckpointStore", "read_state"]
+
+MAX_MISSES = 3  # saves in a row that may fail before training stops
+
+
+class CheckpointStore:
+    """The checkpoints of one directory. `save`, `find`, `open` and `load` are collectives: every rank calls them.
+
+    A save is staged beside its target, fsynced, sealed by a manifest with a digest of every file, and only then
+    renamed: a crash at any moment leaves the earlier checkpoints as they were. Digests (xxh3_128) notice accidents,
+    not forgery. `report` is called on the main process with events (`{"kind": "warning", "message": ...}`).
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        backend: Backend[Any],
+        *,
+        keep_latest_k: int,
+        keep_best: bool,
+        monitor: str,
+        monitor_mode: str,
+        context: WorkerContext,
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.directory, self.backend, self.context, self.report = directory, backend, context, report
+        self.keep_latest_k, self.keep_best = keep_latest_k, keep_best
+        self.monitor, self.monitor_mode = monitor, monitor_mode
+        self._agreement = Agreement(backend, context)
+        self._files = CheckpointDirectory(directory, lambda text: report({"kind": "warning", "message": text}))
+        self._misses = 0
+        self._current: tuple[Path, str] | None = None  # where the state saved or loaded last is stored
+
+    def save(self, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> Path | None:
+        """Commit a checkpoint of `state` and of the backend; every rank must call it, at the same step.
+
+        `best_value` is the monitor's value for this state, None where it was not measured. Returns the checkpoint's
+        path, or None where the disk failed on some rank: all ranks know, a warning is reported, training may go on.
+        Raises TrainingError on all ranks when that happened three times in a row or when the state cannot be stored.
+        """
+        target = self.directory / step_name(state.step)
+        try:
+            self._save(target, state, config, best_value)
+        except OSError as error:
+            self._missed(target, error)
+            return None
+        finally:
+            if self.context.is_main_process:
+                shutil.rmtree(stage_of(target), ignore_errors=True)
+        self._misses = 0
+        return target
+
+    def find(self) -> Path | None:
+        """The newest checkpoint of the directory that verifies, on every rank, or None. A collective.
+
+        Damaged ones in its way are set aside as `damaged-step-...`, each with one warning; CheckpointError where only
+        such are left. Removes what a killed save left behind, so no other run may be writing here.
+        """
+        name = self._agreement.on_main(self._files.newest_verified)
+        return None if name is None else self.directory / name
+
+    def open(self, path: Path | str) -> Path:
+        """The checkpoint that the user named (or the newest of a run directory), verified, on every rank. A collective.
+
+        CheckpointError where it is missing or damaged: what was asked for is never replaced silently.
+        """
+        return Path(self._agreement.on_main(lambda: str(open_verified(Path(path)))))
+
+    def load(self, path: Path) -> TrainState:
+        """Take up the checkpoint `path` (of `find` or `open`) in the backend, and return the state. A collective.
+
+        CheckpointError, on every rank, where it belongs to another model or cannot be read.
+        """
+        return self._agreement.on_all(lambda: self._load(path))
+
+    def _save(self, target: Path, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> None:
+        """OSError and TrainingError arise on all ranks alike."""
+        if self._agreement.on_main(lambda: self._begin(target, state, best_value)):
+            extra = self._agreement.on_all(lambda: self.backend.save(stage_of(target)))
+            self._agreement.on_main(lambda: self._commit(target, state, extra, config, best_value))
+
+    def _begin(self, target: Path, state: TrainState, best_value: float | None) -> bool:
+        """Make the stage; False where the very same state is stored already."""
+        if self._current == (target, identity(state, best_value)):
+            with contextlib.suppress(CheckpointError):
+                verify(target)
+                return False
+        self._files.begin(target)
+        return True
+
+    def _commit(
+        self, target: Path, state: TrainState, extra: Any, config: Mapping[str, Any], best_value: float | None
+    ) -> None:
+        stage = stage_of(target)
+        write_state(stage, state, extra)
+        everything = sorted(stage.rglob("*"))
+        records = {str(path.relative_to(stage)): _seal_file(path) for path in everything if path.is_file()}
+        manifest = self._manifest(state, config, best_value, records).to_bytes()
+        write_file(stage / MANIFEST, [manifest], len(manifest))
+        for directory in [*(path for path in everything if path.is_dir()), stage]:
+            sync(directory)
+        self._files.put_in_place(target)
+        self._current = (target, identity(state, best_value))
+        self._files.prune(self.keep_latest_k, self.keep_best)
+
+    def _manifest(
+        self, state: TrainState, config: Mapping[str, Any], best_value: float | None, files: Mapping[str, FileRecord]
+    ) -> Manifest:
+        return Manifest(
+            step=state.step,
+            epoch=state.epoch,
+            samples_seen=state.samples_seen,
+            samples_in_epoch=state.samples_in_epoch,
+            backend=self.backend.plan.backend,
+            world_size=self.context.world_size,
+            sequence=self._files.next_sequence(),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            monitor=self.monitor,
+            monitor_mode=self.monitor_mode,
+            monitor_value=None if best_value is None or not math.isfinite(best_value) else float(best_value),
+            config=json.loads(json.dumps(dict(config), default=str)),
+            versions=_versions(),
+            files=files,
+        )
+
+    def _missed(self, target: Path, error: OSError) -> None:
+        self._misses += 1
+        message = f"checkpoint {target} could not be saved: {error.strerror or error}"
+        if self.context.is_main_process:
+            needed, free = self._files.bytes_needed(target), self._files.bytes_free()
+            message += f" (needs at least {size_text(needed)}, {size_text(free)} free)"
+            text = f"{message}; training goes on, miss {self._misses} of {MAX_MISSES} in a row"
+            self.report({
+                "kind": "warning", "message": text, "path": str(target), "cause": error.strerror or str(error),
+                "bytes_needed": needed, "bytes_free": free,
+            })  # fmt: skip
+        if self._misses >= MAX_MISSES:
+            raise TrainingError(f"{message}; {self._misses} misses in a row: free the disk and run again with --resume")
+
+    def _load(self, path: Path) -> TrainState:
+        state, extra = read_state(path)
+        self.backend.load(path, extra)
+        if self.context.is_main_process:
+            self._current = (path, identity(state, read_manifest(path).monitor_value))
+        return state
+
+
+def _seal_file(path: Path) -> FileRecord:
+    sync(path)
+    return FileRecord(path.stat().st_size, file_digest(path))
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the libraries in use that shape what is stored."""
+    versions = {"python": sys.version.split()[0], "distributed-trainer": _own_version()}
+    for name in sorted({"numpy", "safetensors", *(name for row in REGISTRY.values() for name in row.requires)}):
+        if name in sys.modules:
+            versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return versions
+
+
+@functools.cache
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("distributed-trainer")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"

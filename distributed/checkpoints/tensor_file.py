@@ -1,0 +1,112 @@
+"""safetensors files as raw bytes: no framework, no trust in what the header claims."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributed.checkpoints.durable import write_file
+from distributed.errors import CheckpointError
+
+# The format allows 100 MB, which costs a gigabyte as Python objects. This is about 200,000 tensors.
+MAX_HEADER_BYTES = 25_000_000
+
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """One named tensor; `read` gives its bytes, row-major and little-endian, when they are written."""
+
+    name: str
+    dtype: str  # safetensors' word: "F32", "BF16", ...
+    shape: tuple[int, ...]
+    read: Callable[[], bytes | memoryview]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+Writer = Callable[[Path, Iterator[bytes | memoryview], int], None]
+
+
+def write_tensors(
+    path: Path, tensors: Sequence[RawTensor], metadata: Mapping[str, str], writer: Writer = write_file
+) -> None:
+    """Write a safetensors file durably. Only one tensor at a time is held in memory; OSError as `writer` raises it."""
+    ordered = sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name))  # keeps every tensor aligned
+    content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for tensor in ordered:
+        end = offset + tensor.num_bytes
+        content[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    header = json.dumps(content, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    if len(header) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path.name} would hold {len(tensors)} tensors, more than one file can: shard the state")
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield len(header).to_bytes(8, "little") + header
+        for tensor in ordered:
+            yield tensor.read()
+
+    writer(path, chunks(), 8 + len(header) + offset)
+
+
+def check_header(path: Path) -> int:
+    """The header's length in bytes. CheckpointError where it is longer than the file or than any honest one."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path} is not a regular file")
+        length = int.from_bytes(os.read(fd, 8), "little")
+    finally:
+        os.close(fd)
+    if status.st_size < 8 or length > status.st_size - 8 or length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path} is not a safetensors file: its header claims {length} bytes,"
+            f" the file has {status.st_size} and {MAX_HEADER_BYTES} are allowed"
+        )
+    return length
+
+
+def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
+    """Every tensor of a safetensors file, its bytes mapped, and the file's metadata. CheckpointError if bad."""
+    length = check_header(path)
+    _validate(path)
+    with path.open("rb") as file:
+        content = json.loads(file.read(8 + length)[8:])
+        # Private pages: torch wants memory that it could write to.
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))[8 + length :]
+    metadata = content.pop("__metadata__", {})
+    return [_raw_tensor(name, entry, data, path) for name, entry in content.items()], metadata
+
+
+def _raw_tensor(name: str, entry: dict[str, list[int]], data: memoryview, path: Path) -> RawTensor:
+    dtype, (begin, end) = str(entry["dtype"]), entry["data_offsets"]
+    if dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{path}: {name} has the element type {dtype}, which this version does not know")
+    return RawTensor(name, dtype, tuple(entry["shape"]), lambda: data[begin:end])
+
+
+def _validate(path: Path) -> None:
+    """Offsets, shapes and names, checked by the format's own library (in Rust, before Python builds any object)."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="np"):
+            pass
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None

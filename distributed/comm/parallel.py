@@ -1,0 +1,170 @@
+"""DistributedDataParallel and DistributedSampler for scripts that do not use `Trainer`, in one process and in many."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data.distributed import DistributedSampler as TorchSampler
+
+from distributed import comm
+from distributed.comm import membership
+from distributed.errors import ConfigError, DistributedError
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """`module` on every rank, its gradients averaged over all ranks in each backward pass. All ranks make it, and rank 0's
+    parameters become everyone's. The gradients of one process are its own.
+
+    Args:
+        module: the model, on its device. `.module` gives it back; `state_dict()` has the names of torch's wrapper.
+        bucket_cap_mb, bucket_size_mb: megabytes of gradients per all-reduce (two words for one thing; None: torch's 25).
+        find_unused_parameters: search each step's graph for parameters that get no gradient.
+        static_graph: promise that the graph is the same in every step.
+        device_ids: the model's device, as torch asks for it; not needed.
+
+    Raises ConfigError for arguments that are wrong, and before `init_process_group` where there are other ranks.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        bucket_cap_mb: float | None = None,
+        bucket_size_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        device_ids: list[Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"module is a {type(module).__name__}: pass a torch.nn.Module")
+        _check_device(module, device_ids)
+        options: dict[str, Any] = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+        capacity = _capacity(bucket_cap_mb, bucket_size_mb)
+        if capacity is not None:
+            options["bucket_cap_mb"] = capacity
+        world = membership.current_world()
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        self.module = module
+        # Not a sub-module: names stay those of torch's wrapper, which must be gone when the group ends.
+        self.__dict__["_wrapped"] = world.wrap(module, **options) if is_trained else module
+        self.__dict__["_world"] = world
+        self._is_static, self._has_synced = static_graph, False
+        self._is_held = self._is_local = self._is_released = False
+        membership.wrappers().add(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's outputs."""
+        if torch.is_grad_enabled() and self.training:
+            if self._is_released:
+                raise DistributedError(
+                    "this model's group has ended: train before destroy_process_group(), or wrap model.module again"
+                )
+            self._is_local = self._is_held
+            self._has_synced = self._has_synced or not self._is_held
+        return self.__dict__["_wrapped"](*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes of forwards in this block keep their gradients local; the next outside averages the sums."""
+        wrapped = self.__dict__["_wrapped"]
+        if wrapped is self.module or (self._is_static and not self._has_synced):
+            # torch 2.13 aborts when the first backward of a static graph is not synchronised; sums stay the same.
+            yield
+            return
+        before, self._is_held = self._is_held, True
+        try:
+            with wrapped.no_sync():
+                yield
+        finally:
+            self._is_held = before
+
+    def sync_gradients(self) -> None:
+        """Average what `no_sync` left local. All ranks call it; nothing happens where the gradients are averaged already."""
+        if not self._is_local:
+            return
+        self._is_local = False
+        groups: dict[Any, list[torch.nn.Parameter]] = {}
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for parameters in groups.values():
+            _average(parameters)
+
+    def release(self) -> None:
+        """Drop torch's wrapper, so that the group can end; the model then is this process' alone."""
+        self.__dict__["_world"].unwrap(self.__dict__["_wrapped"])
+        self.__dict__["_wrapped"] = self.module
+        self._is_released = True
+
+
+def _average(parameters: list[torch.nn.Parameter]) -> None:
+    """Gradients averaged in one collective; a missing one counts as zero, and stays missing where all ranks miss it."""
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+    has = torch.tensor([float(p.grad is not None) for p in parameters]).to(grads[0])
+    flat = comm.all_reduce(torch.cat([has, *(grad.reshape(-1) for grad in grads)]), comm.ReduceOp.AVERAGE)
+    found, *means = torch.split(flat, [len(parameters), *(grad.numel() for grad in grads)])
+    for parameter, grad, mean, is_there in zip(parameters, grads, means, found.tolist(), strict=True):
+        if is_there:
+            grad.copy_(mean.view_as(grad))
+            parameter.grad = grad
+
+
+def _capacity(cap: float | None, size: float | None) -> float | None:
+    if cap is not None and size is not None and cap != size:
+        raise ConfigError(f"bucket_cap_mb={cap} and bucket_size_mb={size} are one thing: drop one of them")
+    given = cap if cap is not None else size
+    if given is not None and given <= 0:
+        raise ConfigError(f"bucket_cap_mb={given} is not above 0: give megabytes, torch's default is 25")
+    return given
+
+
+def _check_device(module: torch.nn.Module, device_ids: list[Any] | None) -> None:
+    parameter = next(module.parameters(), None)
+    if device_ids is None or parameter is None:
+        return
+    asked = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in device_ids]
+    if asked != [parameter.device]:
+        raise ConfigError(
+            f"device_ids={device_ids}, but the model is on {parameter.device}: move it there, or drop device_ids"
+        )
+
+
+class DistributedSampler(TorchSampler[Any]):
+    """This rank's indices of a data set: equally many on each rank, the first repeated where it does not divide.
+
+    Args:
+        dataset: anything with a length; or `dataset_size` alone.
+        num_replicas, rank: of how many parts which one; None means the ranks of this job.
+        shuffle: in another order each epoch (`set_epoch`), the same on all ranks; drawn with `seed`.
+        drop_last: leave out the last samples instead of repeating the first.
+
+    Raises ConfigError for arguments that are wrong.
+    """
+
+    def __init__(
+        self,
+        dataset: Any = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        dataset_size: int | None = None,
+    ) -> None:
+        if (dataset is None) == (dataset_size is None):
+            raise ConfigError("DistributedSampler needs either a dataset or dataset_size: give one of them")
+        if dataset is not None and not hasattr(dataset, "__len__"):
+            raise ConfigError(f"dataset is a {type(dataset).__name__} without a length: slice it in its own __iter__")
+        if dataset_size is not None and dataset_size < 0:
+            raise ConfigError(f"dataset_size={dataset_size} is below 0: give the number of samples")
+        size = membership.get_world_size() if num_replicas is None else num_replicas
+        mine = membership.get_rank() if rank is None else rank
+        if not 0 <= mine < size:
+            raise ConfigError(f"rank={mine} is not below num_replicas={size}: number parts from 0")
+        sized: Any = dataset if dataset is not None else range(dataset_size or 0)
+        super().__init__(sized, size, mine, shuffle, seed, drop_last)

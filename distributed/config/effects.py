@@ -1,0 +1,194 @@
+"""What each setting needs for an effect, and the line that names those that were given and have none in this run.
+
+A configuration may serve several places: a laptop, a cluster, several launchers. A setting that has no effect in one of them is
+therefore no error. Settings that contradict each other are refused where they are checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from distributed import loggers
+from distributed.backends import groups_in_use
+from distributed.config.settings import GROUPS
+
+if TYPE_CHECKING:
+    from distributed.backends.base import Backend
+    from distributed.launching.request import LaunchRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """Where a run takes place."""
+
+    backend: Backend[Any]  # its settings, options, device and number of processes
+    request: LaunchRequest | None  # what our launcher was asked for; None where it did not start the workers
+    is_worker: bool = True  # whether any launcher started this process
+    has_schedule: bool | None = None  # whether a schedule counts updates or epochs; None: not known yet
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What a setting needs for an effect."""
+
+    what: str  # "several processes"
+    lacks: Callable[[Situation, str], str]  # of (situation, setting): why it is not there, or ""
+
+
+def of_launcher(what: str, value: Callable[[LaunchRequest, str], Any]) -> Need:
+    """The need of a setting that our launcher itself reads; `value` is what the launcher was given of it."""
+
+    def lacks(where: Situation, name: str) -> str:
+        if where.request is None:
+            return "another launcher started the processes" if where.is_worker else "fit trains in this process"
+        group, _, option = name.rpartition(".")
+        config = where.backend.config
+        asked = getattr(config.options(group) if group else config, option)
+        if value(where.request, option) == asked:
+            return ""
+        is_of_fit = where.request.payload is not None
+        return "fit chooses it" if is_of_fit else "the launcher started without it: give it by flag or --config"
+
+    return Need(what, lacks)
+
+
+def _unless(reason: str, holds: Callable[[Situation], Any]) -> Callable[[Situation, str], str]:
+    return lambda where, name: "" if holds(where) else reason
+
+
+def _of_nodes(where: Situation) -> str:
+    running = where.backend.plan.num_nodes
+    return "" if where.backend.config.num_nodes == running else f"another launcher started {running}"
+
+
+def _has_tensorboard(where: Situation) -> bool:
+    from distributed.loggers.tensorboard import is_on
+
+    return is_on(where.backend.merged)
+
+
+OUR_LAUNCHER = of_launcher("workers that `train` or `fit` starts", getattr)
+SEVERAL_PROCESSES = Need("several processes", _unless("one process", lambda where: where.backend.plan.world_size > 1))
+NODES = Need("as many nodes as run", lambda where, name: _of_nodes(where))
+SEVERAL_NODES = Need("several nodes", _unless("one node", lambda where: where.backend.plan.num_nodes > 1))
+# A launcher gives its workers as long to stop, and workers wait as long for each other.
+WAITING = Need(
+    "several processes, or workers that `train` or `fit` starts",
+    lambda where, name: SEVERAL_PROCESSES.lacks(where, name) and OUR_LAUNCHER.lacks(where, name),
+)
+FP16 = Need(
+    "mixed_precision=fp16",
+    lambda where, name: "" if (kind := where.backend.mixed_precision) == "fp16" else f"mixed_precision is {kind}",
+)
+SCHEDULE = Need(
+    "a schedule that is no ReduceLROnPlateau",
+    _unless("no schedule counts updates or epochs", lambda where: where.has_schedule is not False),
+)
+MLFLOW = Need("MLflow", _unless("MLflow is off", lambda where: loggers.is_on_mlflow(where.backend.merged)))
+TENSORBOARD = Need("TensorBoard", _unless("TensorBoard is off", _has_tensorboard))
+PROFILE = Need("profile", _unless("profile is off", lambda where: where.backend.config.profile))
+WARMUP = Need("warmup_steps", _unless("warmup_steps is 0", lambda where: where.backend.config.warmup_steps))
+
+
+# setting -> what it needs, all of it; () where it has an effect in every run. The options of a backend need that backend, and
+# what `Backend.needs` says; that may replace a row of this table too.
+EFFECTS: Mapping[str, tuple[Need, ...]] = {
+    "backend": (),
+    "num_gpus": (),
+    "num_nodes": (NODES,),
+    "gpus_per_node": (),
+    "nproc_per_node": (),
+    "device": (),
+    "node_rank": (SEVERAL_NODES, OUR_LAUNCHER),
+    "master_addr": (SEVERAL_NODES, OUR_LAUNCHER),
+    "master_port": (OUR_LAUNCHER,),
+    "address": (of_launcher("a cluster that is joined", lambda request, name: request.launcher_options.get(name)),),
+    "communication_backend": (SEVERAL_PROCESSES,),
+    "timeout_s": (WAITING,),
+    "start_timeout": (SEVERAL_PROCESSES,),
+    "monitor_interval": (OUR_LAUNCHER,),
+    "max_restarts": (OUR_LAUNCHER,),
+    "restart_on_exception": (OUR_LAUNCHER,),
+    "nan_policy": (),
+    "seed": (),
+    "deterministic": (),
+    "shuffle": (),
+    "epochs": (),
+    "max_steps": (),
+    "batch_size": (),
+    "global_batch_size": (),
+    "gradient_accumulation_steps": (),
+    "dtype": (),
+    "early_stopping_patience": (),
+    "monitor": (),
+    "monitor_mode": (),
+    "learning_rate": (),
+    "lr_scaling": (),
+    "warmup_steps": (),
+    "warmup_start": (WARMUP,),
+    "scheduler_interval": (SCHEDULE,),
+    "gradient_clipping": (),
+    "mixed_precision": (),
+    "scaler_init_scale": (FP16,),
+    "scaler_growth_interval": (FP16,),
+    "activation_checkpointing": (),
+    "compile": (),
+    "checkpoint_dir": (),
+    "resume_from_checkpoint": (),
+    "checkpoint_at_start": (),
+    "checkpoint_frequency": (),
+    "checkpoint_every_n_steps": (),
+    "checkpoint_every_s": (),
+    "keep_latest_k": (),
+    "keep_best": (),
+    "log_every_n_steps": (),
+    "verbose": (),
+    "mlflow_tracking": (),
+    "mlflow_experiment": (MLFLOW,),
+    "mlflow_checkpoint": (MLFLOW,),
+    "mlflow_register_model": (MLFLOW,),
+    "tensorboard": (),
+    "tensorboard_dir": (TENSORBOARD,),
+    "tensorboard_histograms": (TENSORBOARD,),
+    "profile": (),
+    "profile_wait": (PROFILE,),
+    "profile_warmup": (PROFILE,),
+    "profile_active": (PROFILE,),
+    "data.presharded": (),
+}
+
+
+def without_effect(where: Situation) -> dict[str, str]:
+    """Setting -> why it has no effect in this run, for those that were given."""
+    found = {name: _why(name, where) for name in _given(where)}
+    return {name: why for name, why in found.items() if why}
+
+
+def lines_of(found: Mapping[str, str], unless: str = "") -> list[str]:
+    """The line that names the settings of `without_effect` by their reasons; nothing where there are none."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in found.items():
+        by_reason.setdefault(why, []).append(name)
+    parts = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
+    return [f"no effect here{unless}: {'; '.join(parts)}"] if parts else []
+
+
+def needs_of(backend: type[Backend[Any]], name: str) -> tuple[Need, ...]:
+    """What the setting `name`, or the backend's own option, needs under `backend`."""
+    return backend.needs.get(name, EFFECTS.get(name, ()))
+
+
+def _given(where: Situation) -> Iterator[str]:
+    """Every setting that was given, groups of options by their options."""
+    return (name for name in where.backend.merged.sources if name not in GROUPS)
+
+
+def _why(name: str, where: Situation) -> str:
+    group, _, _ = name.rpartition(".")
+    used = ("", "data", *groups_in_use(where.backend.config, where.backend.plan.backend))
+    if group not in used:
+        return f"backend is {where.backend.plan.backend}"
+    reasons = (need.lacks(where, name) for need in needs_of(type(where.backend), name))
+    return next((reason for reason in reasons if reason), "")

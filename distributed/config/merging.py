@@ -1,0 +1,258 @@
+"""Merges defaults < config file < code < flags into one DistributedConfig, and remembers where each value came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.backends import backend_row
+from distributed.config.fields import in_file, rules
+from distributed.config.peers import answer_for
+from distributed.config.settings import ALIASES, GROUPS, SWEEP_ALIASES, DistributedConfig, canonical, check_setting
+from distributed.errors import ConfigError, nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """What was typed outside the script: the part of a run that travels to the workers."""
+
+    file: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    flag: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+    script: str | None = None
+    script_args: tuple[str, ...] = ()
+    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what a sweep chose beside settings
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedConfig:
+    """The configuration of a run with the source of every value: "default", "file", "sweep", "code" or "flag".
+
+    In a run's config.yaml also "loader" and "derived", for a batch size that the training data or the batch equation gave,
+    and "launcher" for the processes of another launcher.
+    """
+
+    config: DistributedConfig
+    sources: Mapping[str, str]
+    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+    def source(self, name: str) -> str:
+        """Where the value of `name` came from."""
+        return self.sources.get(name, "default")
+
+    def is_typed(self, name: str) -> bool:
+        """Whether anybody set `name`."""
+        return name in self.sources
+
+    def is_overruled(self, name: str, by: str) -> bool:
+        """Whether a stronger source than that of `name` set `by`, on which `name` depends: no contradiction."""
+        layers = ("default", "file", "sweep", "code", "flag")
+        return layers.index(self.source(by)) > layers.index(self.source(name))
+
+
+def merge(
+    typed: Typed,
+    code: Mapping[str, Any],
+    hyperparameters: Mapping[str, Any] | None = None,
+    sweep: Mapping[str, Any] | None = None,
+) -> MergedConfig:
+    """One checked configuration out of what the file, a sweep's dict, the code and the flags say, weakest first."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    notices = list(typed.notices)
+    for layer, given in (("file", typed.file), ("sweep", sweep or {}), ("code", code), ("flag", typed.flag)):
+        for name, value in given.items():
+            if name in GROUPS and isinstance(value, Mapping):
+                values[name] = {**values.get(name, {}), **value}
+                sources.update({f"{name}.{option}": layer for option in value})
+                sources[name] = layer
+            else:
+                values[name] = value
+                sources[name] = layer
+    return _with_implied(
+        MergedConfig(
+            DistributedConfig(**values), sources, {**typed.hyperparameters, **(hyperparameters or {})}, tuple(notices)
+        )
+    )
+
+
+def _with_implied(merged: MergedConfig) -> MergedConfig:
+    """With the settings that the chosen backend's options imply (an engine's own config file): both must agree."""
+    if merged.config.backend is None:
+        return merged
+    group = backend_row(merged.config.backend).group
+    options = merged.config.options(group)
+    values: dict[str, Any] = {}
+    for where, name, value in options.implied() if hasattr(options, "implied") else ():
+        ours = getattr(merged.config, name)
+        if merged.is_typed(name) and ours is not None and ours != value:
+            raise ConfigError(
+                f"{name}={ours!r} ({merged.source(name)}) is not {where}: make them agree, set 'auto' there, or drop one"
+            )
+        values[name] = value
+    if not values:
+        return merged
+    sources = {**dict.fromkeys(values, merged.source(group)), **merged.sources}
+    return dataclasses.replace(merged, config=dataclasses.replace(merged.config, **values), sources=sources)
+
+
+def for_evaluation(merged: MergedConfig) -> MergedConfig:
+    """The settings without those that change the user's model and optimizer for training: workers will do that."""
+    config = dataclasses.replace(merged.config, lr_scaling="none", activation_checkpointing=False, compile=False)
+    return dataclasses.replace(merged, config=config)
+
+
+def joined(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, `strong` where they disagree; groups of options are joined too."""
+    both = dict(weak)
+    for name, value in strong.items():
+        old = both.get(name)
+        both[name] = {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return both
+
+
+def split_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """A plain dict from a sweep as (settings, other hyperparameters, warnings about near-misses)."""
+    known = DistributedConfig.__dataclass_fields__
+    fields: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    warnings = []
+    for name, value in values.items():
+        if name in SWEEP_ALIASES or name in known or name in ALIASES or name.partition(".")[0] in GROUPS:
+            fields[SWEEP_ALIASES.get(name, name)] = value
+        else:
+            others[name] = value
+            answer = answer_for(name) or ""
+            if close := f" ({answer})" if answer.startswith("use ") else nearest(name, known):
+                warnings.append(f"config has {name!r}, which is not a setting{close}: kept as a hyperparameter")
+    settings, notices = canonical(fields)
+    return settings, others, warnings + notices
+
+
+# ------------------------------------------------------------------ files
+
+
+def read_config_file(path: str | os.PathLike[str]) -> Typed:
+    """A YAML file of settings. One that a run wrote also says which values were flags, and its script.
+
+    Raises ConfigError with the file and the line, also for a wrong name or value.
+    """
+    content, lines = _read_yaml(Path(path))
+    sources = _popped(content, "sources", dict, path) or {}
+    script = _popped(content, "script", str, path)
+    arguments = _popped(content, "script_args", list, path) or []
+    content.pop("hyperparameters", None)
+    if sources:  # written by a run: what was a default then stays a default, what was a flag stays as strong
+        content = _only_typed(content, sources)
+    _check(content, lines, path)
+    settings, notices = canonical(content)
+    flags: dict[str, Any] = {}
+    for name in [name for name in settings if sources.get(name) == "flag" and name not in GROUPS]:
+        flags[name] = settings.pop(name)
+    for group in [name for name in settings if name in GROUPS]:
+        strong = {o: v for o, v in settings[group].items() if sources.get(f"{group}.{o}") == "flag"}
+        if strong:
+            flags[group] = strong
+    return Typed(settings, flags, tuple(notices), script, tuple(map(str, arguments)))
+
+
+def _check(content: Mapping[str, Any], lines: Mapping[str, int], path: str | os.PathLike[str]) -> None:
+    """Names and values one by one; what depends on several waits for the other layers."""
+    known = rules(DistributedConfig)
+    for name, value in content.items():
+        is_group = name in GROUPS and isinstance(value, Mapping)
+        for one, of_it in ((f"{name}.{o}", v) for o, v in value.items()) if is_group else ((name, value),):
+            try:
+                for field, checked in canonical({one: of_it}, written=in_file)[0].items():
+                    check_setting(field, checked, known[field], in_file)
+            except ConfigError as error:
+                where = f", line {lines[one]}" if one in lines else ""
+                raise ConfigError(f"config file {str(path)!r}{where}: {error}") from None
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the file says, and the line of each name; the options of a group have dotted names there."""
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(path.read_bytes())
+        node = loader.get_single_node()
+        lines = _lines(node, path)
+        content = None if node is None else loader.construct_document(node)
+    except OSError as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read ({error.strerror}): name another") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "no text"
+        raise ConfigError(
+            f"config file {str(path)!r}{where} is not YAML ({problem}): write 'name: value' lines"
+        ) from None
+    if content is None:
+        return {}, {}
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ConfigError(f"config file {str(path)!r} is not a mapping: write 'name: value' lines")
+    return content, lines
+
+
+def _lines(node: Any, path: Path, prefix: str = "") -> dict[str, int]:
+    """The line of each setting and option. YAML lets the last of two equal names win without a word: here an error."""
+    lines: dict[str, int] = {}
+    if getattr(node, "id", "") != "mapping":
+        return lines
+    for key, value in node.value:
+        if key.id != "scalar":
+            continue
+        name, line = prefix + key.value, key.start_mark.line + 1
+        if name in lines:
+            raise ConfigError(
+                f"config file {str(path)!r} has {key.value!r} in line {lines[name]} and again in line {line}: drop one"
+            )
+        lines[name] = line
+        if not prefix:
+            lines.update(_lines(value, path, f"{name}."))
+    return lines
+
+
+def _popped(content: dict[str, Any], name: str, kind: type, path: str | os.PathLike[str]) -> Any:
+    """What a run wrote beside the settings, taken out of `content`; None where it is not there."""
+    value = content.pop(name, None)
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"config file {str(path)!r}: {name}={value!r} is not as a run writes it: drop it")
+    return value
+
+
+def _only_typed(content: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+    """Not what was a default, and not what the script's loader and the batch equation will say again."""
+    return {name: value for name, value in content.items() if sources.get(name, "loader") not in ("loader", "derived")}
+
+
+def config_yaml(merged: MergedConfig, script: str | None = None, script_args: tuple[str, ...] = ()) -> str:
+    """The text of a run's config.yaml: every value with its source as a comment, readable again by --config."""
+    import yaml
+
+    def block(content: Mapping[str, Any]) -> str:
+        return yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=False, allow_unicode=True)
+
+    again = "python -m distributed.cli train --config THIS --run-dir NEW"
+    if script is None:  # a notebook's, or of `python -m`
+        again = 'Trainer(model, config="THIS")'
+    lines = [f"# The settings of this run. Start it again: {again}\n"]
+    if script is not None:
+        lines.append(block({"script": script, "script_args": list(script_args)}))
+    for name, value in merged.config.to_dict().items():
+        text = block({name: value}).rstrip("\n")
+        first, _, rest = text.partition("\n")
+        lines.append(f"{first}  # {merged.source(name)}\n" + (rest + "\n" if rest else ""))
+    if merged.hyperparameters:
+        lines.append(block({"hyperparameters": {k: _plain(v) for k, v in merged.hyperparameters.items()}}))
+    lines.append(block({"sources": dict(merged.sources)}))
+    return "".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)

@@ -1,0 +1,261 @@
+"""Settings of other trainers and launchers, each with the setting that serves here or the reason why there is none.
+
+A name of this table is answered with an error that names the fix. It is never accepted in the place of the setting.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from distributed.backends import LATER, REGISTRY
+from distributed.config.fields import Written, in_code
+
+_SETTING = re.compile(r"\{([a-z_.]+)(?:=(\w+))?\}")  # `{epochs}` or `{device=cpu}`, written as flag, in code or in YAML
+
+_VALIDATION = "not here, because validation runs after each epoch: pass a smaller val_data to fit()"
+_LOADER = "not here, because it is the loader's: DataLoader(num_workers=..., prefetch_factor=..., ...)"
+_OPTIMIZER = "not here, because it is the optimizer's: Trainer(optimizer=lambda params: torch.optim.AdamW(params, ...))"
+_SCHEDULE = (
+    "not here, because a schedule is an object: Trainer(scheduler=lambda optimizer: ...) in code; also {warmup_steps}"
+)
+_LOSS = "not here, because it is part of the loss: Trainer(loss_fn=...) in code"
+_OBJECT = "not here, because it is an object: pass it to Trainer(...) in code"
+_DATA = "not here, because data goes to trainer.fit(train_data, val_data) in code"
+_MODEL = "not here, because it is the model's: change the model in the script"
+_RUN_DIR = (
+    "the flag --run-dir of 'distributed train' names the run directory; {checkpoint_dir} says where checkpoints go"
+)
+_LOGS = "not here, because the output of every rank is in RUN/logs; --run-dir names the run directory"
+_ALWAYS = "not here, because it is always so: drop it"
+_RENDEZVOUS = "not here, because nodes meet at {master_addr} and {master_port}"
+_ORDER = (
+    "not here, because the Trainer gives each process its part of every global batch: drop it, or use {data.presharded}"
+)
+_LIMIT = "not here, because the data decides: pass a torch.utils.data.Subset to fit(); {max_steps} limits the updates"
+_SWITCH = "not here, because it is torch's own switch: set it at the top of the script"
+_NO_TPU = "not here, because TPUs are not supported"
+_NO_HUB = "not here, because nothing is uploaded: trainer.save('model.safetensors') writes the weights"
+_METHOD = "not here, because it is a call: use trainer.fit(), trainer.evaluate() or trainer.predict()"
+_RESUME = "use {resume_from_checkpoint}, or the flag --resume"
+_PRECISION = "use {mixed_precision=bf16} or {mixed_precision=fp16}; {dtype=float64} computes in double precision"
+_TRACKERS = (
+    "use {tensorboard} or {mlflow_tracking}; RUN/metrics.jsonl is always written, and other loggers are callbacks"
+)
+_PROCESSES = "use {nproc_per_node}, or {num_gpus} for GPUs over all nodes"
+_LATER = "that backend is not in this version, drop its options"
+
+
+def _same(answer: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, answer)
+
+
+# Lightning's Trainer
+_LIGHTNING = {
+    "accelerator": "use {device}",
+    "strategy": "use {backend}",
+    "devices": _PROCESSES,
+    "gpus": _PROCESSES,
+    "precision": _PRECISION,
+    "max_epochs": "use {epochs}",
+    "max_time": "not here, because a run is stopped from outside: SIGTERM ends it after a checkpoint; {max_steps} limits the updates",
+    "fast_dev_run": "use {max_steps=1}",
+    "accumulate_grad_batches": "use {gradient_accumulation_steps}",
+    "gradient_clip_val": "use {gradient_clipping}",
+    "gradient_clip_algorithm": "not here, because {gradient_clipping} is always by the global norm",
+    "default_root_dir": _RUN_DIR,
+    "ckpt_path": _RESUME,
+    "profiler": "use {profile}",
+    "detect_anomaly": "not here, because it is torch's own switch; {nan_policy} says what a NaN does",
+    "enable_checkpointing": "use {checkpoint_frequency}; the end of a run is always a checkpoint",
+    "sync_batchnorm": "not here, because it changes the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+    "auto_lr_find": "not here, because it is a call: use trainer.find_learning_rate()",
+    "auto_scale_batch_size": "not here, because it is a call: use trainer.find_batch_size()",
+    "inference_mode": _ALWAYS,
+    "plugins": "not here, because {backend} brings all that an engine needs",
+    "reload_dataloaders_every_n_epochs": "not here, because data is passed once: call trainer.fit() again with other data",
+    **_same(_TRACKERS, "logger", "loggers", "log_with", "report_to", "wandb", "wandb_project"),
+    **_same("not here, because a run ends after {epochs} or {max_steps} or by {early_stopping_patience}", "min_epochs", "min_steps"),
+    **_same(_LIMIT, "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"),
+    **_same(_VALIDATION, "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
+    **_same("use {verbose=false}", "enable_progress_bar", "enable_model_summary", "barebones"),
+    **_same(_SWITCH, "benchmark", "cudnn_benchmark"),
+    **_same(_ORDER, "use_distributed_sampler", "replace_sampler_ddp"),
+    "tpu_cores": _NO_TPU,
+}  # fmt: skip
+
+# Hugging Face's TrainingArguments
+_HUGGING_FACE = {
+    "overwrite_output_dir": "not here, because a run directory is never overwritten: name another with --run-dir, or add --resume",
+    "per_device_eval_batch_size": "not here, because it is the loader's: pass a DataLoader with its batch_size as val_data",
+    "num_train_epochs": "use {epochs}",
+    "max_train_steps": "use {max_steps}",
+    "max_grad_norm": "use {gradient_clipping}",
+    "warmup_ratio": "use {warmup_steps}, a number of updates",
+    "logging_dir": "use {tensorboard_dir}",
+    "save_strategy": "use {checkpoint_frequency} or {checkpoint_every_n_steps}",
+    "save_total_limit": "use {keep_latest_k}",
+    "metric_for_best_model": "use {monitor}",
+    "greater_is_better": "use {monitor_mode}",
+    "load_best_model_at_end": "not here, because the model keeps its last weights: {keep_best} keeps the best checkpoint",
+    "save_only_model": "not here, because a checkpoint is whole: trainer.save('model.safetensors') writes the weights alone",
+    "bf16": "use {mixed_precision=bf16}",
+    "fp16": "use {mixed_precision=fp16}",
+    "tf32": "not here, because it is torch's own switch: torch.set_float32_matmul_precision('high')",
+    "data_seed": "use {seed}",
+    "full_determinism": "use {deterministic}",
+    "auto_find_batch_size": "not here, because it is a call: use trainer.find_batch_size()",
+    "disable_tqdm": "use {verbose=false}",
+    "ignore_data_skip": "not here, because a resume goes on at the very sample",
+    "label_smoothing_factor": _LOSS,
+    "log_level": "not here, because it is Python's: logging.getLogger('distributed').setLevel(...)",
+    "local_rank": "not here, because the launcher says it in LOCAL_RANK",
+    "gradient_checkpointing_kwargs": "use {activation_checkpointing}",
+    "early_stopping_threshold": "not here, because any better value of {monitor} counts",
+    **_same("use {batch_size}", "per_device_train_batch_size", "per_gpu_train_batch_size", "device_train_microbatch_size"),
+    **_same("use {global_batch_size}", "train_batch_size", "total_batch_size", "split_batches"),
+    **_same(_RUN_DIR, "output_dir", "project_dir", "run_name", "save_folder", "storage_path", "run_dir"),
+    **_same("use {log_every_n_steps}", "logging_steps", "logging_strategy", "log_interval", "log_every", "logging_first_step"),
+    **_same("use {checkpoint_every_n_steps}", "save_steps", "checkpointing_steps", "save_every", "save_freq"),
+    **_same(_VALIDATION, "eval_steps", "eval_strategy", "evaluation_strategy", "eval_interval", "eval_every", "eval_delay", "eval_on_start"),
+    **_same(_METHOD, "do_train", "do_eval", "do_predict", "predict_with_generate"),
+    **_same(_SCHEDULE, "lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler"),
+    **_same(_OPTIMIZER, "optim", "optim_args", "adafactor", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "momentum"),
+    **_same("use {device=cpu}", "use_cpu", "no_cuda", "cpu"),
+    **_same(_ALWAYS, "save_safetensors", "average_tokens_across_devices",
+        "bf16_full_eval", "fp16_full_eval", "eval_accumulation_steps"),
+    **_same(
+        _LOADER, "num_workers", "workers", "prefetch", "prefetch_factor", "pin_memory", "persistent_workers",
+        "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "dataloader_persistent_workers",
+        "dataloader_drop_last", "drop_last", "max_queue_size", "use_multiprocessing", "dataloader_config",
+    ),
+    **_same(
+        "not here, because the order is the loader's: pass a batch_sampler to the DataLoader",
+        "group_by_length", "length_column_name",
+    ),
+    **_same(_NO_HUB, "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
+    **_same(_MODEL, "neftune_noise_alpha", "remove_unused_columns", "label_names"),
+    **_same(_NO_TPU, "tpu_num_cores", "tpu_name"),
+}  # fmt: skip
+
+# Accelerate's Accelerator and `accelerate launch`
+_ACCELERATE = {
+    "num_processes": "use {nproc_per_node}, processes of one node",
+    "num_machines": "use {num_nodes}",
+    "machine_rank": "use {node_rank}",
+    "main_process_ip": "use {master_addr}",
+    "main_process_port": "use {master_port}",
+    "even_batches": "not here, because the last batch is short, never padded",
+    "step_scheduler_with_optimizer": "use {scheduler_interval}",
+    "distributed_type": "use {backend}",
+    **_same(_ORDER, "dispatch_batches", "use_seedable_sampler"),
+    **_same(_PROCESSES, "multi_gpu", "gpu_ids"),
+    **_same("use {compile}", "dynamo_backend", "torch_compile", "torch_compile_backend", "torch_compile_mode", "jit_compile"),
+    **_same(_ALWAYS, "rng_types", "device_placement"),
+}  # fmt: skip
+
+# Keras's fit and compile, and its callbacks
+_KERAS = {
+    "loss": _LOSS,
+    "validation_split": "not here, because data goes to trainer.fit(train_data, val_data): split it with torch.utils.data.random_split",
+    "steps_per_epoch": "use {max_steps}; an epoch is one pass over the data",
+    "initial_epoch": _RESUME,
+    "clipvalue": "not here, because {gradient_clipping} is always by the global norm",
+    "auto_scale_loss": "use {mixed_precision=fp16}, which scales the loss; {scaler_init_scale} is the first scale",
+    "patience": "use {early_stopping_patience}",
+    "early_stopping": "use {early_stopping_patience}",
+    "min_delta": "not here, because any better value of {monitor} counts",
+    "restore_best_weights": "not here, because the model keeps its last weights: {keep_best} keeps the best checkpoint",
+    "save_best_only": "use {keep_best} and {keep_latest_k}",
+    "mode": "use {monitor_mode}",
+    "weighted_metrics": "not here, because a metric may return (sum, count): Trainer(metrics=...) in code",
+    **_same("use {gradient_clipping}", "clipnorm", "global_clipnorm", "clip_grad_norm", "grad_clip", "grad_clip_norm", "max_norm"),
+    **_same(_DATA, "validation_data", "train_data", "val_data",
+        "train_dataloader", "train_dataloaders", "val_dataloaders", "eval_dataloader", "train_dataset", "eval_dataset"),
+    **_same(_VALIDATION, "validation_freq", "validation_steps", "validation_batch_size"),
+    **_same(_LOSS, "class_weight", "sample_weight", "loss_weights"),
+    "steps_per_execution": "not here, because an update is one step: drop it",
+    "run_eagerly": "not here, because nothing is compiled unless {compile} is set: drop it",
+    **_same(_OBJECT, "model", "optimizer", "optimizers", "scheduler", "schedulers", "loss_fn", "training_step", "metrics", "callbacks"),
+}  # fmt: skip
+
+# Ray's ScalingConfig, RunConfig and what they hold
+_RAY = {
+    "use_gpu": "use {num_gpus}",
+    "placement_strategy": "not here, because Ray's own default is used",
+    "failure_config": "use {max_restarts}",
+    "max_failures": "use {max_restarts}",
+    "checkpoint_config": "use {keep_latest_k} and {checkpoint_frequency}",
+    "num_to_keep": "use {keep_latest_k}",
+    "checkpoint_score_attribute": "use {monitor}",
+    "checkpoint_score_order": "use {monitor_mode}",
+    "stop": "use {max_steps}, {epochs} or {early_stopping_patience}",
+    "log_to_file": _LOGS,
+}
+
+# Composer's Trainer
+_COMPOSER = {
+    "max_duration": "use {epochs} or {max_steps}",
+    "grad_accum": "use {gradient_accumulation_steps}",
+    "algorithms": "not here, because they are callbacks: Trainer(callbacks=[...]) in code",
+    "save_num_checkpoints_to_keep": "use {keep_latest_k}",
+    "dist_timeout": "use {timeout_s}",
+    "progress_bar": "use {verbose}",
+    "step_schedulers_every_batch": "use {scheduler_interval}",
+    "train_subset_num_batches": _LIMIT,
+    **_same(_RESUME, "load_path", "autoresume", "resume", "checkpoint", "ckpt"),
+}
+
+# torchrun and other launchers
+_TORCHRUN = {
+    "nnodes": "use {num_nodes}",
+    "nodes": "use {num_nodes}",
+    "standalone": "not here, because one node needs no meeting point: drop it",
+    "hosts": "not here, because each node is started by itself: use {num_nodes}, {node_rank} and {master_addr}",
+    "rank": "'train --world-size N --rank R' makes a command one worker of N; {node_rank} numbers a machine",
+    "role": "not here, because there is one role",
+    "module": "not here, because --script FILE names the script",
+    "start_method": "not here, because workers are always forked from a process that has imported the engine",
+    **_same("use {nproc_per_node}", "nproc", "np", "n_procs", "nprocs", "n_gpu"),
+    **_same(_RENDEZVOUS, "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr"),
+    **_same(_LOGS, "log_dir", "redirects", "tee"),
+}  # fmt: skip
+
+# Names that scripts give their own arguments
+_SCRIPTS = {
+    "lr": "use {learning_rate}",
+    "init_method": _RENDEZVOUS,
+    **_same("use {epochs}", "num_epochs", "n_epochs", "nb_epochs"),
+    **_same("use {batch_size}", "bs", "batch", "minibatch_size"),
+    **_same("use {seed}", "random_seed", "random_state", "manual_seed"),
+    **_same("use {communication_backend}", "dist_backend", "distributed_backend", "process_group_backend"),
+    **_same(_PRECISION, "amp", "use_amp", "half", "torch_dtype", "amp_level", "amp_backend", "half_precision_backend"),
+    **_same(_OPTIMIZER, "wd"),
+}
+
+# name -> the answer; `{setting}` and `{setting=value}` stand for settings of ours
+PEERS: Mapping[str, str] = {
+    **_LIGHTNING, **_HUGGING_FACE, **_ACCELERATE, **_KERAS, **_RAY, **_COMPOSER, **_TORCHRUN, **_SCRIPTS,
+    **{name: answer for row in REGISTRY.values() for name, answer in row.peers.items()},
+    **dict.fromkeys(LATER, _LATER),
+}  # fmt: skip
+
+
+def settings_in(answer: str) -> list[tuple[str, str | None]]:
+    """The settings that an answer of PEERS names, each with its value or None."""
+    return [(name, value or None) for name, value in _SETTING.findall(answer)]
+
+
+def answer_for(name: str, written: Written = in_code) -> str | None:
+    """What serves here in the place of the setting `name` of another tool; None for a name that no tool has."""
+    answer = PEERS.get(name.replace("-", "_"))
+    return answer and _SETTING.sub(lambda found: written(found[1], _value(found[2])), answer)
+
+
+def _value(text: str | None) -> Any:
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,194 @@
+"""The arithmetic of a run: how many processes on which devices, and how a global batch is made of smaller ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from distributed.backends import backend_row, default_backend, one_process_reason, require_installed
+from distributed.config.gpus import visible_gpus
+from distributed.config.merging import MergedConfig
+from distributed.config.settings import DistributedConfig
+from distributed.errors import ConfigError, ResourceError
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessPlan:
+    """Processes of a run. `world_size = num_nodes x nproc_per_node`."""
+
+    num_nodes: int
+    nproc_per_node: int
+    device: str  # "cpu" or "cuda"
+    backend: str
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.nproc_per_node
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
+    """The batch equation: `global_batch_size = batch_size x gradient_accumulation_steps x data_parallel_size`.
+
+    When `global_batch_size` does not divide, it is cut into slices that differ by at most one sample and
+    `batch_size` is the largest slice.
+    """
+
+    batch_size: int
+    gradient_accumulation_steps: int
+    data_parallel_size: int
+    global_batch_size: int
+
+    def __str__(self) -> str:
+        product = self.batch_size * self.gradient_accumulation_steps * self.data_parallel_size
+        sign = "=" if product == self.global_batch_size else "<="
+        return (
+            f"global_batch_size {self.global_batch_size} {sign} batch_size {self.batch_size}"
+            f" x gradient_accumulation_steps {self.gradient_accumulation_steps}"
+            f" x data_parallel_size {self.data_parallel_size}"
+        )
+
+
+def starting_line(plan: ProcessPlan, *, is_chosen: bool = True) -> str:
+    """What starts now and what of it takes long. The backend is left out where nobody chose it: the script still may."""
+    workers = f"starting {plan.nproc_per_node} worker{'s' * (plan.nproc_per_node > 1)}"
+    if not is_chosen:
+        return f"{workers} ({plan.device})"
+    note = backend_row(plan.backend).start_note
+    return f"{workers} ({plan.backend}, {plan.device})" + (f": {note}" if note else "")
+
+
+def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | None = None) -> ProcessPlan:
+    """Processes, device and backend out of the resource settings. Arithmetic first, then what the machine has."""
+    nodes = config.num_nodes
+    per_node, gpus = config.nproc_per_node, config.gpus_per_node
+    if gpus == 0 and config.num_gpus:
+        raise ConfigError(f"num_gpus={config.num_gpus} contradicts gpus_per_node=0: drop one of them")
+    if gpus and per_node is not None and per_node != gpus:
+        raise ConfigError(
+            f"nproc_per_node={per_node} is not gpus_per_node={gpus}: one process drives one GPU, set one of them"
+        )
+    if config.num_gpus:
+        each = gpus or per_node
+        if each is not None and config.num_gpus != nodes * each:
+            word = "gpus_per_node" if gpus else "nproc_per_node"
+            raise ConfigError(
+                f"num_gpus={config.num_gpus} is not num_nodes={nodes} x {word}={each}: set num_gpus={nodes * each} or drop it"
+            )
+        if config.num_gpus % nodes:
+            raise ConfigError(
+                f"num_gpus={config.num_gpus} does not divide over num_nodes={nodes}: set a multiple of {nodes}"
+            )
+        gpus = config.num_gpus // nodes
+    if gpus and config.device == "cpu":
+        raise ConfigError(
+            f"device='cpu' contradicts {gpus} GPUs per node: drop one of them, or use nproc_per_node={gpus} for CPU processes"
+        )
+    visible = -1
+    if gpus or config.device == "cuda" or (config.device is None and config.num_gpus is None and gpus is None):
+        visible = (count_gpus or visible_gpus)()
+    wants_gpu = bool(gpus) or config.device == "cuda"
+    wanted = 1 if not gpus and _may_share(config) else gpus or per_node or 1
+    if wants_gpu and visible < wanted:
+        have = "no GPU" if visible == 0 else f"{visible} GPU{'s' * (visible > 1)}"
+        raise ResourceError(
+            f"{wanted} GPU{'s' * (wanted > 1)} per node asked for, but this machine shows {have}:"
+            f" use {_flags_for_cpus(config, wanted)} for CPU processes with gloo"
+        )
+    if wants_gpu:
+        device, processes = "cuda", gpus or per_node or visible
+    elif visible > 0:
+        device, processes = "cuda", per_node or visible
+        if processes > visible:
+            raise ResourceError(
+                f"nproc_per_node={processes} needs {processes} GPUs, but this machine shows {visible}: add --device cpu for CPU processes,"
+                " or --device cuda --communication-backend gloo for processes that share a GPU"
+            )
+    else:
+        device, processes = "cpu", per_node or 1
+    return ProcessPlan(nodes, processes, device, choose_backend(config, nodes * processes))
+
+
+def _may_share(config: DistributedConfig) -> bool:
+    """Whether several processes may train on one GPU: NCCL refuses that, so gloo has to be asked for by name, and GPUs too."""
+    row = backend_row(config.backend or default_backend(2))
+    return row.shares_gpus and config.device == "cuda" and config.communication_backend == "gloo"
+
+
+def _flags_for_cpus(config: DistributedConfig, processes: int) -> str:
+    """What to type for `processes` CPU processes per node where GPUs were asked for, in the script too."""
+    flags = ["--device cpu"] if config.device == "cuda" else []
+    flags += [f"--{name.replace('_', '-')} 0" for name in ("num_gpus", "gpus_per_node") if getattr(config, name)]
+    if config.nproc_per_node is None and processes > 1:
+        flags.append(f"--nproc-per-node {processes}")
+    return " ".join(flags)
+
+
+def choose_backend(config: DistributedConfig, world_size: int) -> str:
+    """The backend of `world_size` processes. ConfigError where the chosen one cannot run that many."""
+    backend = config.backend or default_backend(world_size)
+    if config.backend is not None:
+        require_installed(backend_row(backend))
+    if backend_row(backend).single_process and world_size > 1:
+        raise ConfigError(f"backend={backend!r} does not work with {world_size} processes: {one_process_reason()}")
+    return backend
+
+
+def mixed_precision(config: DistributedConfig, device: str) -> str:
+    """ "no", "fp16" or "bf16": what `mixed_precision` means on `device`. ConfigError where `dtype` says another."""
+    meant = str(config.mixed_precision)
+    if isinstance(config.mixed_precision, bool):
+        usual = "fp16" if device == "cuda" else "bf16"
+        meant = usual if config.mixed_precision else "no"
+    if meant != "no" and config.dtype == "float64":
+        raise ConfigError(f"mixed_precision={meant!r} contradicts dtype='float64': set mixed_precision='no'")
+    return meant
+
+
+def plan_batch(merged: MergedConfig, data_parallel_size: int, loader_batch_size: int | None = None) -> BatchPlan:
+    """Solve the batch equation. ConfigError with the numbers where the given values do not agree.
+
+    `loader_batch_size` is the training loader's own, or None where it has none worth counting (DataLoader's default of 1).
+    It counts as set in code: stronger than a file; a flag, a sweep's value or a `global_batch_size` overrides it, and
+    another `batch_size` in code is an error.
+    """
+    config, n = merged.config, data_parallel_size
+    batch = config.batch_size if merged.is_typed("batch_size") else None
+    total = config.global_batch_size
+    steps = config.gradient_accumulation_steps if merged.is_typed("gradient_accumulation_steps") else None
+    if loader_batch_size is not None:
+        if merged.source("batch_size") == "code" and batch != loader_batch_size:
+            raise ConfigError(
+                f"batch_size={batch} in Trainer is not the loader's batch_size={loader_batch_size}: drop one of them"
+            )
+        if total is None and merged.source("batch_size") not in ("sweep", "flag"):
+            batch = loader_batch_size
+    if total is None:
+        batch, steps = batch or config.batch_size, steps or 1
+        return BatchPlan(batch, steps, n, batch * steps * n)
+    if batch is not None and steps is not None and batch != -(-total // (steps * n)):  # the largest slice
+        raise ConfigError(
+            f"global_batch_size={total} is not batch_size={batch} x gradient_accumulation_steps={steps}"
+            f" x data_parallel_size={n} = {batch * steps * n}: drop one of the three"
+        )
+    if batch is not None and steps is None:
+        if total % (batch * n):
+            raise ConfigError(
+                f"global_batch_size={total} is not a multiple of batch_size={batch} x data_parallel_size={n} = {batch * n}:"
+                f" set global_batch_size={-(-total // (batch * n)) * batch * n} or drop batch_size"
+            )
+        steps = total // (batch * n)
+    steps = steps or 1
+    return BatchPlan(-(-total // (steps * n)), steps, n, total)
+
+
+def in_effect(merged: MergedConfig, batch: BatchPlan, loader_batch_size: int | None = None) -> MergedConfig:
+    """`merged` with the numbers of the batch equation that the run uses, for its config.yaml."""
+    sources = dict(merged.sources)
+    for name in ("batch_size", "gradient_accumulation_steps", "global_batch_size"):
+        if getattr(batch, name) != getattr(merged.config, name):
+            sources[name] = "derived"
+    if batch.batch_size == loader_batch_size and merged.source("batch_size") in ("default", "file"):
+        sources["batch_size"] = "loader"
+    numbers = {name: value for name, value in dataclasses.asdict(batch).items() if name in sources}
+    return dataclasses.replace(merged, config=dataclasses.replace(merged.config, **numbers), sources=sources)

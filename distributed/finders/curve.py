@@ -1,0 +1,115 @@
+"""LearningRateCurve: the loss while the learning rate rose, and the rate that it suggests.
+
+The range test is Smith's ("Cyclical Learning Rates for Training Neural Networks", arXiv 1506.01186, section 3.3); taking the rate
+at which the loss falls steepest is what fastai and Lightning make of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from distributed.errors import ConfigError
+
+_FACTOR = 3.0  # a loss above the best one by so many times that has diverged: four times the best, where it is positive
+_DECAY = 0.9  # of the running mean that says so
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRateCurve:
+    """What `Trainer.find_learning_rate` found: the loss of each update, and the rate it was made at.
+
+    `rates` are values of the setting `learning_rate`: before `lr_scaling`.
+    """
+
+    rates: list[float]
+    losses: list[float]
+    num_steps: int  # updates asked for: fewer were made where the loss diverged
+
+    @property
+    def suggestion(self) -> float:
+        """The rate at which the loss falls steepest over the logarithm of the rate, up to where it is lowest.
+
+        Raises ConfigError where the loss never falls by more than its noise.
+        """
+        half = self._half_window
+        lines = self.lines
+        if not self.losses:
+            raise ConfigError(
+                "the loss is no number at the first update, before any rate had an effect: look at the model, the loss and the data"
+            )
+        if len(lines) <= half:
+            raise ConfigError(
+                f"the loss diverged after {len(self.losses)} updates, at rate {self.rates[-1]:.3g}: lower min_rate"
+            )
+        lowest = min(range(len(lines)), key=lambda i: lines[i].mean)
+        falling = lines[: lowest + 1]  # what rises behind it is no noise
+        # By a few times what the mean of a window deviates by chance.
+        noise = math.sqrt(sum(line.variance for line in falling) / len(falling) / (2 * half + 1))
+        steepest = min(range(len(falling)), key=lambda i: falling[i].slope)
+        if lines[0].mean - lines[lowest].mean <= 5 * noise or lines[steepest].slope >= 0:
+            raise ConfigError(
+                f"the loss falls nowhere between the rates {self.rates[0]:.3g} and {self.rates[-1]:.3g}:"
+                " search wider (min_rate, max_rate), longer (num_steps), or with a larger batch"
+            )
+        return self.rates[steepest + half]
+
+    @property
+    def lines(self) -> list[Line]:
+        """A straight line through the losses around each update, for those with enough of them on both sides."""
+        width = 2 * self._half_window + 1
+        return [fit_line(self.losses[i : i + width]) for i in range(len(self.losses) - width + 1)]
+
+    @property
+    def smoothed_rates(self) -> list[float]:
+        """The rates in the middle of `lines`."""
+        return self.rates[self._half_window : len(self.rates) - self._half_window]
+
+    @property
+    def _half_window(self) -> int:
+        return max(2, self.num_steps // 20)
+
+    def plot(self, path: str | None = None) -> Any:
+        """The losses over the rates as a matplotlib figure, saved to `path` when given. Needs matplotlib."""
+        from distributed.report.plotting import plot_learning_rates
+
+        return plot_learning_rates(self, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Through some losses by least squares."""
+
+    mean: float
+    slope: float  # per update, and so per step of the rate's logarithm
+    variance: float  # of what lies beside it
+
+
+def fit_line(losses: Sequence[float]) -> Line:
+    """The line through an odd number of losses, one per update."""
+    half = len(losses) // 2
+    mean = math.fsum(losses) / len(losses)
+    places = range(-half, half + 1)
+    slope = math.fsum(i * loss for i, loss in zip(places, losses, strict=True)) / sum(i * i for i in places)
+    rest = math.fsum((loss - mean - slope * i) ** 2 for i, loss in zip(places, losses, strict=True))
+    return Line(mean, slope, rest / (len(losses) - 2))
+
+
+class Divergence:
+    """Tells when the running mean of a loss is far above its best."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+        self._best = math.inf
+
+    def add(self, loss: float) -> bool:
+        """Whether the loss has diverged with this one."""
+        if not math.isfinite(loss):
+            return True
+        self._sum = _DECAY * self._sum + (1 - _DECAY) * loss
+        self._weight = _DECAY * self._weight + (1 - _DECAY)
+        mean = self._sum / self._weight
+        self._best = min(self._best, mean)
+        return mean > self._best + _FACTOR * abs(self._best)

@@ -1,0 +1,217 @@
+"""Searches a learning rate: a short fit of a copy of a trainer, while a warm-up takes the rate over the whole range."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import json
+import math
+import numbers
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed.backends import make_backend
+from distributed.backends.base import Job
+from distributed.callbacks import Callback
+from distributed.checkpoints.durable import replace_text
+from distributed.config.fields import rules
+from distributed.config.merging import Typed
+from distributed.config.settings import CHECKPOINTS, MONITORING, DistributedConfig
+from distributed.errors import ConfigError
+from distributed.finders.curve import Divergence, LearningRateCurve
+from distributed.training.files import is_trial_again
+
+if TYPE_CHECKING:
+    from distributed.state import TrainState
+    from distributed.trainer import Trainer
+
+_LEAST_STEPS = 20
+_DIVERGED = "diverged"
+_FILE = "curve.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Which rates to try, in how many updates."""
+
+    min_rate: float
+    max_rate: float
+    num_steps: int
+
+    def checked(self) -> Request:
+        """The same in Python's own numbers. ConfigError for what is no range."""
+        for name in ("min_rate", "max_rate"):
+            if not _is_number(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is no rate: give a number above 0, such as 1e-7")
+        if self.min_rate >= self.max_rate:
+            raise ConfigError(f"min_rate={self.min_rate:g} is not below max_rate={self.max_rate:g}: lower min_rate")
+        if not isinstance(self.num_steps, numbers.Integral) or self.num_steps < _LEAST_STEPS:
+            raise ConfigError(
+                f"num_steps={self.num_steps!r} is too few for a curve: give a whole number, at least {_LEAST_STEPS}"
+            )
+        return Request(float(self.min_rate), float(self.max_rate), int(self.num_steps))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the fit that tries them: the last update is the first one after the warm-up."""
+        return {
+            "learning_rate": self.max_rate, "warmup_start": self.min_rate / self.max_rate, "warmup_steps": self.num_steps - 1,
+            "max_steps": self.num_steps, "epochs": self.num_steps, "nan_policy": "skip", "checkpoint_frequency": None,
+            "log_every_n_steps": 1, "verbose": False,
+        }  # fmt: skip
+
+    def curve(self, losses: list[float]) -> LearningRateCurve:
+        """`losses` of the first updates with their rates."""
+        ratio = self.min_rate / self.max_rate
+        rates = [self.max_rate * ratio ** (1 - i / (self.num_steps - 1)) for i in range(len(losses))]
+        return LearningRateCurve(rates, losses, self.num_steps)
+
+
+class LossRecorder(Callback):
+    """Keeps the loss of each update, and ends the fit when that diverges."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self._divergence = Divergence()
+        self._is_over = False
+
+    def on_train_start(self, state: TrainState) -> None:
+        if self._is_over:  # before a restart
+            self.context.stop(_DIVERGED)
+
+    def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
+        loss = metrics["loss"]
+        if math.isfinite(loss):
+            self.losses.append(loss)
+        if self._divergence.add(loss):
+            self._is_over = True
+            self.context.stop(_DIVERGED)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses, "is_over": self._is_over}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.losses, self._is_over = list(state["losses"]), state["is_over"]
+
+
+def find_learning_rate(trainer: Trainer, train_data: Any, request: Request) -> LearningRateCurve:
+    """What `Trainer.find_learning_rate` says. All ranks."""
+    request = request.checked()
+    check_unused(trainer, "find_learning_rate()")
+    if isinstance(trainer.merged.config.resume_from_checkpoint, str):
+        raise ConfigError(
+            f"resume_from_checkpoint={trainer.merged.config.resume_from_checkpoint!r} gives fit() other weights than"
+            " find_learning_rate() starts from: search without it, with a model that has those weights"
+        )
+    try:
+        return request.curve(_losses(trainer, train_data, request))
+    finally:
+        gc.collect()  # the copy: what holds it goes round in circles, and the fit that follows needs its memory
+
+
+def _losses(trainer: Trainer, train_data: Any, request: Request) -> list[float]:
+    recorder = LossRecorder()
+    search = search_of(trainer, request.settings, job=_copied_job(trainer.job), callbacks=[recorder])
+    directory, on_main, goes_on = _place(search, trainer)
+    losses: list[float] | None = on_main(lambda: _begin(directory, request, goes_on=goes_on))
+    if losses is None:
+        search.fit(train_data)
+        losses = recorder.losses
+        on_main(lambda: _finish(directory, request, recorder.losses))
+    return losses
+
+
+def _place(search: Trainer, trainer: Trainer) -> tuple[Path, Callable[[Callable[[], Any]], Any], bool]:
+    """The directory of the search, what runs an action on the main process alone, and whether this repeats an earlier attempt."""
+    if search._is_fit_in_workers:
+        from distributed.training.remote import take_dir
+
+        search.search_dir = take_dir(is_search=True)
+        return search.search_dir, lambda action: action(), is_trial_again()
+    files = search._open_session().files
+    return files.directory, files.on_main, files.wants_resume(trainer.merged)
+
+
+def _begin(directory: Path, request: Request, *, goes_on: bool) -> list[float] | None:
+    """What an earlier attempt at this run found with the same request; else room for a search. Main process."""
+    if goes_on:
+        try:
+            kept = json.loads((directory / _FILE).read_text())
+        except (OSError, ValueError):
+            kept = {}
+        if kept.get("request") == dataclasses.asdict(request):
+            losses: list[float] = kept["losses"]
+            return losses
+    if (directory / "config.yaml").exists():  # of an attempt that did not come to its end
+        shutil.rmtree(directory)
+    return None
+
+
+def _finish(directory: Path, request: Request, losses: list[float]) -> None:
+    """Keep the curve, and no weights of the copy. Main process."""
+    replace_text(directory / _FILE, json.dumps({"request": dataclasses.asdict(request), "losses": losses}))
+    shutil.rmtree(directory / "checkpoints", ignore_errors=True)
+
+
+def search_of(
+    trainer: Trainer, given: Mapping[str, Any], *, job: Job, callbacks: Sequence[Callback] = (), **sweep: Any
+) -> Trainer:
+    """A trainer of `job` with the settings of `trainer` but for `given` and what is only for the user's own fit: its
+    checkpoints, loggers, schedule and callbacks. `sweep`: settings that are stronger than what a DataLoader says."""
+    search = copy.copy(trainer)
+    search.is_search = True
+    search.job, search.callbacks = job, list(callbacks)
+    dropped = {name for name, rule in rules(DistributedConfig).items() if rule.group in (MONITORING, CHECKPOINTS)}
+    dropped |= {*given, *sweep, "monitor", "monitor_mode", "early_stopping_patience", "scheduler_interval"}
+    search._typed = _without(trainer._typed, dropped)
+    search._sweep = {**_kept(trainer._sweep, dropped), **sweep}
+    search._code = {**_kept(trainer._code, dropped), **given}
+    search.merged = search._merge({})
+    search.backend = make_backend(search.merged, search.plan)
+    return search
+
+
+def check_unused(trainer: Trainer, call: str) -> None:
+    """ConfigError where `trainer` has trained already, or has begun to."""
+    if trainer._session is not None or trainer._remote is not None:
+        raise ConfigError(
+            f"{call} trains a copy of the model as it was given, and this trainer has used it already:"
+            " call it before fit, evaluate, predict and save, or of a new Trainer"
+        )
+
+
+def _kept(settings: Mapping[str, Any], dropped: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in dropped}
+
+
+def _without(typed: Typed, dropped: set[str]) -> Typed:
+    return dataclasses.replace(typed, file=_kept(typed.file, dropped), flag=_kept(typed.flag, dropped), notices=())
+
+
+def _copied_job(job: Job) -> Job:
+    """Model, optimizer, loss and metrics, which go on belonging together; a factory is called anew."""
+    from distributed.backends._keras.portable import remade
+
+    memo: dict[int, Any] = {}
+    drawn = random.getstate()  # making a Keras layer draws from it
+    try:
+        for part in (job.model, job.optimizer, job.loss_fn, *job.metrics.values()):
+            if (again := remade(part)) is not None:
+                memo[id(part)] = again
+        return copy.deepcopy(dataclasses.replace(job, scheduler=None), memo)
+    except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"the model cannot be copied for the search ({reason}): pass a function that makes it, Trainer(make_model), and a"
+            " factory of the optimizer"
+        ) from error
+    finally:
+        random.setstate(drawn)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < float(value) < math.inf

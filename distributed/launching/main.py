@@ -1,0 +1,37 @@
+"""The launcher process of a plain script or a notebook: `python main.py REQUEST PARENT`; - is standard input.
+
+Run by its path, not with -m: nothing of the caller's working directory is on the path before the request says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Launch what the request says and leave with its exit code."""
+    from distributed.errors import DistributedError
+    from distributed.launching.request import LaunchRequest, launch
+    from distributed.runs.processes import die_with_parent
+
+    die_with_parent(int(sys.argv[2]))
+    try:
+        code = launch(LaunchRequest.from_json(_request_text(sys.argv[1])))
+    except DistributedError as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = error.exit_code
+    sys.exit(code)
+
+
+def _request_text(name: str) -> str:
+    if name == "-":
+        return sys.stdin.read()
+    with open(name, encoding="utf-8") as file:
+        return file.read()
+
+
+if __name__ == "__main__":
+    # sys.path[0] is this directory, whose files would hide others: the one above the package is what is meant.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    main()

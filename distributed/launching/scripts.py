@@ -1,0 +1,201 @@
+"""Starts the workers of a script that need not use `Trainer`: from Python, and as `python -m distributed.launcher`."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from distributed.config.merging import Typed
+from distributed.config.settings import DistributedConfig
+from distributed.errors import ConfigError, DistributedError, nearest
+from distributed.launching.request import pass_over_stale_rank, start_launcher, worker_environment
+
+# LaunchConfig's names that are not the settings' own
+_SETTINGS = {"nnodes": "num_nodes", "backend": "communication_backend"}
+_DEFAULT_PORT = 29500  # of several nodes, as torchrun's; one node takes a free port
+_USAGE = """\
+usage: python -m distributed.launcher SCRIPT [flags] [SCRIPT ARGUMENTS]
+
+Starts SCRIPT on every process, in the environment that torchrun gives.
+The flags may stand before and after SCRIPT; what follows -- is the script's.
+
+  --nproc_per_node N    processes of each node (default: one per visible GPU, else 1)
+  --nnodes N            machines (default: 1)
+  --node_rank N         this machine's number (default: 0)
+  --master_addr HOST    host of node 0 (default: localhost)
+  --master_port PORT    port of node 0 (default: a free one; 29500 on several nodes)
+  --backend NAME        transport: nccl, gloo or mpi (default: nccl on GPUs, else gloo)
+  --device NAME         cuda or cpu (default: cuda where there is one)
+  --max_restarts N      restarts after a worker was killed (default: 3)
+  --monitor_interval S  seconds between two looks at the workers (default: 0.1)
+  --start_timeout S     seconds all workers may take to join (default: 600)
+  --run_dir DIR         where the run's files go (default: runs/SCRIPT-TIME-ID)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """Processes to start: how many, where they meet, and what happens when one dies. None: as `distributed train` says.
+
+    Args:
+        nproc_per_node: processes of each node; None means one per visible GPU, else one.
+        nnodes, node_rank: machines in all, and this one's number from 0.
+        master_addr, master_port: where the nodes meet; None means a free port, and 29500 with several nodes.
+        backend: the transport, nccl, gloo or mpi; stronger than what the script gives to `init_process_group`.
+        device: "cuda" or "cpu"; None means cuda where there is one, and cpu with gloo.
+        max_restarts: restarts after a worker was killed.
+        monitor_interval: seconds between two looks at the workers.
+        start_timeout: seconds all workers may take to join.
+        run_dir: where the logs and events of the run go; None means a new directory under runs/.
+
+    Raises ConfigError for a value that is wrong.
+    """
+
+    nproc_per_node: int | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "localhost"
+    master_port: int | None = None
+    backend: str | None = None
+    device: str | None = None
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    start_timeout: float = 600.0
+    run_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        DistributedConfig(**self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """These values as settings of DistributedConfig; what is None or the default is left out."""
+        given = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "run_dir" and getattr(self, field.name) != field.default
+        }
+        if self.backend == "gloo" and self.device is None:
+            given["device"] = "cpu"
+        if self.nnodes != 1 and self.master_port is None:
+            given["master_port"] = _DEFAULT_PORT
+        return {_SETTINGS.get(name, name): value for name, value in given.items()}
+
+
+class DistributedLauncher:
+    """Launches scripts as `config` says. Each worker finds the environment that torchrun gives."""
+
+    def __init__(self, config: LaunchConfig | None = None) -> None:
+        self.config = config if config is not None else LaunchConfig()
+
+    def launch(self, script: str | os.PathLike[str], *script_args: str | float | os.PathLike[str]) -> int:
+        """Run `script` with `script_args` on this node's processes until they end; returns the exit code.
+
+        Numbers and paths among `script_args` reach the script as their text.
+        0: done; 1: the script failed, and its own error was printed; else as `distributed train`. Works from notebooks and
+        threads, as the workers are children of a process of their own. Raises ConfigError or ResourceError before
+        anything starts, also in a process that is itself a worker.
+        """
+        from distributed.cli.start import launch_request
+
+        asked = self.config.nproc_per_node or 1  # a call of launch() is a request to launch
+        found = worker_environment(nproc_per_node=asked, num_nodes=self.config.nnodes)
+        if found is not None:
+            raise ConfigError(
+                f"launch({script!r}) in a process that already is rank {found.rank} of {found.world_size}: call it from a"
+                " process that no launcher started"
+            )
+        typed = _typed(self.config, script, script_args)
+        if (line := pass_over_stale_rank(dict(os.environ), nproc_per_node=asked)) is not None:
+            typed = dataclasses.replace(typed, notices=(line,))
+        return start_launcher(launch_request(typed, self.config.run_dir))
+
+
+def launch_distributed_training(
+    script: str | os.PathLike[str], *script_args: str | float | os.PathLike[str], **settings: Any
+) -> int:
+    """Run `script` with `script_args` on the processes that `settings` describe (those of LaunchConfig).
+
+    Returns the exit code, as `DistributedLauncher.launch`, and raises the same.
+    """
+    known = [field.name for field in dataclasses.fields(LaunchConfig)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"{name}={settings[name]!r} is not a setting of LaunchConfig{nearest(name, known)}")
+    return DistributedLauncher(LaunchConfig(**settings)).launch(script, *script_args)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m distributed.launcher`: runs the workers from this process; returns the exit code."""
+    from distributed.cli.start import start
+    from distributed.cli.train import flags_of
+
+    if not arguments or "--help" in arguments[:1] or "-h" in arguments[:1]:
+        sys.stdout.write(_USAGE)
+        return 0 if arguments else 2
+    try:
+        config, script, script_args = parse(arguments)
+        typed, words = _typed(config, script, script_args), flags_of(script, config.settings())
+        return start(typed, run_dir=config.run_dir, resume=False, dry_run=False, words=words)
+    except DistributedError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def parse(arguments: Sequence[str]) -> tuple[LaunchConfig, str, list[str]]:
+    """(configuration, script, the script's arguments). A flag of ours is ours on either side of the script, up to `--`."""
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(LaunchConfig)}
+    given: dict[str, Any] = {}
+    script: str | None = None
+    rest: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        flag, equals, value = word.partition("=")
+        name = flag[2:].replace("-", "_") if flag.startswith("--") else ""
+        if word == "--":
+            rest += waiting if script is not None else waiting[1:]
+            script = script if script is not None else next(iter(waiting), None)
+            break
+        if name in kinds:
+            if not equals and not waiting:
+                raise ConfigError(f"{flag} needs a value: write {flag}=VALUE")
+            given[name] = _value(flag, value if equals else waiting.pop(0), kinds[name])
+        elif script is not None:
+            rest.append(word)
+        elif word.startswith("-"):
+            raise ConfigError(
+                f"{flag} is not a flag of the launcher{nearest(name, kinds)}: flags of the script follow it"
+            )
+        else:
+            script = word
+    if script is None:
+        raise ConfigError("no script to run: python -m distributed.launcher train.py --nproc_per_node=2")
+    return LaunchConfig(**given), script, rest
+
+
+def _value(flag: str, text: str, kind: str) -> Any:
+    convert = int if kind.startswith("int") else float if kind.startswith("float") else str
+    try:
+        return convert(text)
+    except ValueError:
+        raise ConfigError(
+            f"{flag}={text!r} is not a number: give one, such as {flag}={1 if convert is int else 0.5}"
+        ) from None
+
+
+def _typed(config: LaunchConfig, script: Any, script_args: Sequence[Any]) -> Typed:
+    return Typed(flag=config.settings(), script=_text(script), script_args=tuple(map(_text, script_args)))
+
+
+def _text(argument: Any) -> str:
+    """What stands in the script's `sys.argv`: text as it is, numbers and paths as their text."""
+    if isinstance(argument, (str, os.PathLike)):
+        return os.fspath(argument)
+    if isinstance(argument, numbers.Real) and not isinstance(argument, bool):
+        return str(argument)
+    raise ConfigError(f"script argument {argument!r} is a {type(argument).__name__}: pass text, {str(argument)!r}")

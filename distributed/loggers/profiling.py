@@ -1,0 +1,146 @@
+"""Profiles a few updates of a run: waits, warms up, records, and says what costs most. Runs on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from distributed.callbacks import Callback
+from distributed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distributed.config.merging import MergedConfig
+    from distributed.loggers import LoggedFit
+    from distributed.state import StepResult, TrainState
+
+_COSTLIEST = 5
+_SCHEDULE = ("profile_wait", "profile_warmup", "profile_active")
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What one rank's recorded updates say."""
+
+    seconds: float  # from their begin to their end
+    operators: Mapping[
+        str, tuple[float, int]
+    ]  # name -> (seconds in it and not in others that it calls, number of calls)
+    communication_s: float | None  # with a collective under way; None where the engine's trace does not show them
+    device: str  # whose time the operators' seconds are: "CPU" or "GPU"
+    lost: str = ""  # why the trace could not be written
+
+
+class Profiler(Protocol):
+    """One engine's. `Backend.profiler` makes it."""
+
+    def start(self) -> None:
+        """Begin to warm up, before an update."""
+
+    def step(self) -> None:
+        """An update has ended."""
+
+    def stop(self) -> Profile | None:
+        """Write the trace and release everything; None where nothing was recorded."""
+
+
+def check(merged: MergedConfig) -> None:
+    """ConfigError for a schedule without a profile."""
+    typed = [name for name in _SCHEDULE if merged.is_typed(name) and not merged.is_overruled(name, "profile")]
+    if typed and not merged.config.profile:
+        value = getattr(merged.config, typed[0])
+        raise ConfigError(f"{typed[0]}={value} has no effect without a profile: set profile=True (--profile) too")
+
+
+class Profiling(Callback):
+    """Records the updates that the settings name, once in a fit."""
+
+    def __init__(self, fit: LoggedFit) -> None:
+        config = fit.merged.config
+        self._fit = fit
+        self._wait, self._length = config.profile_wait, config.profile_warmup + config.profile_active
+        self._directory = fit.run.path / "profile"
+        self._profiler: Profiler | None = fit.backend.profiler(
+            self._directory, config.profile_warmup, config.profile_active
+        )
+        self._done = 0  # updates of this fit
+        self._is_started = False
+
+    def on_train_start(self, state: TrainState) -> None:
+        if not self._wait:
+            self._start()
+
+    def on_step_end(self, state: TrainState, result: StepResult) -> None:
+        if self._profiler is None:
+            return
+        self._done += 1
+        if self._done == self._wait:
+            self._start()
+        elif self._done > self._wait:
+            self._profiler.step()
+            if self._done == self._wait + self._length:
+                self._finish(state.step)
+
+    def on_train_end(self, state: TrainState) -> None:
+        if self._profiler is not None:
+            self._finish(state.step)
+
+    def on_error(self, state: TrainState, error: BaseException) -> None:
+        if self._profiler is not None and self._is_started:
+            self._profiler.stop()
+        self._profiler = None
+
+    def _start(self) -> None:
+        if self._profiler is not None:
+            self._profiler.start()  # which may refuse: then there is nothing to stop
+            self._is_started = True
+
+    def _finish(self, step: int) -> None:
+        profiler, self._profiler = self._profiler, None
+        found = profiler.stop() if profiler is not None and self._is_started else None
+        recorded = min(self._done - self._wait, self._length) - (self._length - self._fit.merged.config.profile_active)
+        if not self._fit.context.is_main_process:
+            return
+        if found is None or recorded < 1:
+            text = (
+                f"nothing was profiled: the run ended after {self._done} updates, and the first"
+                f" {self._wait + self._length - self._fit.merged.config.profile_active} only lead up to it:"
+                " lower profile_wait or profile_warmup"
+            )
+            self._fit.report({"kind": "warning", "text": text})
+            return
+        if found.lost:
+            text = f"the trace cannot be written to {self._directory} ({found.lost})"
+            self._fit.report({"kind": "warning", "text": text})
+        for line in lines(found, recorded, step, self._directory):
+            self._fit.report({"kind": "notice", "text": line})
+
+
+def lines(profile: Profile, updates: int, step: int, directory: Path) -> list[str]:
+    """What the user is told: where the traces are, the costliest operators, the share of communication."""
+    which = f"updates {step - updates + 1} to {step}" if updates > 1 else f"update {step}"
+    total = sum(seconds for seconds, _ in profile.operators.values()) or 1.0
+    told = [f"profile of {which}: {directory}, costliest operators by their own {profile.device} time:"]
+    for name, (seconds, calls) in costliest(profile.operators):
+        told.append(
+            f"  {seconds / total:6.1%}  {seconds / updates * 1000:8.3f} ms  {calls / updates:5.4g} calls an update  {name}"
+        )
+    if profile.communication_s is not None:
+        share = profile.communication_s / profile.seconds if profile.seconds else 0.0
+        told.append(f"  communication: under way in {share:.1%} of the time, beside computing or not")
+    return told
+
+
+def costliest(operators: Mapping[str, tuple[float, int]]) -> Sequence[tuple[str, tuple[float, int]]]:
+    """The first few by their seconds."""
+    return sorted(operators.items(), key=lambda item: -item[1][0])[:_COSTLIEST]
+
+
+def length_of_union(intervals: Sequence[tuple[float, float]]) -> float:
+    """How much is covered by any of (begin, end)."""
+    covered, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        covered += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return covered

@@ -1,0 +1,1 @@
+"""One script on every backend, and how far its numbers are from those of one process."""

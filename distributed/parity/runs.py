@@ -1,0 +1,178 @@
+"""One run of a script for `distributed parity`: its command, and the weights, losses and times that it left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed.backends import groups_in_use
+from distributed.checkpoints.manifest import list_checkpoints, resolve
+from distributed.checkpoints.shards import StoredTensor, read_tensors
+from distributed.config.plan import BatchPlan
+from distributed.config.settings import GROUPS, DistributedConfig
+from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
+from distributed.launching.subprocess_launch import run_command
+
+if TYPE_CHECKING:
+    import numpy
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of the script."""
+
+    backend: str
+    world_size: int
+    dtype: str
+    cut: int = 1  # slices of each batch in the one process of a floor; 0: the float64 run itself
+
+    def __str__(self) -> str:
+        how = f", cut in {self.cut}" if self.cut > 1 else ""
+        return f"{self.backend}, {self.world_size} process{'es' * (self.world_size > 1)}, {self.dtype}{how}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What to run."""
+
+    script: str
+    script_args: tuple[str, ...]
+    backends: tuple[str, ...]
+    is_all: bool  # a backend that cannot run is then left out instead of an error
+    world_sizes: tuple[int, ...]
+    steps: int
+    tolerance: float
+    global_batch_size: int | None
+    settings: tuple[str, ...]  # KEY=VALUE, for every run; options of a backend for its own
+    config: DistributedConfig  # what `settings` say
+    directory: Path  # for the run directories
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What all runs begin with, from the first one: engines, and element types, draw other first weights."""
+
+    checkpoint: Path
+    batch: BatchPlan  # whose global size and order every run has
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a run left."""
+
+    weights: Mapping[str, numpy.ndarray[Any, Any]]
+    losses: Mapping[tuple[str, int], float]  # (split, step) -> loss
+    batch: BatchPlan
+    step_s: float  # median seconds of an update
+    batch_dependent: tuple[str, ...]
+    start: Start
+
+
+def run(asked: Asked, cell: Cell, start: Start | None) -> Trained:
+    """Train, from `start` where there is one. Raises DistributedError in the run's own words where it fails."""
+    name = f"{cell.backend}-{cell.world_size}-{cell.dtype}-{cell.cut}"
+    directory = asked.directory / name
+    if start is not None:  # as a run that was cut off there, which --resume goes on with
+        shutil.copytree(start.checkpoint, directory / "checkpoints" / start.checkpoint.name)
+    with (asked.directory / f"{name}.log").open("wb+") as output:
+        code = run_command(_command(asked, cell, start, directory), output)
+        if code:
+            output.seek(0)
+            raise _failure(code, output.read().decode(errors="replace"))
+    if not (directory / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"{asked.script} ended without a fit of a Trainer, whose numbers are compared: give one that trains"
+        )
+    return read_run(directory)
+
+
+def _command(asked: Asked, cell: Cell, start: Start | None, directory: Path) -> list[str]:
+    flags: dict[str, Any] = {
+        "script": asked.script, "run-dir": directory, "backend": cell.backend, "nproc-per-node": cell.world_size,
+        "dtype": cell.dtype, "max-steps": asked.steps, "epochs": asked.steps, "log-every-n-steps": 1,
+        "checkpoint-dir": "null", "checkpoint-frequency": "null", "checkpoint-every-n-steps": "null",
+        "checkpoint-every-s": "null", "keep-latest-k": 1000, "max-restarts": 0, "mixed-precision": "no",
+    }  # fmt: skip
+    if start is not None:
+        slices = start.batch.gradient_accumulation_steps * cell.cut
+        flags |= {
+            "global-batch-size": start.batch.global_batch_size,
+            "gradient-accumulation-steps": slices,
+            "batch-size": -(-start.batch.global_batch_size // (slices * cell.world_size)),
+        }
+    elif asked.global_batch_size is not None:
+        flags["global-batch-size"] = asked.global_batch_size
+    typed = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    more = [word for setting in asked.settings if is_for(asked, setting, cell.backend) for word in ("--set", setting)]
+    begin = ["--set", "checkpoint_at_start=true"] if start is None else ["--resume"]
+    return ["-m", "distributed.cli", "train", *typed, *more, *begin, "--", *asked.script_args]
+
+
+def is_for(asked: Asked, setting: str, backend: str) -> bool:
+    """Whether `setting` is one of every run, or an option that counts under `backend`."""
+    group = setting.partition(".")[0].strip()
+    return group not in GROUPS or group in (*groups_in_use(asked.config, backend), "data")
+
+
+def _failure(code: int, text: str) -> DistributedError:
+    """The run's own words: its error, and of a traceback the last line."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith("error: ")]
+    words = said[-1].removeprefix("error: ").partition(" (whole log")[0] if said else f"exit code {code}"
+    if lines and not lines[-1].startswith("error: "):
+        words += f": {lines[-1]}"
+    return {2: ConfigError, 3: ResourceError}.get(code, TrainingError)(words)
+
+
+def read_run(directory: Path) -> Trained:
+    """Weights, losses and times of the run in `directory`."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    batch = _batch(directory)
+    rates = [row["samples_per_second"] for row in rows if row["split"] == "train" and row.get("samples_per_second")]
+    started = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    dependent = next((event.get("batch_dependent", ()) for event in started if event["event"] == "started"), ())
+    return Trained(
+        weights=weights_of(resolve(directory)),
+        losses={(row["split"], row["step"]): _number(row.get("loss")) for row in rows},
+        batch=batch,
+        step_s=batch.global_batch_size / statistics.median(rates[2:] or rates or [math.nan]),
+        batch_dependent=tuple(dependent),
+        start=Start(list_checkpoints(directory / "checkpoints")[0].path, batch),
+    )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _batch(directory: Path) -> BatchPlan:
+    import yaml
+
+    config = yaml.safe_load((directory / "config.yaml").read_text())
+    size, steps, total = (config[n] for n in ("batch_size", "gradient_accumulation_steps", "global_batch_size"))
+    world = json.loads((directory / "result.json").read_text())["world_size"]
+    return BatchPlan(size, steps, world, total or size * steps * world)
+
+
+def weights_of(checkpoint: Path) -> dict[str, numpy.ndarray[Any, Any]]:
+    """Every tensor of the model in a checkpoint, whole, as float64."""
+    stored, _ = read_tensors(checkpoint / "model")
+    return {name: _array(tensor) for name, tensor in stored.items()}
+
+
+_KINDS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
+
+
+def _array(tensor: StoredTensor) -> numpy.ndarray[Any, Any]:
+    import numpy
+
+    array = numpy.frombuffer(tensor.read(), _KINDS[tensor.dtype])
+    if tensor.dtype == "BF16":  # the upper half of a float32
+        array = (array.astype("<u4") << 16).view("<f4")
+    return array.reshape(tensor.shape).astype("<f8")

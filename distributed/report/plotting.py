@@ -1,0 +1,116 @@
+"""Draws the curves of a run. matplotlib is loaded when a plot is asked for, and never its global state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distributed.errors import ConfigError, ResourceError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from distributed.finders.curve import LearningRateCurve
+    from distributed.report.shown_figure import ShownFigure
+    from distributed.state import History
+
+# What a row holds beside metrics: where training stood and how fast it went.
+_BOOKKEEPING = frozenset(
+    {"epoch", "step", "steps", "time", "seconds", "samples_seen", "samples_per_second", "learning_rate", "grad_norm"}
+)
+_VAL = "val_"
+
+
+def plot_history(history: History, path: str | Path | None = None) -> Figure:
+    """The loss over the epochs, and beside it every other metric, training and validation apart.
+
+    Saved to `path` when given, in the format of its suffix (png, svg, pdf); main process only, like every file.
+    Returns the matplotlib figure, which a notebook shows as the last line of a cell.
+    Raises ResourceError without matplotlib, ConfigError for an unknown suffix.
+    """
+    names = metric_names(history.rows)
+    losses = [name for name in names if _base(name) == "loss"]
+    others = [name for name in names if _base(name) != "loss"]
+    groups = [group for group in (losses, others) if group]
+    figure = _figure(5.0 * max(1, len(groups)))
+    figure.suptitle(_title(history))
+    for position, group in enumerate(groups):
+        axes = figure.add_subplot(1, len(groups), position + 1)
+        _draw(axes, history.rows, group)
+    if path is not None:
+        _save(figure, Path(path))
+    return figure
+
+
+def plot_learning_rates(curve: LearningRateCurve, path: str | Path | None = None) -> Figure:
+    """The losses over the rates, smoothed in front of those of each update, and the suggestion where there is one.
+
+    `path`, the figure and what is raised: as `plot_history`.
+    """
+    figure = _figure(5.0)
+    axes = figure.add_subplot()
+    axes.plot(curve.rates, curve.losses, ".", color="C0", alpha=0.4, label="loss")
+    axes.plot(curve.smoothed_rates, [line.mean for line in curve.lines], color="C0", label="smoothed")
+    with contextlib.suppress(ConfigError):  # the curve shows why there is none
+        axes.axvline(curve.suggestion, color="C1", linestyle="--", label=f"suggestion {curve.suggestion:.2g}")
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    if path is not None:
+        _save(figure, Path(path))
+    return figure
+
+
+def _figure(width: float) -> ShownFigure:
+    try:
+        from distributed.report.shown_figure import ShownFigure
+    except ImportError:
+        raise ResourceError(
+            "plot() needs matplotlib, which is not installed: run pip install 'distributed-trainer[plot]'"
+        ) from None
+    return ShownFigure(figsize=(width, 3.8), layout="constrained")
+
+
+def metric_names(rows: Sequence[dict[str, float]]) -> list[str]:
+    """The metrics of the rows in order of appearance, each followed by its validation twin."""
+    seen = list(dict.fromkeys(name for row in rows for name in row if name not in _BOOKKEEPING))
+    bases = list(dict.fromkeys(map(_base, seen)))
+    return [name for base in bases for name in (base, _VAL + base) if name in seen]
+
+
+def _base(name: str) -> str:
+    return name.removeprefix(_VAL)
+
+
+def _title(history: History) -> str:
+    run = Path(history.run_dir).name if history.run_dir else "run"
+    return f"{run}: {history.steps} steps in {history.total_time:.1f} s"
+
+
+def _draw(axes: Axes, rows: Sequence[dict[str, float]], names: Sequence[str]) -> None:
+    """One line per metric; what validation gave is dashed."""
+    from matplotlib.ticker import MaxNLocator
+
+    for position, name in enumerate(names):
+        epochs = [row.get("epoch", i + 1) for i, row in enumerate(rows) if name in row]
+        values = [row[name] for row in rows if name in row]
+        style = "--" if name.startswith(_VAL) else "-"
+        axes.plot(epochs, values, style, color=f"C{position}", marker="o", markersize=3, label=name)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(_base(names[0]) if len({_base(name) for name in names}) == 1 else "metric")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _save(figure: Figure, path: Path) -> None:
+    formats = sorted(figure.canvas.get_supported_filetypes())
+    if path.suffix.lstrip(".") not in formats:
+        raise ConfigError(f"plot path {str(path)!r} has no known suffix: end it with one of {', '.join(formats)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,237 @@
+"""A run directory: where it lies, whether it can be used, who uses it, and its journal of events."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import fcntl
+import glob
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from distributed.errors import ConfigError
+from distributed.runs.processes import is_running
+
+_PROBE_BYTES = 64 * 1024  # more than the text files of a run need before its first checkpoint
+_LOCK = ".lock"
+SEARCH = "learning-rate"  # directory of a search for one, below that of the run; of further ones with a number
+_DYING_S = 5.0  # that workers may take to follow a launcher that was killed
+
+
+def choose_run_dir(script_name: str, run_id: str | None = None) -> Path:
+    """A fresh name `runs/<script>-<time>-<id>`, relative to the working directory. Creates nothing."""
+    return Path("runs") / f"{_stem(script_name)}-{time.strftime('%Y%m%d-%H%M%S')}-{run_id or secrets.token_hex(2)}"
+
+
+def find_run_dir(script_name: str, run_id: str) -> Path | None:
+    """The newest directory that `choose_run_dir` named for this script and `run_id`, or None."""
+    pattern = f"{glob.escape(_stem(script_name))}-{'[0-9]' * 8}-{'[0-9]' * 6}-{run_id}"
+    return max(Path("runs").glob(pattern), default=None)
+
+
+def _stem(script_name: str) -> str:
+    return Path(script_name).stem or "run"
+
+
+class RunDirectory:
+    """The files of one run under `path`. Cheap to make; nothing is created before `check` or `event`."""
+
+    def __init__(self, path: str | os.PathLike[str], name: str = "run directory", flag: str = "--run-dir") -> None:
+        self.path = Path(path)
+        self._name, self._flag = name, flag  # for messages
+        self._lock_fd: int | None = None
+
+    @property
+    def logs(self) -> Path:
+        """Directory of the ranks' own output."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per logged event."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def times(self) -> Path:
+        """One JSON object per log line: where the time went."""
+        return self.path / "times.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One JSON object per thing that happened."""
+        return self.path / "events.jsonl"
+
+    def check(self, *, resume: bool) -> None:
+        """Create the directory and prove that it can be used. Launcher only.
+
+        Raises ConfigError where it is no directory, belongs to a live run, cannot be written, is full, or holds an
+        earlier run and `resume` is false.
+        """
+        self._create()
+        if holder := self._live_holder():
+            raise self._in_use(holder)
+        if not resume and self._names() - {_LOCK}:
+            raise ConfigError(
+                f"{self._name} {str(self.path)!r} is not empty:"
+                f" add --resume to go on with its run, or name another with {self._flag}"
+            )
+        self._prove_writable()
+
+    def prove(self) -> None:
+        """Create the directory and prove that it can be written. ConfigError where it cannot."""
+        self._create()
+        self._prove_writable()
+
+    def check_idle(self) -> None:
+        """ConfigError where a live run holds the directory."""
+        if holder := self._live_holder():
+            raise self._in_use(holder)
+
+    def lock(self) -> None:
+        """Hold the directory until this process and all that it forks are gone. ConfigError where another run does."""
+        fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        if holder := _take(fd):
+            os.close(fd)
+            raise self._in_use(holder)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._lock_fd = fd
+
+    def unlock(self) -> None:
+        """Hold it no longer."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def event(self, name: str, **detail: Any) -> None:
+        """Append one line to events.jsonl; one write, so that lines of several processes never mix."""
+        line = json.dumps({"time": time.time(), "event": name, **detail}) + "\n"
+        with contextlib.suppress(OSError):  # a full disk costs lines, not the run
+            fd = os.open(self.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(fd, line.encode())
+            finally:
+                os.close(fd)
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """What `event` wrote, oldest first; half a line of a killed writer is left out."""
+        events = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in self.events.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    events.append(json.loads(line))
+        return events
+
+    def check_resumable(self) -> None:
+        """ConfigError where there is no such directory, or it holds files and none of a run.
+
+        An empty directory is fine: it is that of an attempt that ended before it wrote anything, or was made so that a
+        scheduler can repeat one command with `--resume` from the first attempt on.
+        """
+        if not self.path.exists():
+            raise ConfigError(
+                f"{self._name} {str(self.path)!r} does not exist, and --resume goes on with a run{self._nearest_run()}: correct"
+                f" {self._flag}, drop --resume to start a new run, or make the directory first if each attempt is to say --resume"
+            )
+        names = self._names()
+        if names and not names & {_LOCK, self.events.name, self.checkpoints.name}:
+            inside = max((events.parent for events in self.path.glob(f"*/{self.events.name}")), default=None)
+            hint = f"did you mean {str(inside)!r}? Name" if inside is not None else "name"
+            raise ConfigError(
+                f"{self._name} {str(self.path)!r} holds no run to resume: {hint} the run itself with {self._flag}"
+            )
+
+    def _nearest_run(self) -> str:
+        """A run of a similar name, beside this directory or under `runs`, as a phrase for a message; "" without one."""
+        places = [place for place in (self.path.parent, Path("runs")) if place.is_dir()]
+        runs = {each.name: each for place in places for each in place.iterdir() if (each / self.events.name).exists()}
+        close = difflib.get_close_matches(self.path.name, runs, n=1, cutoff=0.6)
+        return f" (did you mean {str(runs[close[0]])!r}?)" if close else ""
+
+    def _names(self) -> set[str]:
+        """What lies in it but searches, which come before the run."""
+        names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+        return {name for name in names if not re.fullmatch(rf"{SEARCH}(-\d+)?", name)}
+
+    def _create(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ConfigError(
+                f"{self._name} {str(self.path)!r} is no directory: name another with {self._flag}"
+            ) from None
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def _live_holder(self) -> str:
+        """Who holds the lock, or "" where nobody does."""
+        try:
+            fd = os.open(self.path / _LOCK, os.O_RDONLY)
+        except OSError:
+            return ""
+        try:
+            return _take(fd)
+        finally:
+            os.close(fd)
+
+    def _prove_writable(self) -> None:
+        probe = self.path / f".probe-{os.getpid()}"
+        try:
+            with open(probe, "wb") as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._unusable(error) from None
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(self.path if self.path.exists() else self.path.parent).free
+            return ConfigError(
+                f"{self._name} {str(self.path)!r} is full: {_PROBE_BYTES} bytes needed, {free} free:"
+                f" free some space or name another with {self._flag}"
+            )
+        return ConfigError(
+            f"{self._name} {str(self.path)!r} cannot be written ({error.strerror}): name another with {self._flag}"
+        )
+
+    def _in_use(self, holder: str) -> ConfigError:
+        return ConfigError(
+            f"{self._name} {str(self.path)!r} is in use by {holder}: stop that, or name another with {self._flag}"
+        )
+
+
+def _take(fd: int) -> str:
+    """Lock the open file; returns who holds it instead. The workers of a launcher that was just killed may still be dying."""
+    deadline = time.monotonic() + _DYING_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return ""
+        except BlockingIOError:
+            holder = os.pread(fd, 256, 0).decode(errors="replace").strip() or "another process"
+            if not _is_dead(holder) or time.monotonic() > deadline:
+                return holder
+            time.sleep(0.02)
+
+
+def _is_dead(holder: str) -> bool:
+    """Whether a holder, in the words of `lock`, was a process of this machine and is gone."""
+    found = re.fullmatch(rf"process (\d+) on {re.escape(socket.gethostname())}", holder)
+    return found is not None and not is_running(int(found[1]))

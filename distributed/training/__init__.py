@@ -1,0 +1,1 @@
+"""What a Trainer does inside its processes, from joining to leaving. How processes are started belongs to `launching`."""

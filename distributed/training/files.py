@@ -1,0 +1,216 @@
+"""The files of one trainer: which run directory is its own, who may use it, and where its checkpoints lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from distributed.backends.base import Backend
+from distributed.checkpoints.agreement import Agreement
+from distributed.checkpoints.durable import replace_text
+from distributed.checkpoints.manifest import list_checkpoints
+from distributed.checkpoints.store import CheckpointStore
+from distributed.config.merging import MergedConfig, config_yaml
+from distributed.config.plan import ProcessPlan
+from distributed.config.settings import DistributedConfig
+from distributed.errors import ConfigError
+from distributed.launching.identity import launch_identity
+from distributed.launching.request import link
+from distributed.launching.tee import tee_output
+from distributed.runs.directory import SEARCH, RunDirectory, choose_run_dir, find_run_dir
+from distributed.state import WorkerContext
+from distributed.tuning.context import Trial, current
+
+if TYPE_CHECKING:
+    from distributed.trainer import Trainer
+
+T = TypeVar("T")
+
+
+class _Taken:
+    """What all trainers of this process share: the first one's run directory, and how many have one."""
+
+    first: Path | None = None
+    count = 0
+    num_searches = 0
+    trial: Trial | None = None  # in which that is so: the next one begins anew
+
+
+def take_run_dir(choose: Callable[[], Path], *, is_search: bool = False) -> Path:
+    """The directory of one more trainer: what `choose` says for the first of this process, `fit-2`, `fit-3` below it next.
+
+    Those of searches for a learning rate have numbers of their own, below it too.
+    """
+    trial = current()
+    if trial is not _Taken.trial:
+        _Taken.first, _Taken.count, _Taken.num_searches, _Taken.trial = None, 0, 0, trial
+    if _Taken.first is None:
+        _Taken.first = trial.directory if trial is not None else choose()
+    if is_search:
+        _Taken.num_searches += 1
+        return _Taken.first / (SEARCH if _Taken.num_searches == 1 else f"{SEARCH}-{_Taken.num_searches}")
+    _Taken.count += 1
+    return _Taken.first if _Taken.count == 1 else _Taken.first / f"fit-{_Taken.count}"
+
+
+def is_trial_again() -> bool:
+    """Whether this is a trial of a search that goes on from what it saved before."""
+    trial = current()
+    return trial is not None and trial.is_again
+
+
+def own_checkpoint_dir(config: DistributedConfig, run_dir: Path) -> Path | None:
+    """The user's `checkpoint_dir`, if set; a later trainer has one below it, never another trainer's checkpoints."""
+    if config.checkpoint_dir is None:
+        return None
+    directory = Path(config.checkpoint_dir)
+    return directory if run_dir == _Taken.first else directory / run_dir.name
+
+
+def script_name() -> str:
+    """The file name of the running script, or `notebook`."""
+    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else ""
+    return name if name.endswith(".py") and "ipykernel" not in name else "notebook"
+
+
+class TrainerFiles:
+    """Opened by the first fit and kept. Every method is called by all ranks, and fails on all of them alike."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        backend: Backend[Any],
+        context: WorkerContext,
+        report: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._given, self._typed, self._is_search = trainer._given, trainer._typed, trainer.is_search
+        self._worker, self._plan = trainer._worker, trainer.plan
+        self._backend, self._context, self._report = backend, context, report
+        self._agreement = Agreement(backend, context)
+        self._directory: Path | None = None
+        self._run: RunDirectory | None = None
+        self._is_store_open = False
+
+    def wants_resume(self, merged: MergedConfig) -> bool:
+        """Whether a checkpoint of an earlier attempt or run is to be taken up."""
+        return (
+            (self._given is not None and self._given.resume)
+            or merged.config.resume_from_checkpoint is not False
+            or self._context.restart_count > 0
+            or is_trial_again()
+        )
+
+    def notices(self) -> list[str]:
+        """What the user should know of the choice of the run directory."""
+        if self._run is None or self._given_dir() is not None or not self._is_foreign() or self._identity() is not None:
+            return []
+        return [
+            "this launcher's restarts begin at step 0: start it with --run-dir DIR --resume for them to go on (mkdir DIR first)"
+        ]
+
+    @property
+    def directory(self) -> Path:
+        """Which one is this trainer's; taken when first asked for."""
+        if self._directory is None:
+            self._directory = take_run_dir(self._choose, is_search=self._is_search)
+        return self._directory
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """As Agreement has it: what `action` gives on the main process, everywhere."""
+        return self._agreement.on_main(action)
+
+    def open_run(self, merged: MergedConfig) -> RunDirectory:
+        """This trainer's run directory, held by this process unless our launcher holds it. ConfigError where it cannot be."""
+        if self._run is None:
+            directory = self.directory
+            run = RunDirectory(directory)
+            self._agreement.on_main(lambda: self._hold(run, merged))
+            if directory == _Taken.first and self._is_foreign():
+                tee_output(run, self._context.rank)
+            self._run = run
+        return self._run
+
+    def open_store(self, merged: MergedConfig, run: RunDirectory) -> CheckpointStore:
+        """The checkpoints of `run`, under the settings of this fit."""
+        config = merged.config
+        users_own = own_checkpoint_dir(config, run.path)
+        store = CheckpointStore(
+            users_own or run.checkpoints, self._backend, keep_latest_k=config.keep_latest_k, keep_best=config.keep_best,
+            monitor=config.monitor, monitor_mode=config.monitor_mode, context=self._context, report=self._report,
+        )  # fmt: skip
+        if users_own is not None and not self._is_store_open:  # held from then on, also after a fit that failed
+            self._agreement.on_main(lambda: self._claim(users_own, merged))
+        self._is_store_open = True
+        return store
+
+    def refuse_to_start_over(self, run: RunDirectory, store: CheckpointStore) -> None:
+        """ConfigError where the run saved checkpoints before, and `store` holds none of them."""
+        self._agreement.on_main(lambda: _refuse_to_start_over(run, store.directory))
+
+    def _choose(self) -> Path:
+        return self._given_dir() or Path(self._agreement.on_main(lambda: str(self._name())))
+
+    def _name(self) -> Path:
+        """A fresh directory, or that of the attempt that this one replaces. Main process."""
+        identity = self._identity()
+        before = find_run_dir(script_name(), identity) if identity and self._context.restart_count else None
+        return before or choose_run_dir(script_name(), identity)
+
+    def _given_dir(self) -> Path | None:
+        return Path(self._given.run_dir) if self._given is not None and self._given.run_dir is not None else None
+
+    def _is_foreign(self) -> bool:
+        """Whether a launcher that is not ours started this worker."""
+        return self._worker is not None and link() is None
+
+    def _identity(self) -> str | None:
+        return launch_identity(self._worker) if self._worker is not None else None
+
+    def _hold(self, run: RunDirectory, merged: MergedConfig) -> None:
+        """Main process."""
+        if link() is None:
+            if self._given is not None and self._given.resume and run.path == _Taken.first:
+                run.check_resumable()
+            run.check(resume=self.wants_resume(merged))
+            run.lock()
+            if (trial := current()) is not None:  # another process may take it up, or this one again
+                trial.at_end.append(run.unlock)
+        run.path.mkdir(parents=True, exist_ok=True)
+        if self._is_foreign():
+            merged = _as_launched(merged, self._plan)
+        text = config_yaml(merged, self._typed.script, self._typed.script_args)
+        replace_text(run.path / "config.yaml", text)
+
+    def _claim(self, directory: Path, merged: MergedConfig) -> None:
+        """Hold a checkpoint directory of the user's for this run alone. Main process."""
+        shared = RunDirectory(directory, "checkpoint_dir", "--checkpoint-dir")
+        shared.check(resume=True)
+        shared.lock()
+        if (trial := current()) is not None:
+            trial.at_end.append(shared.unlock)
+        if not self.wants_resume(merged) and list_checkpoints(directory):
+            raise ConfigError(
+                f"checkpoint_dir={str(directory)!r} holds checkpoints of an earlier run: set resume_from_checkpoint=true"
+                " (or --resume) to go on from them, or name another directory"
+            )
+
+
+def _as_launched(merged: MergedConfig, plan: ProcessPlan) -> MergedConfig:
+    """`merged` with the processes that another launcher started, unless they were asked for: ours starts as many again."""
+    if any(merged.is_typed(name) for name in ("nproc_per_node", "gpus_per_node", "num_gpus")):
+        return merged
+    processes: dict[str, Any] = {"num_nodes": plan.num_nodes, "nproc_per_node": plan.nproc_per_node}
+    sources = {**merged.sources, **dict.fromkeys(processes, "launcher")}
+    return dataclasses.replace(merged, config=dataclasses.replace(merged.config, **processes), sources=sources)
+
+
+def _refuse_to_start_over(run: RunDirectory, directory: Path) -> None:
+    saved = [event["checkpoint"] for event in run.read_events() if event["event"] == "checkpoint_saved"]
+    if saved:
+        raise ConfigError(
+            f"the run {str(run.path)!r} saved {saved[-1]}, and there is no checkpoint in {str(directory)!r}:"
+            " add the --checkpoint-dir of then, copy its checkpoints there, or begin anew with another --run-dir"
+        )

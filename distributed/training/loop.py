@@ -1,0 +1,337 @@
+"""The only epoch and step loop. Knows no framework: it never looks inside a batch or a loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from distributed.backends.base import Backend, ShardedData
+from distributed.callbacks import Callback, EarlyStopping
+from distributed.config.settings import DistributedConfig
+from distributed.errors import ConfigError, TrainingError
+from distributed.metrics.monitor import best_metrics, check_reported, uncertain, unknown_metric
+from distributed.runs.summary import was_interrupted
+from distributed.state import Group, MicroBatch, StepResult, TrainState
+from distributed.training.common_step import STOP, CommonStep
+from distributed.training.timing import TimeSplit
+
+_EVAL_WINDOW = 256  # evaluation batches whose results are kept before they are summed up
+
+
+@dataclasses.dataclass
+class Run:
+    """Everything a fit needs, put together by Trainer."""
+
+    backend: Backend[Any]
+    config: DistributedConfig
+    train: ShardedData
+    val: ShardedData | None
+    state: TrainState
+    common_step: CommonStep
+    callbacks: Sequence[Callback]
+    write_checkpoint: Callable[[], bool]  # of this moment, on all ranks; False where the disk refused it
+    last_saved: tuple[int, int] = (-1, -1)  # (step, epoch)
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's, by name
+    uncertain: Sequence[str] = ()  # monitors of which the first update is to show that they are reported
+    is_save_due: bool = False  # by the count of steps, once what ends here has been measured
+    window: list[StepResult] = dataclasses.field(default_factory=list)  # steps not summed up yet
+    window_start: float = 0.0
+    saved_s: float = 0.0  # of checkpoints since then, which `spent.total` has already
+    spent: TimeSplit = dataclasses.field(default_factory=TimeSplit)
+
+    def stop(self, reason: str) -> None:
+        """End training, as FitContext says. ConfigError for a reason that is none, or that says something else already."""
+        if not isinstance(reason, str) or not reason.strip() or reason == "max_steps" or reason.startswith("signal "):
+            raise ConfigError(
+                f"stop({reason!r}) gives no reason of its own: say it in words, stop('the loss is low enough')"
+            )
+        self.common_step.stop(str(reason))
+
+
+def fit(run: Run) -> None:
+    """Train until the epochs, the steps, early stopping or a signal end it; always saves at its last step. All ranks."""
+    state = run.state
+    for callback in run.callbacks:
+        callback.on_train_start(state)
+    _agree_on_stop(run)
+    run.uncertain = uncertain(
+        _monitors(run), run.metrics, is_validated=run.val is not None, known=state.rows[-1] if state.rows else ()
+    )
+    if not state.samples_in_epoch:
+        run.backend.begin("train")
+    if run.config.checkpoint_at_start and run.last_saved != (state.step, state.epoch):
+        save(run)
+    while state.epoch < run.config.epochs and state.stop_reason is None:
+        if not _train_epoch(run) or not _finish_epoch(run):
+            break
+    _log(run)
+    if state.stop_reason is not None and not was_interrupted(state) and state.samples_in_epoch:
+        _measure_part(run)
+    if run.last_saved != (state.step, state.epoch):
+        save(run)
+    if run.last_saved != (state.step, state.epoch):
+        raise TrainingError(
+            f"the last checkpoint, of step {state.step}, could not be written: make room and run again with --resume"
+        )
+    for callback in run.callbacks:
+        callback.on_train_end(state)
+
+
+def _train_epoch(run: Run) -> bool:
+    """The rest of the epoch; whether it came to its end. The hot path: nothing waits for a device or another rank
+    but the backend's own step."""
+    state, tick, train_step, window = run.state, run.common_step.tick, run.backend.train_step, run.window
+    hooks = [c.on_step_end for c in run.callbacks if type(c).on_step_end is not Callback.on_step_end]
+    log_every = run.config.log_every_n_steps
+    save_every = run.config.checkpoint_every_n_steps or math.inf
+    limit = run.config.max_steps or math.inf
+    run.window_start, run.saved_s = time.perf_counter(), 0.0
+    for group in run.spent.timed(run.train.epoch(state.epoch, state.samples_in_epoch)):
+        if state.stop_reason is not None:  # a callback's, which all ranks know by the log line
+            return False
+        if state.step >= limit:
+            state.stop_reason = "max_steps"
+            return False
+        while (action := tick()) is not None:
+            if not _act(run, action):
+                return False
+        result = train_step(group)
+        window.append(result)
+        state.step += 1
+        state.samples_in_epoch += group.num_samples
+        state.samples_seen += group.num_samples
+        if run.uncertain:
+            _check_monitors(run, result)
+        if state.step % log_every == 0:
+            _log(run)
+        for hook in hooks:
+            hook(state, result)
+        if state.step % save_every == 0:
+            run.is_save_due = state.samples_in_epoch == run.train.num_samples or state.step >= limit
+            if not run.is_save_due:
+                save(run)
+    return True
+
+
+def _monitors(run: Run) -> Iterable[str]:
+    """What the best checkpoint and early stopping go by."""
+    name = run.config.monitor
+    if run.config.keep_best and (run.val is not None or not name.startswith("val_")):
+        yield name
+    yield from (callback.monitor for callback in run.callbacks if isinstance(callback, EarlyStopping))
+
+
+def _check_monitors(run: Run, result: StepResult) -> None:
+    """Refuse a monitor that will not be reported after the first update, not after the first epoch. All ranks.
+
+    A name that this update does not have under `val_` may be one that the model has in evaluation alone: one batch of the
+    validation data tells. A stream is not read for that, as it may be readable only once.
+    """
+    wanted, run.uncertain = run.uncertain, ()
+    trained = [*run.backend.collect([result]), "learning_rate", "samples_per_second"]
+    names = [f"val_{name}" for name in trained[:-2] if run.val is not None] + trained
+    missing = [name for name in wanted if name not in names]
+    if run.val is not None and any(name.startswith("val_") for name in missing):
+        if run.val.num_samples is None:
+            return
+        first = next(iter(micro_batches(run.val.epoch(0))))
+        with run.backend.own_generators():
+            names += [f"val_{name}" for name in run.backend.collect([run.backend.eval_step(first)])]
+        own = tuple(f"val_{name}" for name in run.backend.names_over_all())
+        missing = [name for name in missing if name not in names and not (own and name.startswith(own))]
+        run.backend.begin("val")
+    if missing:
+        raise unknown_metric("monitor", missing[0], dict.fromkeys(names))
+
+
+def _act(run: Run, action: str) -> bool:
+    """Do what all ranks agreed to do now; whether training goes on."""
+    if action == "save":
+        save(run)
+        return True
+    if action.startswith(STOP):
+        _stop(run, action.removeprefix(STOP))
+    else:
+        run.state.stop_reason = action
+    return False
+
+
+def _stop(run: Run, reason: str) -> None:
+    """Training ends here for a callback's `reason`. All ranks alike."""
+    if run.state.stop_reason is None:
+        run.state.stop_reason = reason
+        run.last_saved = (-1, -1)  # the last checkpoint is to hold the reason
+
+
+def _agree_on_stop(run: Run, sums: Mapping[str, float] | None = None) -> dict[str, float]:
+    """`sums` over all ranks; where a callback of any rank asked to stop, all of them do. A collective."""
+    total = run.backend.reduce({**(sums or {}), STOP: float(bool(run.common_step.reasons))})
+    if total.pop(STOP):
+        _stop(run, next(reasons[0] for reasons in run.backend.gather(run.common_step.reasons) if reasons))
+    return total
+
+
+def _collect(run: Run) -> None:
+    """Sum up the steps since the last call, over all ranks. The only host sync of training."""
+    state = run.state
+    if not run.window:
+        return
+    sums = run.backend.collect(run.window)
+    now = time.perf_counter()
+    seconds, run.window_start = now - run.window_start, now
+    sums["samples_per_second"] = (float(sum(result.num_samples for result in run.window)), seconds)
+    state.train_time_s += seconds
+    run.spent.total += seconds - run.saved_s
+    run.saved_s = 0.0
+    run.spent.updates += len(run.window)
+    run.window.clear()
+    for name, (total, count) in sums.items():
+        for into in (state.log_sums, state.epoch_sums):
+            before = into.get(name, (0.0, 0.0))
+            into[name] = [before[0] + total, before[1] + count]
+
+
+def _log(run: Run) -> None:
+    """Show what happened since the last log line."""
+    _collect(run)
+    state = run.state
+    if not state.log_sums:
+        return
+    means = means_of(state.log_sums)
+    state.over_all = run.backend.measure("train", means)
+    means |= state.over_all
+    means["learning_rate"] = run.backend.learning_rates()[0]
+    if (norm := run.backend.gradient_norm()) is not None:
+        means["grad_norm"] = norm
+    state.log_sums = {}
+    state.metrics.update(means)
+    context = run.backend.context
+    for callback in run.callbacks:
+        callback.on_log(state, "train", means)
+    times = run.spent.take(
+        run.backend.waited_s(), context.rank, context.world_size, functools.partial(_agree_on_stop, run)
+    )
+    for callback in run.callbacks:
+        callback.on_times(state, times)
+
+
+def _finish_epoch(run: Run) -> bool:
+    """Log, validate, schedule, remember the best, save if due. False when a signal ended the validation."""
+    _log(run)
+    state = run.state
+    row = _measure(run)
+    if row is None:
+        return False
+    state.epoch += 1
+    state.samples_in_epoch = 0
+    state.epoch_sums, state.over_all = {}, {}
+    run.backend.begin("train")
+    run.backend.end_epoch(row)
+    _keep_row(run, row)
+    for callback in run.callbacks:
+        callback.on_epoch_end(state, row)
+    _agree_on_stop(run)
+    frequency = run.config.checkpoint_frequency
+    if run.is_save_due or (frequency is not None and state.epoch % frequency == 0):
+        save(run)
+    return True
+
+
+def _measure_part(run: Run) -> None:
+    """What `max_steps` or a callback cut off is validated too. Its row stands until the epoch is finished by a run that goes on."""
+    row = _measure(run)
+    if row is not None:
+        _keep_row(run, row)
+        run.last_saved = (-1, -1)  # the last checkpoint is to hold it
+
+
+def _measure(run: Run) -> dict[str, float] | None:
+    """The row of the running epoch: training means, and validation under `val_`. None when a signal ended the validation."""
+    state = run.state
+    row: dict[str, float] = {
+        "epoch": state.epoch + 1,
+        "step": state.step,
+        **means_of(state.epoch_sums),
+        **state.over_all,
+    }
+    if run.val is not None:
+        measured = evaluate(run.backend, run.val, lambda: _tick_in_evaluation(run))
+        if measured is None:
+            return None
+        for callback in run.callbacks:
+            callback.on_log(state, "val", measured)
+        row |= {f"val_{name}": value for name, value in measured.items()}
+    row["learning_rate"] = run.backend.learning_rates()[0]
+    check_reported(run.config, row, is_validated=run.val is not None)
+    return row
+
+
+def _keep_row(run: Run, row: dict[str, float]) -> None:
+    """Add the row of an epoch, in the place of an earlier one of a part of it."""
+    state = run.state
+    state.rows = [kept for kept in state.rows if kept["epoch"] < row["epoch"]] + [row]
+    state.best = best_metrics(state.rows, run.config)
+    state.metrics.update({name: value for name, value in row.items() if name.startswith("val_")})
+
+
+def _tick_in_evaluation(run: Run) -> bool:
+    """Enter the next evaluation batch; False when a signal stops all ranks here instead. A callback's stop can wait."""
+    while (action := run.common_step.tick()) is not None:
+        if not _act(run, action) and was_interrupted(run.state):
+            return False
+    return True
+
+
+def means_of(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """name -> sum / count, NaN where nothing was counted."""
+    return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+
+
+def save(run: Run) -> None:
+    """A checkpoint now. All ranks."""
+    run.is_save_due = False
+    _collect(run)
+    began = time.perf_counter()
+    is_saved = run.write_checkpoint()
+    seconds = time.perf_counter() - began
+    run.spent.checkpoint += seconds
+    run.spent.total += seconds  # here, as a checkpoint between two epochs is in no window
+    run.saved_s += seconds
+    if is_saved:
+        run.last_saved = (run.state.step, run.state.epoch)
+
+
+def evaluate(
+    backend: Backend[Any], data: ShardedData, enter: Callable[[], bool] = lambda: True
+) -> dict[str, float] | None:
+    """Loss and metrics over `data`, each sample once, on all ranks; None when `enter()` says to stop before the end."""
+    backend.begin("val")
+    sums: dict[str, list[float]] = {}
+    window: list[StepResult] = []
+
+    def settle() -> None:
+        for name, (total, count) in backend.collect(window).items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = [before[0] + total, before[1] + count]
+        window.clear()
+
+    for micro in micro_batches(data.epoch(0)):
+        if not enter():
+            return None
+        window.append(backend.eval_step(micro))
+        if len(window) == _EVAL_WINDOW:  # the same count on every rank
+            settle()
+    if window:
+        settle()
+    means = means_of(sums)
+    return means | backend.measure("val", means)
+
+
+def micro_batches(groups: Iterable[Group]) -> Iterable[MicroBatch]:
+    """The micro-batches of all groups in order."""
+    for group in groups:
+        yield from group.micro_batches

@@ -1,0 +1,277 @@
+"""`fit` from a plain script or a notebook: workers are started, train, and the result comes back from their run directory."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import linecache
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from distributed.backends import row_in_use
+from distributed.callbacks import load_states
+from distributed.checkpoints.store import read_state
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import plan_batch, starting_line
+from distributed.config.settings import GROUPS
+from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
+from distributed.launching.exposure import warnings_of
+from distributed.launching.reporter import Reporter
+from distributed.launching.request import LaunchRequest, start_launcher
+from distributed.loggers import environ_of_workers
+from distributed.metrics.monitor import check_monitor
+from distributed.runs.directory import RunDirectory, choose_run_dir
+from distributed.runs.summary import read_result, resume_lines, resume_setting
+from distributed.state import History
+from distributed.training.files import is_trial_again, own_checkpoint_dir, script_name, take_run_dir
+
+if TYPE_CHECKING:
+    from distributed.trainer import Trainer
+
+_INTERRUPTED, _PREEMPTED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+
+
+@dataclasses.dataclass(frozen=True)
+class Remote:
+    """Where a trainer's fits in workers live, and what the last one left there."""
+
+    run_dir: Path  # absolute: the caller may change its working directory
+    checkpoint: Path
+    epoch: int
+    step: int
+
+    def copy_checkpoint(self, target: Path) -> Path:
+        """The last checkpoint under `target`. Raises ConfigError where it exists already."""
+        path = target / self.checkpoint.name
+        if path.exists():
+            raise ConfigError(f"{path} exists already: name another path")
+        target.mkdir(parents=True, exist_ok=True)
+        staged = target / f".tmp-{path.name}"
+        shutil.copytree(self.checkpoint, staged)
+        staged.rename(path)
+        return path
+
+
+@dataclasses.dataclass
+class RemoteFit:
+    """One fit as it travels to the workers by value. Called in every one of them."""
+
+    trainer_class: type[Trainer]
+    arguments: dict[str, Any]
+    settings: dict[str, Any]
+    train_data: Any
+    val_data: Any
+    sources: dict[str, list[str]]  # the notebook's cells by file name, for tracebacks
+
+    def __call__(self) -> None:
+        linecache.cache.update({name: (0, None, lines, name) for name, lines in self.sources.items()})
+        self.fit(self.trainer_class(**self.arguments, **self.settings))
+
+    def fit(self, trainer: Trainer) -> None:
+        """What the workers do with their trainer."""
+        trainer.fit(self.train_data, self.val_data)
+
+
+FitT = TypeVar("FitT", bound=RemoteFit)
+
+
+def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
+    """Train in workers of this machine; the model of `trainer` then has the trained weights.
+
+    After a signal they are taken back too, before KeyboardInterrupt or TrainingInterrupted is raised.
+    """
+    check_here(trainer, merged, train_data, val_data)
+    before: Remote | None = trainer._remote
+    directory = before.run_dir if before is not None else trainer.search_dir or take_dir()
+    run = RunDirectory(os.path.relpath(directory))
+    is_again = is_trial_again() and not trainer.is_search  # which begins anew
+    resume = before is not None or merged.config.resume_from_checkpoint is not False or is_again
+    run.check(resume=resume)
+    fit = remote_fit(RemoteFit, trainer, merged, directory, train_data, val_data)
+    events_before = _size(run.events)
+    _warn_of_profiler(merged.config.verbose)
+    try:
+        code = run_in_workers(fit, trainer, merged, run, resume=resume)
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    if code not in (0, _INTERRUPTED, _PREEMPTED):
+        raise failure(code, run, events_before)
+    history = _take_back(trainer, run, merged)
+    if code in (_INTERRUPTED, _PREEMPTED) and history is not None and not trainer.is_search:
+        text = resume_lines(resume_setting(Path(os.path.relpath(trainer._remote.checkpoint))))
+        Reporter(True, merged.config.verbose)({"kind": "notice", "text": text})
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    if history is None or code == _PREEMPTED:
+        raise TrainingInterrupted(signal.SIGTERM)
+    return history
+
+
+def remote_fit(
+    kind: type[FitT], trainer: Trainer, merged: MergedConfig, directory: Path, train_data: Any, val_data: Any = None
+) -> FitT:
+    """A fit of `trainer` as it travels to workers whose run directory is `directory`."""
+    return kind(
+        type(trainer), _arguments(trainer), _settings(trainer, merged, directory), _portable(train_data), _portable(val_data),
+        _sources(),
+    )  # fmt: skip
+
+
+def run_in_workers(
+    job: RemoteFit, trainer: Trainer, merged: MergedConfig, run: RunDirectory, *, resume: bool = False
+) -> int:
+    """Call `job` in workers that are started for it; returns the exit code of their launcher."""
+    with tempfile.TemporaryFile() as payload:  # it has no name that a caller could leave behind
+        payload.write(_pickled(job))
+        payload.flush()
+        return start_launcher(_request(trainer, merged, run, payload.fileno(), resume), trainer.on_epoch)
+
+
+def take_dir(*, is_search: bool = False) -> Path:
+    """The run directory of one more trainer whose workers are started here: absolute, the caller may change its own."""
+    return take_run_dir(lambda: choose_run_dir(script_name()).absolute(), is_search=is_search).absolute()
+
+
+def check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data: Any) -> None:
+    """What the workers would refuse a second later."""
+    if merged.config.num_nodes > 1:
+        raise ConfigError(
+            "fit() starts the workers of one machine only: for several, run the script on each"
+            " with 'python -m distributed.cli train --num-nodes N --node-rank R --master-addr HOST'"
+        )
+    plan_batch(merged, trainer.backend.data_parallel_size, trainer.backend.batch_size_of(train_data))
+    check_monitor(merged, val_data, trainer.job)
+
+
+def _warn_of_profiler(verbose: bool) -> None:
+    torch = sys.modules.get("torch")  # not loaded: no profiler of its
+    if torch is not None and torch.autograd._profiler_enabled():
+        text = (
+            "the active torch profiler sees this process only, and the model trains in workers: open the profiler in the"
+            " script and run that under 'python -m distributed.cli train --script', or set nproc_per_node=1"
+        )
+        Reporter(True, verbose)({"kind": "warning", "text": text})
+
+
+def _arguments(trainer: Trainer) -> dict[str, Any]:
+    job = trainer.job
+    return {
+        "model": job.model, "config": {**trainer._sweep, **trainer._hyperparameters}, "optimizer": job.optimizer, "scheduler": job.scheduler,
+        "loss_fn": job.loss_fn, "training_step": job.training_step, "metrics": job.metrics, "callbacks": trainer.callbacks,
+    }  # fmt: skip
+
+
+def _settings(trainer: Trainer, merged: MergedConfig, directory: Path) -> dict[str, Any]:
+    """What the trainer of the workers is given: all that the code says, and where a further fit goes on."""
+    config = merged.config
+    settings = {name: value for name, value in config.to_dict().items() if merged.source(name) == "code"}
+    for group in GROUPS.keys() & settings.keys():
+        settings[group] = {o: v for o, v in settings[group].items() if merged.source(f"{group}.{o}") == "code"}
+    own = own_checkpoint_dir(config, directory)
+    if own is not None and own != Path(str(config.checkpoint_dir)):
+        settings["checkpoint_dir"] = str(own)
+    before: Remote | None = trainer._remote
+    if before is not None:  # that many epochs or steps more
+        settings["resume_from_checkpoint"] = True
+        settings["epochs"] = config.epochs + before.epoch
+        if config.max_steps is not None:
+            settings["max_steps"] = config.max_steps + before.step
+    return settings
+
+
+def _sources() -> dict[str, list[str]]:
+    """Code that lies in no file, as IPython keeps it for its own tracebacks: without a time of change."""
+    return {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+
+
+def _portable(data: Any) -> Any:
+    """A DataLoader without its live worker pool, which does not pickle."""
+    if getattr(data, "_iterator", None) is None:
+        return data
+    loader = copy.copy(data)
+    loader._iterator = None
+    return loader
+
+
+def _pickled(fit: RemoteFit) -> bytes:
+    from distributed.backends._keras.portable import dumps
+
+    try:
+        content = dumps(fit)
+    except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
+        raise ConfigError(
+            f"the trainer cannot be sent to its workers ({error}): pass factories instead of the objects that hold it,"
+            " or run the script with 'python -m distributed.cli train --script'"
+        ) from None
+    return content
+
+
+def _request(trainer: Trainer, merged: MergedConfig, run: RunDirectory, payload: int, resume: bool) -> LaunchRequest:
+    config, plan = merged.config, trainer.plan
+    row = row_in_use(config, plan.backend)
+    return LaunchRequest(
+        run_dir=str(run.path), typed=dataclasses.replace(trainer._typed, notices=()),  # merged.notices has them
+        payload=f"/proc/self/fd/{payload}", script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
+        working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume, nproc_per_node=plan.nproc_per_node,
+        device=plan.device, preload=row.preload, meeting=row.meeting,
+        before_script=row.before_script, environ={**row.environ, **environ_of_workers(merged)}, max_restarts=config.max_restarts,
+        restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
+        start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose,
+        started_lines=(*merged.notices, *warnings_of(config, plan), starting_line(plan)),
+        launcher=trainer.backend.launcher, launcher_options=trainer.backend.launcher_options(),
+    )  # fmt: skip
+
+
+def failure(
+    code: int,
+    run: RunDirectory,
+    events_before: int = 0,
+    kinds: Mapping[int, type[DistributedError]] = MappingProxyType({}),
+) -> DistributedError:
+    """The error of a launcher that ended with `code`, with the cause that this fit wrote into the journal. `kinds`: what
+    further codes mean."""
+    kinds = {**_KINDS, **kinds}
+    lines = run.events.read_bytes()[events_before:].splitlines() if run.events.exists() else []
+    failed = [event for line in lines if (event := json.loads(line))["event"] in _FAILURES]
+    if not failed:
+        return kinds.get(code, TrainingError)(f"the launcher of the workers ended with code {code}: it said why")
+    cause = failed[-1]
+    if code in kinds:
+        return kinds[code](cause["cause"])
+    text = f"{cause['cause']} (whole log: {run.logs / 'rank-{rank}.log'.format(**cause)})"
+    return TrainingError("\n".join([text, cause["traceback"]]) if cause.get("traceback") else text)
+
+
+_FAILURES = ("worker_failed", "not_started")
+_KINDS: dict[int, type[DistributedError]] = {2: ConfigError, 3: ResourceError}
+
+
+def _take_back(trainer: Trainer, run: RunDirectory, merged: MergedConfig) -> History | None:
+    """Load the last checkpoint's weights into this process' model, and its history. None where none was written."""
+    result = read_result(run.path / "result.json") or {}
+    if result.get("checkpoint") is None and result.get("status") != "finished":  # stopped before the first step
+        return None
+    if result["checkpoint"] is None:
+        raise TrainingError(
+            f"training ended, but no checkpoint could be written to {run.checkpoints}: see {run.events}"
+        )
+    checkpoint = (run.path / result["checkpoint"]).absolute()
+    state, _ = read_state(checkpoint)
+    trainer.job.model = trainer.backend.take_weights(trainer.job.model, checkpoint)
+    load_states(trainer.callbacks, state.callbacks)
+    trainer._session = None  # evaluate and predict start from these weights
+    trainer._remote = Remote(run.path.absolute(), checkpoint, state.epoch, state.step)
+    return History(state.rows, state.best, result["total_time"], state.step, str(run.path), state.stop_reason)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,435 @@
+"""What a Trainer does inside one process: join, shard, prepare, resume, run the loop, save, leave in order."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import itertools
+import math
+import shlex
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed.backends.base import Backend
+from distributed.backends.out_of_memory import is_out_of_memory, out_of_memory
+from distributed.callbacks import Callback, EarlyStopping, FitContext, bound, load_states, states
+from distributed.checkpoints.agreement import Agreement
+from distributed.checkpoints.store import CheckpointStore
+from distributed.config.effects import Situation, lines_of, without_effect
+from distributed.config.merging import MergedConfig, for_evaluation
+from distributed.config.plan import BatchPlan, in_effect, plan_batch
+from distributed.config.settings import DistributedConfig
+from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
+from distributed.launching.epochs import Caller, Epochs
+from distributed.launching.reporter import Reporter
+from distributed.launching.request import launched_by, link
+from distributed.loggers import LoggedFit, Logger, loggers_of
+from distributed.metrics.monitor import check_monitor
+from distributed.report import write_reports_at_end
+from distributed.runs.directory import RunDirectory
+from distributed.runs.processes import raise_kept
+from distributed.runs.summary import (
+    Result,
+    finished_lines,
+    is_stopped_by_callback,
+    resume_lines,
+    resume_setting,
+    started_lines,
+    was_interrupted,
+)
+from distributed.state import History, TrainState, WorkerContext
+from distributed.training import loop
+from distributed.training.common_step import CommonStep
+from distributed.training.files import TrainerFiles
+from distributed.training.interrupts import save_by_the_clock, stop_on_signals
+
+if TYPE_CHECKING:
+    from distributed.trainer import Trainer
+
+_fit_numbers = itertools.count()  # of this process: keys in the ranks' store are used once
+
+
+@dataclasses.dataclass
+class _Fit:
+    """One call of `fit`."""
+
+    state: TrainState
+    callbacks: list[Callback]
+    store: CheckpointStore
+    run: RunDirectory
+    result: Result
+    batch_size: int
+    began: float  # monotonic seconds at which `total_time` would have been 0
+    saved: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def stop_clock(self) -> None:
+        """Bring `total_time` up to date."""
+        self.state.total_time = time.monotonic() - self.began
+
+
+class Session:
+    """One trainer in this process. Every method is called by all ranks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.backend = trainer, trainer.backend
+        is_shown = trainer.is_main_process and not trainer.is_search  # whose epochs are no news either
+        self._reporter = Reporter(is_shown, trainer.merged.config.verbose)
+        self.backend.report = self._reporter
+        raise_kept()  # a Ctrl-C that an import of the script swallowed: the other ranks may have left
+        self.context: WorkerContext = self.backend.setup()
+        atexit.register(_teardown, weakref.ref(self.backend))
+        self.files = TrainerFiles(trainer, self.backend, self.context, self._reporter)
+        self._prepared_for: str | None = None  # "evaluation" or "fit"
+        self._checkpoint: Path | None = None  # the newest one that this trainer saved or took up
+        self._is_saved = False  # whether the state that training starts from lies in the store
+        self._state: TrainState | None = None
+        self._num_fits = 0
+
+    # ------------------------------------------------------------------ fit
+
+    def fit(self, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
+        backend = self.backend
+        self._configure(merged)
+        loader_batch_size = backend.batch_size_of(train_data)
+        batch = plan_batch(merged, backend.data_parallel_size, loader_batch_size)
+        check_monitor(merged, val_data, self.trainer.job)
+        with backend.own_generators(), contextlib.ExitStack() as leaving:
+            leaving.callback(self._reporter.close)
+            train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, train=True)))
+            batch = train.batch  # a batch sampler's items set its size
+            run = self.files.open_run(in_effect(merged, batch, loader_batch_size))
+            backend.run_dir = run.path
+            val = None
+            if val_data is not None:
+                val = backend.shard(val_data, self._eval_batch(val_data, batch), train=False)
+                leaving.callback(val.close)
+            notices = self._prepare(batch)
+            callbacks = self._callbacks(merged)
+            store = self.files.open_store(merged, run)
+            state, resumed = self._resume(merged, store, callbacks, run)
+            merged = self._limit(merged, state)
+            callbacks += loggers_of(LoggedFit(
+                run, merged, self.trainer.plan, batch, self.context, backend, state, train.updates_per_epoch, self._reporter,
+            ))  # fmt: skip
+            result = Result(run, self.trainer.plan, self.context)
+            fit = _Fit(state, callbacks, store, run, result, batch.batch_size, time.monotonic() - state.total_time)
+            self._say_start(merged, batch, notices, fit, resumed)
+            return self._train(fit, train, val)
+
+    def _configure(self, merged: MergedConfig) -> None:
+        self.trainer.merged = self.backend.merged = merged
+        self.backend.config = merged.config
+        self._reporter.set_verbose(merged.config.verbose)
+
+    def _train(self, fit: _Fit, train: Any, val: Any) -> History:
+        config, state = self.trainer.merged.config, fit.state
+        common = CommonStep(
+            self.context.rank, self.context.world_size, self.backend.key_value_store(), f"fit-{next(_fit_numbers)}",
+            timeout_s=config.timeout_s,
+        )  # fmt: skip
+        caller = Caller(self.trainer.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
+        self._reporter.on_event = Epochs(caller)
+        last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
+        run = loop.Run(
+            self.backend, config, train, val, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
+            metrics=self.trainer.job.metrics,
+        )  # fmt: skip
+        try:
+            with (
+                bound(fit.callbacks, self._context_of(fit, run)),
+                stop_on_signals(common, in_worker=self.trainer._worker is not None),
+                save_by_the_clock(common, config.checkpoint_every_s, self.context, fit.saved),
+            ):
+                loop.fit(run)
+                self.backend.reassemble()
+        except BaseException as error:
+            told = self._told(fit, error)
+            self._note_failure(fit, told)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            common.close()
+            self.backend.unwrap()
+        fit.stop_clock()
+        self._state = state
+        history = History(
+            list(state.rows), dict(state.best), state.total_time, state.step, str(fit.run.path), state.stop_reason
+        )
+        self._say_end(fit)
+        self._close_loggers(fit)
+        if caller.error is not None:
+            raise caller.error
+        if was_interrupted(state):
+            self._leave_after_signal(int(str(state.stop_reason).split()[1]))
+        return history
+
+    def _told(self, fit: _Fit, error: BaseException) -> BaseException:
+        """`error`, or for want of memory what names the rank and the ways out. A search for what fits asks for the former."""
+        is_of_user = not isinstance(error, Exception) or isinstance(error, DistributedError)
+        if self.trainer.is_search or is_of_user or not is_out_of_memory(error):
+            return error
+        is_cut = self.backend.cuts_weights and self.context.world_size > 1
+        return out_of_memory(
+            error, self.context.rank, fit.state.step + 1, fit.batch_size, self.trainer.merged.config, is_cut=is_cut
+        )
+
+    def _context_of(self, fit: _Fit, run: loop.Run) -> FitContext:
+        backend = self.backend
+        return FitContext(backend.model, backend.users_optimizer, run.config, fit.run.path.absolute(), run.stop)
+
+    def _note_failure(self, fit: _Fit, error: BaseException) -> None:
+        for callback in fit.callbacks:
+            callback.on_error(fit.state, error)
+        fit.stop_clock()
+        fit.result.write_failed(fit.state, self._checkpoint, error)
+        self._write_report(fit)
+        _close_all(fit.callbacks)
+
+    def _close_loggers(self, fit: _Fit) -> None:
+        """Ranks with nothing to close wait for the others, however long those take. All ranks."""
+        if any(isinstance(callback, Logger) for callback in fit.callbacks):
+            Agreement(self.backend, self.context).on_all(lambda: _close_all(fit.callbacks))
+
+    def _leave_after_signal(self, signum: int) -> None:
+        if signum == signal.SIGINT and self.trainer._worker is None:
+            raise KeyboardInterrupt
+        raise TrainingInterrupted(signum if signum == signal.SIGINT else signal.SIGTERM)
+
+    # ------------------------------------------------------------------ parts of fit
+
+    def _prepare(self, batch: BatchPlan) -> list[str]:
+        if self._prepared_for == "fit":
+            self.backend.rewrap()
+            return []
+        job = self.trainer.job
+        if self._prepared_for == "evaluation":  # the same model, with all that training adds to it
+            job = dataclasses.replace(job, model=self.backend.model)
+        self._prepared_for = "fit"
+        return self.backend.prepare(job, batch)
+
+    def _eval_batch(self, data: Any, batch: BatchPlan) -> BatchPlan:
+        size = self.backend.batch_size_of(data) or batch.batch_size
+        return _one_micro_batch(size, self.backend.data_parallel_size)
+
+    def _resume(
+        self, merged: MergedConfig, store: CheckpointStore, callbacks: list[Callback], run: RunDirectory
+    ) -> tuple[TrainState, str | None]:
+        """The state to go on from, and where it came from."""
+        self._is_saved = False
+        self._num_fits += 1
+        if self._state is not None:  # a further fit of this trainer
+            self._state.stop_reason = None
+            return self._state, None
+        path: Path | None = None
+        source = merged.config.resume_from_checkpoint
+        if self.files.wants_resume(merged):
+            path = store.find()
+            if path is None:
+                self.files.refuse_to_start_over(run, store)
+        if path is None and isinstance(source, str):
+            path = store.open(source)
+        if path is None:
+            return TrainState(), None
+        state = store.load(path)
+        self._is_saved = path.parent == store.directory
+        self._checkpoint = path if self._is_saved else None
+        if self.context.restart_count == 0 or not is_stopped_by_callback(state):
+            state.stop_reason = None  # a restart of what a callback had stopped has nothing left to do
+        for name in load_states(callbacks, state.callbacks):
+            text = f"{path.name} holds the state of a callback {name}, and this run has none"
+            self._reporter({"kind": "warning", "text": text})
+        if self.context.is_main_process:
+            run.event("resumed", step=state.step, checkpoint=path.name)
+        return state, path.name
+
+    def _limit(self, merged: MergedConfig, state: TrainState) -> MergedConfig:
+        """Count `epochs` and `max_steps` of a further fit from where it started, also when a restart repeats it."""
+        index = self._num_fits - 1
+        while index >= len(state.fit_starts):  # a fit that failed at once left none
+            state.fit_starts.append([state.epoch, state.step] if state.fit_starts else [0, 0])
+        epoch, step = state.fit_starts[index]
+        if index:
+            config = merged.config
+            limit = None if config.max_steps is None else config.max_steps + step
+            changed = dataclasses.replace(config, epochs=config.epochs + int(epoch), max_steps=limit)
+            self.trainer.merged = merged = dataclasses.replace(merged, config=changed)
+        return merged
+
+    def _callbacks(self, merged: MergedConfig) -> list[Callback]:
+        """The user's, and early stopping: those whose state is in a checkpoint."""
+        config = merged.config
+        patience = config.early_stopping_patience
+        stopping = [] if patience is None else [EarlyStopping(config.monitor, patience, config.monitor_mode)]
+        return [*self.trainer.callbacks, *stopping]
+
+    def _write_checkpoint(self, fit: _Fit) -> bool:
+        if not self.trainer.keeps_checkpoints:
+            return True
+        state, config = fit.state, self.trainer.merged.config
+        fit.stop_clock()
+        state.callbacks = states(fit.callbacks)
+        is_measured = bool(state.rows) and state.rows[-1]["step"] == state.step
+        path = fit.store.save(
+            state, _without_paths(config), state.rows[-1].get(config.monitor) if is_measured else None
+        )
+        fit.saved.set()
+        if path is None:
+            return False
+        self._checkpoint = path
+        if self.context.is_main_process:
+            fit.run.event("checkpoint_saved", step=state.step, checkpoint=path.name)
+            fit.result.write("running", state, path)
+        for callback in fit.callbacks:
+            callback.on_checkpoint(state, path)
+        return True
+
+    def _say_start(
+        self, merged: MergedConfig, batch: BatchPlan, notices: list[str], fit: _Fit, resumed: str | None
+    ) -> None:
+        if not self.context.is_main_process:
+            return
+        state = fit.state
+        if resumed is not None:
+            notices = [*notices, f"resumed from {resumed}: step {state.step}, epoch {state.epoch_in_words}"]
+            if state.epoch >= merged.config.epochs or state.step >= (merged.config.max_steps or math.inf):
+                notices.append("nothing is left to do: raise epochs (or max_steps) to go further")
+        elif self.files.wants_resume(merged):
+            notices = [*notices, f"nothing to resume from in {fit.store.directory}: starting at step 0"]
+        else:
+            notices = [*notices, *self.files.notices()]
+        where = Situation(
+            self.backend, launched_by(), self.trainer._worker is not None, has_schedule=self.backend.has_schedule
+        )
+        notices = [*merged.notices, *lines_of(without_effect(where)), *notices]
+        lines = started_lines(self.trainer.plan, self.context, batch, notices)
+        self._reporter({"kind": "started", "lines": lines})
+        fit.result.write("running", state, self._checkpoint)
+        fit.run.event(
+            "started", backend=self.trainer.plan.backend, world_size=self.context.world_size, step=state.step,
+            restart_count=self.context.restart_count, batch_dependent=list(self.backend.batch_dependent),
+        )  # fmt: skip
+
+    def _say_end(self, fit: _Fit) -> None:
+        state = fit.state
+        if not self.context.is_main_process:
+            return
+        fit.result.write("interrupted" if was_interrupted(state) else "finished", state, self._checkpoint)
+        if was_interrupted(state):
+            fit.run.event("preempted", signal=int(str(state.stop_reason).split()[1]), step=state.step)
+        else:
+            fit.run.event("finished", step=state.step, epoch=state.epoch_in_words, stop_reason=state.stop_reason)
+        self._write_report(fit)
+        self._reporter({"kind": "finished", "lines": [*finished_lines(fit.run, state), *self._resume_lines(fit)]})
+
+    def _resume_lines(self, fit: _Fit) -> list[str]:
+        """How to go on where a signal ended the fit; our launcher says it where there is one."""
+        if not was_interrupted(fit.state) or link() is not None or self._checkpoint is None:
+            return []
+        if self.trainer._given is not None:  # `train` under another launcher
+            return [resume_lines(f"the same command with --run-dir {shlex.quote(str(fit.run.path))} --resume")]
+        return [resume_lines(resume_setting(self._checkpoint))]
+
+    def _write_report(self, fit: _Fit) -> None:
+        """Our launcher does it where there is one: it knows how the run ended. A logger that sends files needs one now."""
+        is_sent = any(isinstance(callback, Logger) for callback in fit.callbacks)
+        if self.context.is_main_process and (is_sent or link() is None):
+            write_reports_at_end(fit.run, lambda text: self._reporter({"kind": "notice", "text": text}))
+
+    # ------------------------------------------------------------------ evaluate, predict, average, save
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        backend = self.backend
+        with backend.own_generators(), backend.as_trained(), contextlib.closing(self._sharded(data)) as sharded:
+            return loop.evaluate(self.backend, sharded) or {}
+
+    def predict(self, data: Any) -> Any:
+        mine: list[tuple[int, int, Any]] = []
+        backend = self.backend
+        with backend.own_generators(), backend.as_trained(), contextlib.closing(self._sharded(data)) as sharded:
+            for number, group in enumerate(sharded.epoch(0)):
+                (micro,) = group.micro_batches
+                outputs = self.backend.predict_step(micro)
+                if micro.num_samples:
+                    mine.append((number, self.context.rank, outputs))
+        return self.backend.join_outputs(self.backend.gather(mine))
+
+    def metric_average(self, value: float, name: str) -> float:
+        return self.backend.reduce({name: value})[name] / self.context.world_size
+
+    @contextlib.contextmanager
+    def whole_model(self) -> Iterator[Any]:
+        self._ensure_prepared(BatchPlan(1, 1, 1, 1))
+        with self.backend.whole_model() as model:
+            yield model
+
+    def save(self, path: Path) -> Path:
+        with self.backend.as_trained():
+            return self._save(path)
+
+    def _save(self, path: Path) -> Path:
+        self._ensure_prepared(BatchPlan(1, 1, 1, 1))
+        if path.suffix == ".safetensors":
+            self.backend.export(path)
+            return path
+        store = CheckpointStore(
+            path, self.backend, keep_latest_k=1 << 30, keep_best=False, monitor="", monitor_mode="min",
+            context=self.context, report=self._reporter,
+        )  # fmt: skip
+        state = self._state or TrainState()
+        with self.backend.own_generators():  # which are saved too
+            saved = store.save(state, _without_paths(self.trainer.merged.config), None)
+        if saved is None:
+            raise ConfigError(f"{path} could not be written: name another path")
+        return saved
+
+    def _sharded(self, data: Any) -> Any:
+        # A loader's own size counts instead, see _eval_batch.
+        batch = _one_micro_batch(self.trainer.merged.config.batch_size, self.backend.data_parallel_size)
+        sharded = self.backend.shard(data, self._eval_batch(data, batch), train=False)
+        self._ensure_prepared(batch)  # after it: a model may need a batch to be built
+        return sharded
+
+    def _ensure_prepared(self, batch: BatchPlan) -> None:
+        """The model without what only training needs, where no fit has prepared it."""
+        if self._prepared_for is not None:
+            return
+        self._prepared_for = "evaluation"
+        backend, merged = self.backend, self.backend.merged
+        backend.merged = for_evaluation(merged)
+        backend.config = backend.merged.config
+        with backend.own_generators():
+            backend.prepare(self.trainer.job, batch)
+        backend.unwrap()
+        backend.merged, backend.config = merged, merged.config
+
+
+def _one_micro_batch(size: int, data_parallel_size: int) -> BatchPlan:
+    return BatchPlan(size, 1, data_parallel_size, size * data_parallel_size)
+
+
+def _close_all(callbacks: Sequence[Callback]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, Logger):
+            callback.close()
+
+
+def _teardown(backend: weakref.ref[Backend[Any]]) -> None:
+    """At exit; nothing for a backend that nobody holds any more."""
+    if (alive := backend()) is not None:
+        alive.teardown()
+
+
+def _without_paths(config: DistributedConfig) -> dict[str, Any]:
+    """What a manifest keeps: a run directory can be copied, so no path."""
+    return {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("checkpoint_dir", "tensorboard_dir", "resume_from_checkpoint")
+    }

@@ -1,0 +1,206 @@
+"""A trial of a sweep, inside the actor that Ray Tune made for it: it runs the job, and gives Tune a score for each epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.checkpoints.durable import replace_text
+from distributed.errors import ConfigError, TrainingError
+from distributed.metrics.monitor import unknown_metric
+from distributed.runs.temporary import temporary_directory
+from distributed.tuning.context import Trial
+from distributed.tuning.jobs import UnknownMetric, one_line
+from distributed.tuning.plan import SearchPlan, total
+from distributed.tuning.results import checkpoint_of, rows_of
+from distributed.tuning.sweep import score_of
+
+_THREAD_S = "600"  # for a trial that was stopped to save and leave, before its actor takes another
+_COPY_S = 30.0  # for a trial whose state is taken over to write its first checkpoint
+_SOURCE = "source.json"
+
+
+class Stopped(SystemExit):
+    """Raised out of a report: Tune stops or pauses the trial."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What an actor must know beside a trial's values."""
+
+    plan: SearchPlan
+    cwd: str
+    is_shared: bool  # the scheduler pauses trials, or has one take over the state of another
+
+
+def run(order: Order, config: Mapping[str, Any]) -> None:
+    """One trial to its end. What it raises is written down first: Tune keeps it as text among its own."""
+    number, plan = int(config["trial"]), order.plan
+    directory = plan.directory / "trials" / f"{number:05d}"
+    error_file = directory.with_name(f"{directory.name}.error.json")
+    error_file.unlink(missing_ok=True)
+    _prepare(order)
+    try:
+        is_again = directory.exists() and any(directory.iterdir())
+        reports = Reports(order, number, _take_over(plan, number), directory.with_name(f"{directory.name}.last.json"))
+        if is_again:
+            reports.catch_up(directory)
+        trial = Trial(directory, is_again, reports.epoch)
+        reports.finish(plan.job.run(trial, config["values"], total(plan.bundles).get("CPU", 1.0)))
+    except BaseException as error:  # the top frame of a trial: who reads the table must hear of it
+        if isinstance(error, Stopped) or (isinstance(error, SystemExit) and plan.stop_file.exists()):
+            raise
+        text = "".join(traceback.format_exception(error))
+        fatal = isinstance(error, UnknownMetric)
+        error_file.write_text(json.dumps({"error": one_line(error), "is_fatal": fatal}))
+        with open(f"{directory}.log", "a", encoding="utf-8") as log:
+            log.write(text)
+        if isinstance(error, Exception):
+            raise
+        raise TrainingError(one_line(error)) from error  # Ray takes sys.exit() for the end of the process
+
+
+def _prepare(order: Order) -> None:
+    """Make the actor's thread behave: it ends before its actor does, or takes another trial."""
+    from ray.train._internal.session import get_session
+
+    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = _THREAD_S
+    thread = get_session().training_thread
+    thread.join = lambda timeout=None: type(thread).join(thread)
+    with contextlib.suppress(OSError):  # a node that does not see it
+        os.chdir(order.cwd)
+
+
+class Reports:
+    """What Tune hears of a trial: its score, the smaller the better, how far it is, and the row for our own tables."""
+
+    def __init__(self, order: Order, number: int, cloned: int | None, file: Path) -> None:
+        self._order, self._plan, self._number, self._cloned, self._file = order, order.plan, number, cloned, file
+        self._rows = 0
+        # A trial that was paused after its last epoch, or cut off there, has nothing more to report.
+        self._last: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        self._names: dict[str, Any] = {}  # of all that was reported
+
+    def epoch(self, row: Mapping[str, Any]) -> None:
+        """A finished epoch. Raises Stopped where Tune stops or pauses the trial."""
+        row = _plain(row)
+        self._names |= row
+        self._rows += 1
+        if self._plan.metric in row:
+            self._last = row
+            self._tell(row)
+        elif self._plan.job.needs_rows:
+            raise self._unknown()
+
+    def catch_up(self, directory: Path) -> None:
+        """Epochs that were trained and never reported: a script's processes do not wait for Tune."""
+        if self._cloned is None:
+            for row in rows_of(directory):
+                if row["epoch"] > self._last.get("epoch", 0):
+                    self.epoch(row)
+
+    def finish(self, returned: Any) -> None:
+        """The end of a trial that was not stopped: with what its function returned, if anything."""
+        metrics = {self._plan.metric: returned} if _is_number(returned) else returned
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise ConfigError(
+                f"train_fn returned a {type(metrics).__name__}: return a dict of metrics, a number, or nothing where a Trainer reports"
+            )
+        last = {**self._last, **_plain(metrics or {})}
+        self._names |= last
+        if self._plan.metric not in last:
+            raise self._unknown()
+        self._tell(last if metrics is not None else None, end=True)
+
+    def _tell(self, row: Mapping[str, Any] | None, end: bool = False) -> None:
+        from ray import tune
+
+        shown = self._last if row is None else row
+        news = {
+            "score": score_of(shown, self._plan.metric, self._plan.mode), "progress": int(shown.get("epoch", max(1, self._rows))),
+            "row": row, "end": end, "cloned": self._cloned,
+        }  # fmt: skip
+        replace_text(self._file, json.dumps(shown))
+        try:
+            if not self._order.is_shared:
+                tune.report(news)
+                return
+            with temporary_directory() as temporary:
+                (temporary / _SOURCE).write_text(json.dumps({"trial": self._number}))
+                tune.report(news, checkpoint=tune.Checkpoint.from_directory(str(temporary)))
+        except SystemExit:
+            raise Stopped(0) from None
+
+    def _unknown(self) -> UnknownMetric:
+        if self._names:
+            return UnknownMetric(str(unknown_metric("metric", self._plan.metric, self._names)))
+        return UnknownMetric(
+            f"metric={self._plan.metric!r} was not reported, nor anything else: train with a Trainer, or return metrics"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one number: of Python, NumPy or a framework."""
+    return not isinstance(value, (bool, Mapping)) and isinstance(_value(value), (int, float))
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and text: arrays of one number and the like are read."""
+    return {str(name): _value(value) for name, value in row.items()}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last one of tensors
+        return str(value)
+
+
+# ------------------------------------------------------------------ the state of another trial
+
+
+def _take_over(plan: SearchPlan, number: int) -> int | None:
+    """Where Tune has this trial go on from another one: put that one's newest checkpoint in the place of its own."""
+    from ray import tune
+
+    given = tune.get_checkpoint()
+    if given is None:
+        return None
+    with given.as_directory() as directory:
+        source = int(json.loads(Path(directory, _SOURCE).read_text())["trial"])
+    if source == number:  # it was paused: its own directory has all
+        return None
+    trials = plan.directory / "trials"
+    own, new = trials / f"{number:05d}" / "checkpoints", trials / f"{number:05d}" / ".taken"
+    if not _copied(trials / f"{source:05d}", new):
+        return None
+    shutil.rmtree(own, ignore_errors=True)
+    new.rename(own)
+    return source
+
+
+def _copied(source: Path, target: Path) -> bool:
+    """The newest checkpoint of a trial that goes on, and prunes them. False where it saves none."""
+    deadline = time.monotonic() + _COPY_S
+    while time.monotonic() < deadline:
+        shutil.rmtree(target, ignore_errors=True)
+        newest = checkpoint_of(source)
+        try:
+            if newest is not None:
+                shutil.copytree(newest, target / newest.name)
+                return True
+        except (OSError, shutil.Error):  # pruned meanwhile
+            continue
+        time.sleep(0.1)  # its first one is being written
+    shutil.rmtree(target, ignore_errors=True)
+    return False

@@ -1,0 +1,380 @@
+"""DistributedTuner: many trainings of one function, each with other values, and the best of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import numbers
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from distributed.config.gpus import visible_gpus
+from distributed.config.merging import MergedConfig, Typed, merge
+from distributed.config.settings import canonical
+from distributed.errors import ConfigError, ResourceError, TrainingInterrupted
+from distributed.launching.request import check_script
+from distributed.loggers import check_directories, check_libraries, environ_of_trials, run_of_sweep
+from distributed.loggers.notebook import in_notebook
+from distributed.metrics.monitor import is_larger_better
+from distributed.runs.directory import choose_run_dir
+from distributed.training.files import script_name
+from distributed.tuning.cell import CellProgress
+from distributed.tuning.context import Trial, inside
+from distributed.tuning.jobs import FunctionJob, ScriptJob, script_job, seed_generators
+from distributed.tuning.plan import SHARING, SearchPlan, bundles_of, check_metric, check_pairing, check_scheduler, total
+from distributed.tuning.proposals import check_search
+from distributed.tuning.results import checkpoint_of, taken_up
+from distributed.tuning.search import engine, run_search
+from distributed.tuning.space import Space, make_space
+from distributed.tuning.sweep import Record, Sweep, open_sweep, scores
+
+if TYPE_CHECKING:
+    from distributed.loggers._mlflow.sweep import SweepRun
+
+logger = logging.getLogger(__name__)
+
+
+class DistributedTuner:
+    """Searches for the values with which `train_fn` does best.
+
+    Args:
+        train_fn: `train_fn(config)`: it returns metrics (a dict, or the metric itself), or trains with a `Trainer`, which
+            reports each epoch by itself. Runs in processes of Ray. Or the path of a script, which runs as under `train`:
+            values are its settings where they have such a name, else its arguments.
+        search_space: name -> a list to choose from, `{"loguniform": [1e-4, 1e-1]}`, `{"uniform": [...]}`, `{"randint": [...]}`,
+            a domain of Ray Tune, or a constant.
+        num_gpus: GPUs that all trials together use (default: those that are visible, or those of the cluster).
+        trials_per_gpu: trials that share one GPU.
+        metric, mode: what is optimised, and whether "min" or "max" is best (default: what the name says). A trial counts with
+            the best value that it reached.
+        seed: of the proposals, and of each trial's generators.
+        resources_per_trial: `{"cpu": 2}`, or a list of such, one for the trial and one for each of its processes.
+        scheduler: "asha", "hyperband", "pbt", or None: every trial runs to its end. `scheduler_options` are that one's.
+        search: "random", "grid", "optuna" or "bayesopt".
+        max_concurrent: trials at once (default: as many as there is place for).
+        max_failures: how often a trial that crashed goes on from its newest checkpoint.
+        run_dir: where the trials go (default: `runs/<script>-<time>-<id>`); with `resume` a sweep that was cut off goes on.
+        address: a Ray cluster to join, HOST:PORT (default: the one that this process is connected to, else one of its own).
+        settings: fields of DistributedConfig for every trial, such as `mlflow_tracking=True`. What a Trainer in `train_fn` says
+            itself is stronger; what a script says is weaker.
+
+    Raises ConfigError or ResourceError for what cannot be, before any trial starts.
+    """
+
+    def __init__(
+        self,
+        train_fn: Callable[[dict[str, Any]], Any] | str | os.PathLike[str],
+        search_space: Mapping[str, Any],
+        *,
+        metric: str = "val_loss",
+        mode: str | None = None,
+        num_gpus: int | None = None,
+        trials_per_gpu: int = 1,
+        seed: int = 0,
+        resources_per_trial: Any = None,
+        scheduler: str | None = None,
+        scheduler_options: Mapping[str, float] | None = None,
+        search: str = "random",
+        max_concurrent: int | None = None,
+        max_failures: int = 0,
+        run_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        address: str | None = None,
+        **settings: Any,
+    ) -> None:
+        if isinstance(train_fn, (str, os.PathLike)):
+            check_script(os.fspath(train_fn))
+        elif not callable(train_fn):
+            raise ConfigError(
+                f"train_fn is a {type(train_fn).__name__}: pass a function of one argument, the trial's values, or a script"
+            )
+        mode = mode or ("max" if is_larger_better(str(metric)) else "min")
+        check_metric(metric, mode)
+        if resume and run_dir is None:
+            raise ConfigError("resume=True needs the sweep to go on with: add run_dir")
+        self.train_fn, self.metric, self.mode = train_fn, metric, mode
+        self.space: Space = make_space(search_space)
+        self.scheduler, self.scheduler_options = check_scheduler(scheduler, scheduler_options or {})
+        check_pairing(self.scheduler, search, max_concurrent)
+        _check_numbers(num_gpus=num_gpus, seed=seed, max_concurrent=max_concurrent, max_failures=max_failures)
+        self._settings = _checked(settings, type(self).__init__.__kwdefaults__ or ())
+        if not callable(train_fn):
+            _check_names(self.space, self._settings)
+        is_here = engine().has_own_cluster(address)
+        if num_gpus and not is_here and self.scheduler in SHARING:
+            raise ConfigError(
+                f"num_gpus={num_gpus} has no effect with scheduler={self.scheduler!r} on a cluster, where its trials take turns on"
+                " all there is: drop it"
+            )
+        processes = 1 if callable(train_fn) else int(self._settings.get("nproc_per_node") or 1)
+        gpus, at_once = _gpus(num_gpus, trials_per_gpu, resources_per_trial, is_here, processes)
+        self._bundles = bundles_of({"cpu": processes} if resources_per_trial is None else resources_per_trial, gpus)
+        is_open = num_gpus is None and resources_per_trial is None and not gpus
+        self._gpus_if_any = float(processes) if is_open and not is_here else 0.0
+        self._max_concurrent = min(filter(None, (max_concurrent, at_once)), default=None)
+        self._seed, self._search, self._max_failures = seed, search, max_failures
+        self._run_dir, self._resume, self._address = run_dir, resume, address
+        self._sweep: Sweep | None = None
+
+    def tune(self, num_samples: int | None = None) -> dict[str, Any]:
+        """Run that many trials (None: all combinations of search="grid"); returns the best one's values.
+
+        Raises TrainingError where every trial fails, with the first one's cause, ConfigError where nobody reports the metric,
+        and KeyboardInterrupt after Ctrl-C, TrainingInterrupted (an exit with 143) after SIGTERM, both when the trials have saved
+        and `sweep.json` is written.
+        """
+        number = check_search(self._search, self.space, num_samples)
+        directory = Path(self._run_dir if self._run_dir is not None else choose_run_dir(script_name())).absolute()
+        job = self._job(directory)
+        plan = SearchPlan(
+            directory, job, self.space, self.metric, self.mode, number, self._bundles,
+            search=self._search, scheduler=self.scheduler, scheduler_options=self.scheduler_options, seed=self._seed,
+            max_concurrent=self._max_concurrent, max_failures=self._max_failures, address=self._address,
+            gpus_if_any=self._gpus_if_any,
+        )  # fmt: skip
+        engine().check_here(plan)  # before there is a directory, which would be in the way of the corrected call
+        check_directories(self._merged())
+        sweep = open_sweep(directory, self.metric, self.mode, self._asked(number), self._resume)
+        sweep.recall(self.space)
+        self._sweep = sweep
+        plan = dataclasses.replace(plan, earlier=tuple(record for record, _ in scores(sweep)))
+        listeners = self._listeners(sweep, number)
+        status = "FAILED"
+        try:
+            for each in listeners:
+                each.start()
+            with _stopping(plan.stop_file) as seen:
+                run_search(plan, sweep, lambda line: [each.hear(line) for each in listeners])
+            status = "KILLED" if seen else "FINISHED"
+        finally:
+            sweep.interrupt()
+            sweep.write()
+            sweep.write_best(job.typed if isinstance(job, ScriptJob) else Typed())
+            for each in listeners:
+                each.close(status)
+            sweep.run.unlock()
+        if seen:
+            raise KeyboardInterrupt if seen[0] == signal.SIGINT else TrainingInterrupted(seen[0])
+        return self.best_params
+
+    def _job(self, directory: Path) -> FunctionJob | ScriptJob:
+        if callable(self.train_fn):
+            return FunctionJob(self.train_fn, self._seed, self._settings, environ_of_trials(self._merged()))
+        typed = Typed(flag={"seed": self._seed, **self._settings}, script=os.fspath(self.train_fn))
+        return script_job(typed, self.metric, self.mode, directory)
+
+    def _merged(self) -> MergedConfig:
+        return merge(Typed(), {}, sweep=self._settings)
+
+    def _listeners(self, sweep: Sweep, number: int) -> list[SweepRun | CellProgress]:
+        """Who shows the search while it goes on."""
+        cell = CellProgress(sweep, number) if in_notebook() else None
+        script = script_name() if callable(self.train_fn) else os.fspath(self.train_fn)
+        tracked = run_of_sweep(sweep, self._merged(), script, self._asked(number), logger.warning)
+        return [each for each in (cell, tracked) if each is not None]
+
+    def _asked(self, number: int) -> dict[str, Any]:
+        space = {name: _written(each) for name, each in self.space.items()}
+        return {
+            "search": self._search, "scheduler": self.scheduler, "seed": self._seed, "num_samples": number,
+            "search_space": space, **({"scheduler_options": dict(self.scheduler_options)} if self.scheduler_options else {}),
+            **({"settings": self._settings} if self._settings else {}),
+        }  # fmt: skip
+
+    # ------------------------------------------------------------------ what came of it
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the trials lie."""
+        return self._done().directory
+
+    @property
+    def results(self) -> Any:
+        """One row per trial, the best first: a pandas DataFrame, or a list of dicts where pandas is not installed."""
+        sweep = self._done()
+        rows = [_row(sweep, record) for record in sorted(sweep.records.values(), key=sweep.score)]
+        try:
+            import pandas
+        except ImportError:
+            return rows
+        return pandas.DataFrame(rows)
+
+    @property
+    def best_params(self) -> dict[str, Any]:
+        """The values of the best trial."""
+        sweep = self._done()
+        return dict(self._best().best_config(sweep.metric, sweep.mode))
+
+    @property
+    def best_checkpoint(self) -> Path:
+        """The checkpoint of the best trial's best epoch, or its newest one where that was not kept."""
+        sweep, best = self._done(), self._best()
+        row = best.best_row(self.metric, self.mode) or {}
+        found = checkpoint_of(sweep.trial_dir(best.number), row.get("epoch"))
+        if found is None:
+            raise ConfigError(f"trial {best.name} saved no checkpoint: train with a Trainer in train_fn")
+        return found
+
+    def best_trainer(self) -> Any:
+        """The Trainer that `train_fn` makes with the best values, its model with the weights of `best_checkpoint`.
+
+        `train_fn` is called in this process, up to its `fit`, which does not train.
+        """
+        if not callable(self.train_fn):
+            raise ConfigError("best_trainer() is of a function: a script's best run lies at best_checkpoint")
+        checkpoint, best = self.best_checkpoint, self._best()
+        trial = Trial(self._done().trial_dir(best.number), True, lambda row: None, _made, self._settings)
+        seed_generators(self._seed)
+        try:
+            with inside(trial):
+                self.train_fn(self.best_params)
+        except _Made as made:
+            return taken_up(made.trainer, checkpoint)
+        raise ConfigError("train_fn called no fit of a Trainer: there is no trainer to give back")
+
+    def _done(self) -> Sweep:
+        if self._sweep is None:
+            raise ConfigError("there are results after tune(): call it first")
+        return self._sweep
+
+    def _best(self) -> Record:
+        best = self._done().best()
+        if best is None:
+            raise ConfigError(f"no trial reported a finite {self.metric}: see {self._done().directory / 'sweep.json'}")
+        return best
+
+
+class _Made(BaseException):
+    """Carries a Trainer out of the function that was to train it."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__("a trainer was made")
+        self.trainer = trainer
+
+
+def _made(trainer: Any) -> None:
+    raise _Made(trainer)
+
+
+def _checked(settings: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
+    """Settings of all trials, by their names; `own` are those of the tuner. Raises ConfigError, and ResourceError where a
+    logger's library is missing."""
+    named, _ = canonical(settings, own)
+    if "checkpoint_dir" in named:
+        raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
+    check_libraries(merge(Typed(), {}, sweep=named))
+    return named
+
+
+def _check_names(space: Space, settings: Mapping[str, Any]) -> None:
+    """What the command refuses to search of a script."""
+    from distributed.tuning.scripts import check_names
+
+    check_names(space, Typed(flag=settings))
+
+
+def _check_numbers(**given: Any) -> None:
+    """Raises ConfigError for what is no whole number, or too small. Two of them may be left out."""
+    for name, value in given.items():
+        if value is None and name in ("num_gpus", "max_concurrent"):
+            continue
+        least = 1 if name == "max_concurrent" else 0
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+            raise ConfigError(f"{name}={value!r} is no whole number from {least} on: set {name}={least} or more")
+
+
+def _gpus(
+    num_gpus: int | None, trials_per_gpu: int, resources: Any, is_here: bool, processes: int
+) -> tuple[float, int | None]:
+    """(the GPUs that each trial of so many processes has beside its `resources`, the trials at once that follow from
+    `num_gpus`). Of a cluster nothing is known yet."""
+    if isinstance(trials_per_gpu, bool) or not isinstance(trials_per_gpu, int) or trials_per_gpu < 1:
+        raise ConfigError(
+            f"trials_per_gpu={trials_per_gpu!r} is less than 1: set 1, or more for trials that share a GPU"
+        )
+    if trials_per_gpu > 1 and processes > 1:
+        raise ConfigError(
+            f"trials_per_gpu={trials_per_gpu} needs trials of one process: drop it, or set nproc_per_node=1"
+        )
+    visible = visible_gpus() if num_gpus != 0 and is_here else 0
+    if is_here and (num_gpus or 0) > visible:
+        fix = f"set num_gpus={visible}" if visible else "drop it, and trials run on CPUs"
+        raise ResourceError(f"num_gpus={num_gpus} is more than the {visible} that this machine shows: {fix}")
+    if resources is not None and trials_per_gpu == 1 and (num_gpus is None or _gpus_in(resources)):
+        return 0.0, None if num_gpus is None else _trials_on(num_gpus, _gpus_in(resources))
+    wanted = visible if num_gpus is None else num_gpus
+    if not is_here and num_gpus is None and trials_per_gpu > 1:
+        return 1.0 / trials_per_gpu, None
+    each = processes / trials_per_gpu
+    return (each, max(1, int(wanted / each + 1e-9))) if wanted else (0.0, None)
+
+
+def _gpus_in(resources: Any) -> float:
+    return total(bundles_of(resources)).get("GPU", 0.0)
+
+
+def _trials_on(num_gpus: int, each: float) -> int:
+    """How many trials of `each` GPUs all of them hold."""
+    if num_gpus < each:
+        raise ConfigError(
+            f"num_gpus={num_gpus} is less than the {each:g} GPU that resources_per_trial gives a trial: set num_gpus to as many"
+            " or more"
+        )
+    return int(num_gpus / each + 1e-9)
+
+
+def _row(sweep: Sweep, record: Record) -> dict[str, Any]:
+    metrics = record.best_row(sweep.metric, sweep.mode) or {}
+    config = record.best_config(sweep.metric, sweep.mode)
+    first = {"trial": record.name, "status": record.status}
+    last = {
+        "epochs": record.epochs,
+        "seconds": record.seconds,
+        "error": record.error,
+        "run_dir": str(sweep.trial_dir(record.number)),
+    }
+    taken = {*first, *last, sweep.metric}
+    values = {f"config.{name}" if name in taken else name: value for name, value in config.items()}
+    return {
+        **first, **values, sweep.metric: metrics.get(sweep.metric),
+        **{name: value for name, value in metrics.items() if name not in values}, **last,
+    }  # fmt: skip
+
+
+def _written(each: Any) -> Any:
+    """A dimension as YAML has it."""
+    if each.kind == "constant":
+        return each.values[0]
+    if each.kind == "choice":
+        return list(each.values)
+    return {each.kind: [] if each.sampler else [each.low, each.high]}
+
+
+@contextlib.contextmanager
+def _stopping(stop_file: Path) -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM have the trials save and leave; a second Ctrl-C ends this process as usual. Gives a list of what came."""
+    seen: list[int] = []
+    stop_file.unlink(missing_ok=True)
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        seen.append(number)
+        stop_file.touch()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        stop_file.unlink(missing_ok=True)
