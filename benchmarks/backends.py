@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 import machine
-from distributed.backends import REGISTRY, missing_libraries
+from distributed.config.registry import REGISTRY, missing_libraries
 from goals import Goal, verdicts
 from whole_runs import HERE, ratios, run_once
 

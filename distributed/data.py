@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
-
-from distributed.config.fields import setting
 
 if TYPE_CHECKING:
     import numpy
@@ -15,13 +12,6 @@ if TYPE_CHECKING:
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
-@dataclasses.dataclass(frozen=True)
-class DataOptions:
-    """Options of the data pipeline, the group `data`."""
-
-    presharded: bool = setting(False, "each rank's loader already yields only its own part of the data")
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> NDArray[numpy.int64]:

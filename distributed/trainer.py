@@ -10,18 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed import loggers
-from distributed.backends import (
-    backend_class,
-    backend_row,
-    groups_in_use,
-    make_backend,
-    pinned_backend,
-    row_in_use,
-)
+from distributed.backends import make_backend
 from distributed.backends.base import Backend, Job
 from distributed.callbacks import Callback
 from distributed.config.merging import MergedConfig, Typed, for_evaluation, joined, merge, read_config_file, split_sweep
 from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
+from distributed.config.registry import backend_class, backend_row, groups_in_use, pinned_backend, row_in_use
 from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError, nearest
 from distributed.launching.request import WorkerEnvironment, handover, launched_by, running_script, worker_environment

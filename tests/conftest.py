@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from distributed.backends import backend_row, missing_libraries
+from distributed.config.registry import backend_row, missing_libraries
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "DISTRIBUTED_TEST_COMMAND"

@@ -17,8 +17,8 @@ from distributed.launching.request import WorkerEnvironment
 from distributed.state import Group, MicroBatch, StepResult, WorkerContext
 
 if TYPE_CHECKING:
-    from distributed.backends import BackendRow
-    from distributed.config.effects import Need
+    from distributed.backends.effects import Need
+    from distributed.config.registry import BackendRow
     from distributed.loggers.profiling import Profiler
 
 OptionsT = TypeVar("OptionsT")
@@ -86,7 +86,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
     # before any process starts, and what `distributed backends` shows.
     refuses: ClassVar[Refusals] = {}
     # What settings need for an effect under this engine: its own options that need more than to be chosen, and others where
-    # the row of `distributed.config.effects` does not hold.
+    # the row of `distributed.backends.effects` does not hold.
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {}
     joins_cluster: ClassVar[bool] = False  # whether its launcher knows what to do with `address`
     launcher: str = "distributed.launching.forkserver"  # the module whose `serve` starts its workers

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distributed.backends import REGISTRY, BackendRow, backend_class, missing_libraries, one_process_reason
-from distributed.config.effects import needs_of
+from distributed.backends.effects import needs_of
 from distributed.config.fields import rules
+from distributed.config.registry import REGISTRY, BackendRow, backend_class, missing_libraries, one_process_reason
 from distributed.config.settings import GROUPS, DistributedConfig, group_options
 
 SEVERAL = "several processes"  # the row of backends that run one process alone

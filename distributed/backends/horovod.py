@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends.base import Backend, If, Job, Refusals
+from distributed.backends.effects import SEVERAL_PROCESSES, Need, Situation
 from distributed.backends.tensorflow import TensorFlowBackend
 from distributed.backends.torch_base import TorchBackend
-from distributed.config.effects import SEVERAL_PROCESSES, Need, Situation
 from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
@@ -28,10 +28,10 @@ from distributed.state import Group, StepResult
 if TYPE_CHECKING:
     import torch
 
-    from distributed.backends import BackendRow
     from distributed.backends._horovod.buckets import Buckets
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.world import World
+    from distributed.config.registry import BackendRow
     from distributed.config.settings import DistributedConfig
     from distributed.launching.request import WorkerEnvironment
     from distributed.loggers.profiling import Profiler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distributed.backends import REGISTRY
+from distributed.config.registry import REGISTRY
 from distributed.errors import TrainingError
 
 _TYPES = {"MemoryError", "OutOfMemoryError", "ResourceExhaustedError"}

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from distributed.backends._ray.cluster import check_place
 from distributed.backends.base import Backend, Refusals
 from distributed.backends.ddp import OF_HOOKS, DDPBackend
+from distributed.backends.effects import OUR_LAUNCHER, Need, of_launcher
 from distributed.backends.fsdp import FSDPBackend
 from distributed.backends.torch_base import PROCESS_GROUPS
-from distributed.config.effects import OUR_LAUNCHER, Need, of_launcher
 from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import ProcessPlan

@@ -18,7 +18,8 @@ from distributed.backends.base import Backend, If, Job, Key, OptionsT, Refusals,
 from distributed.backends.non_finite import NanPolicy, describe, vote
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
-from distributed.data import DataOptions, sample_seed
+from distributed.config.data import DataOptions
+from distributed.data import sample_seed
 from distributed.errors import ConfigError
 from distributed.state import Group, MicroBatch, StepResult, WorkerContext
 

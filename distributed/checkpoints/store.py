@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.backends import REGISTRY
 from distributed.backends.base import Backend
 from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.directory import CheckpointDirectory, open_verified, stage_of
@@ -29,6 +28,7 @@ from distributed.checkpoints.manifest import (
     verify,
 )
 from distributed.checkpoints.state_file import identity, read_state, write_state
+from distributed.config.registry import REGISTRY
 from distributed.errors import CheckpointError, TrainingError
 from distributed.state import TrainState, WorkerContext
 

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from distributed.backends import backend_row
 from distributed.backends.capabilities import (
     Capabilities,
     all_capabilities,
@@ -19,6 +18,7 @@ from distributed.backends.capabilities import (
     table,
     to_json,
 )
+from distributed.config.registry import backend_row
 
 _WIDTH = 80
 

@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from distributed.backends import REGISTRY, BackendRow, missing_libraries
 from distributed.config.gpus import visible_gpus
+from distributed.config.registry import REGISTRY, BackendRow, missing_libraries
 from distributed.runs.temporary import temporary_directory
 
 OK, BAD, MISSING, INFO = "ok", "bad", "missing", "info"

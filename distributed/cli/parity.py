@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from distributed.backends import REGISTRY, backend_row
 from distributed.cli.train import read_typed
+from distributed.config.registry import REGISTRY, backend_row
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching.request import check_script

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from distributed import loggers
-from distributed.backends import groups_in_use, make_backend, row_in_use
+from distributed.backends import make_backend
 from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends.base import Backend
+from distributed.backends.effects import Situation, lines_of, without_effect
 from distributed.checkpoints.manifest import check_source
-from distributed.config.effects import Situation, lines_of, without_effect
 from distributed.config.merging import MergedConfig, Typed, merge
 from distributed.config.plan import ProcessPlan, choose_backend, plan_batch, plan_processes, starting_line
+from distributed.config.registry import groups_in_use, row_in_use
 from distributed.config.settings import GROUPS, DistributedConfig, nproc_of_world
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.exposure import warnings_of

@@ -12,11 +12,11 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from distributed.backends import REGISTRY, TRANSPORTS, backend_class
 from distributed.backends.adoption import adopted
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import merge
 from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
+from distributed.config.registry import REGISTRY, TRANSPORTS, backend_class
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching.request import WorkerEnvironment, typed_for_script, worker_environment

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.backends import backend_row
 from distributed.config.fields import in_file, rules
 from distributed.config.peers import answer_for
+from distributed.config.registry import backend_row
 from distributed.config.settings import ALIASES, GROUPS, SWEEP_ALIASES, DistributedConfig, canonical, check_setting
 from distributed.errors import ConfigError, nearest
 

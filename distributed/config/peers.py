@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from distributed.backends import LATER, REGISTRY
 from distributed.config.fields import Written, in_code
+from distributed.config.registry import LATER, REGISTRY
 
 _SETTING = re.compile(r"\{([a-z_.]+)(?:=(\w+))?\}")  # `{epochs}` or `{device=cpu}`, written as flag, in code or in YAML
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from distributed.backends import backend_row, default_backend, one_process_reason, require_installed
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig
+from distributed.config.registry import backend_row, default_backend, one_process_reason, require_installed
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 

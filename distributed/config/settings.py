@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distributed.backends import REGISTRY, TRANSPORTS, backend_row, default_backend, option_class
 from distributed.config.fields import FrozenDict, Rule, Written, check, check_options, in_code, rules, setting
 from distributed.config.peers import answer_for
+from distributed.config.registry import REGISTRY, TRANSPORTS, backend_row, default_backend, option_class
 from distributed.errors import ConfigError, nearest
 
 RESOURCES, TRAINING, OPTIMIZATION = "Resources", "Training", "Optimization"
@@ -194,7 +194,7 @@ def group_options(group: str) -> type[Any]:
     """The class of the options of `group`, loaded when it is needed."""
     if group != "data":
         return option_class(group)
-    from distributed.data import DataOptions
+    from distributed.config.data import DataOptions
 
     return DataOptions
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from distributed.backends import row_in_use
 from distributed.config.plan import ProcessPlan
+from distributed.config.registry import row_in_use
 from distributed.config.settings import DistributedConfig
 from distributed.launching.secret import VARIABLE, shared_secret
 

@@ -149,7 +149,7 @@ def running_script() -> Typed:
 
 def unused_settings() -> list[str]:
     """The typed settings that nobody in this worker has asked for."""
-    from distributed.backends import REGISTRY
+    from distributed.config.registry import REGISTRY
 
     if _this.handover is None or _this.is_taken:
         return []

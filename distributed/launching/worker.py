@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributed.backends import hint_of
 from distributed.backends.adoption import has_joined
 from distributed.config.merging import Typed
+from distributed.config.registry import hint_of
 from distributed.config.settings import DistributedConfig
 from distributed.errors import DistributedError, TrainingInterrupted
 from distributed.launching import worker_store

@@ -15,9 +15,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distributed.backends import REGISTRY, default_backend
 from distributed.backends.capabilities import capabilities_of
 from distributed.config.plan import BatchPlan
+from distributed.config.registry import REGISTRY, default_backend
 from distributed.errors import DistributedError, ResourceError, TrainingError
 from distributed.parity.runs import Asked, Cell, Start, Trained, run
 

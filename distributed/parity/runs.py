@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributed.backends import groups_in_use
 from distributed.checkpoints.manifest import list_checkpoints, resolve
 from distributed.checkpoints.shards import StoredTensor, read_tensors
 from distributed.config.plan import BatchPlan
+from distributed.config.registry import groups_in_use
 from distributed.config.settings import GROUPS, DistributedConfig
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
 from distributed.launching.subprocess_launch import run_command

@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from distributed.backends import BackendRow, backend_class, backend_row, default_backend, make_backend, row_in_use
+from distributed.backends import make_backend
 from distributed.backends.capabilities import Capabilities, capabilities_of
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import ProcessPlan
+from distributed.config.registry import BackendRow, backend_class, backend_row, default_backend, row_in_use
 from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError
 

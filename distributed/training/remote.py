@@ -17,11 +17,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distributed.backends import row_in_use
 from distributed.callbacks import load_states
 from distributed.checkpoints.store import read_state
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import plan_batch, starting_line
+from distributed.config.registry import row_in_use
 from distributed.config.settings import GROUPS
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
 from distributed.launching.exposure import warnings_of

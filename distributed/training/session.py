@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.backends.base import Backend
+from distributed.backends.effects import Situation, lines_of, without_effect
 from distributed.backends.out_of_memory import is_out_of_memory, out_of_memory
 from distributed.callbacks import Callback, EarlyStopping, FitContext, bound, load_states, states
 from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.store import CheckpointStore
-from distributed.config.effects import Situation, lines_of, without_effect
 from distributed.config.merging import MergedConfig, for_evaluation
 from distributed.config.plan import BatchPlan, in_effect, plan_batch
 from distributed.config.settings import DistributedConfig

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from distributed.backends import REGISTRY, capabilities
+from distributed.backends import capabilities
 from distributed.backends.capabilities import (
     SEVERAL,
     Capabilities,
@@ -17,6 +17,7 @@ from distributed.backends.capabilities import (
     table,
 )
 from distributed.cli.__main__ import run
+from distributed.config.registry import REGISTRY
 from distributed.config.settings import GROUPS, DistributedConfig
 
 

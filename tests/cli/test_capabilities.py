@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
-from distributed.backends import REGISTRY
 from distributed.backends.capabilities import SEVERAL, all_capabilities, settings_for_all
 from distributed.cli.__main__ import main
 from distributed.config.fields import rules
+from distributed.config.registry import REGISTRY
 from distributed.config.settings import DistributedConfig, group_options
 from distributed.testing.faults import refused_value
 from tests.conftest import needs_backend

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.backends import REGISTRY
 from distributed.cli import doctor
+from distributed.config.registry import REGISTRY
 
 
 def test_usable_machine_exits_0_writes_nothing_and_loads_no_framework_in_this_process(run_python, tmp_path):

@@ -10,9 +10,10 @@ import sys
 import numpy
 import pytest
 
-from distributed.backends import REGISTRY, capabilities
+from distributed.backends import capabilities
 from distributed.cli.__main__ import main
 from distributed.config.plan import BatchPlan
+from distributed.config.registry import REGISTRY
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.parity.comparison import Asked, Trained, cells_of, farthest

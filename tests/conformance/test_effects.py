@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import distributed
-from distributed.backends import REGISTRY
 from distributed.backends.capabilities import capabilities_of, settings_for_all
 from distributed.config.fields import rules
+from distributed.config.registry import REGISTRY
 from distributed.config.settings import DistributedConfig
 from distributed.testing.conformance import checks_for
 from tests.conformance.test_every_backend import ADAPTERS

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from distributed.backends import REGISTRY
+from distributed.config.registry import REGISTRY
 from distributed.testing import Adapter
 from distributed.testing.conformance import checks_for
 from distributed.testing.faults import (

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from distributed.backends import make_backend, row_in_use
+from distributed.backends import make_backend
 from distributed.backends.base import Job
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import ProcessPlan
+from distributed.config.registry import row_in_use
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from tests.conformance.runs import events

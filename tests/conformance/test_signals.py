@@ -156,7 +156,7 @@ REPEAT = """
 import os, sys
 import torch, torch._dynamo, torch.nn.parallel.distributed
 from distributed.launching.request import LaunchRequest, launch
-from distributed.backends import backend_row
+from distributed.config.registry import backend_row
 
 codes = []
 for number in range(int(sys.argv[2])):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.backends import REGISTRY, option_class
+from distributed.config.registry import REGISTRY, option_class
 from tests.conftest import needs_backend
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from distributed.backends import hint_of
+from distributed.config.registry import hint_of
 from distributed.launching.causes import Failure, full_traceback, root_cause, short_traceback
 from distributed.launching.worker import _failed
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import distributed
-from distributed.backends import REGISTRY
 from distributed.config.merging import Typed, config_yaml, merge, read_config_file, split_sweep
 from distributed.config.plan import in_effect, plan_batch, plan_processes
+from distributed.config.registry import REGISTRY
 from distributed.config.settings import ALIASES, DistributedConfig, canonical
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.request import Handover
@@ -475,7 +475,7 @@ class Options:
     speed: int = setting(1, "how fast", minimum=1)
 module = sys.modules["toy_backend"] = types.ModuleType("toy_backend")
 module.Toy = type("Toy", (), {"Options": Options})
-from distributed.backends import REGISTRY, BackendRow
+from distributed.config.registry import REGISTRY, BackendRow
 REGISTRY["toy"] = BackendRow("toy", "toy_backend", "Toy", "toy", (), (), "", "a toy", aliases={"toy_speed": "speed"})
 from distributed.cli.__main__ import run
 from distributed.config.settings import DistributedConfig, canonical

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from distributed import ConfigError, DeepSpeedTrainer, PyTorchDDPTrainer, ResourceError, Trainer
-from distributed.backends import BackendRow, require_installed
 from distributed.backends._deepspeed import config_file, operators
+from distributed.config.registry import BackendRow, require_installed
 from tests.conftest import needs_backend
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}

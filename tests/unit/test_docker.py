@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.backends import REGISTRY
+from distributed.config.registry import REGISTRY
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
 ROOT = Path(__file__).resolve().parents[2]

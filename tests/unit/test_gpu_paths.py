@@ -23,7 +23,7 @@ from distributed.backends.torch_base import NoOptions
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import BatchPlan, ProcessPlan, plan_processes
 from distributed.config.settings import DistributedConfig
-from distributed.data import DataOptions
+from distributed.config.data import DataOptions
 from distributed.errors import ResourceError, TrainingError
 from distributed.state import Group, StepResult, WorkerContext
 from tests.unit.fake_gpu import HostWaits, fake_gpu

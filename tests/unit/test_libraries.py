@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from distributed.backends import backend_row, missing_libraries, require_installed
 from distributed.config.libraries import check_not_hidden, is_installed
+from distributed.config.registry import backend_row, missing_libraries, require_installed
 from distributed.errors import ResourceError
 
 

@@ -16,14 +16,15 @@ from torch.utils.data import TensorDataset
 
 import distributed
 from distributed import PyTorchDDPTrainer, Trainer
-from distributed.backends import REGISTRY, backend_class, make_backend, option_class
+from distributed.backends import make_backend
 from distributed.backends._torch.world import ProcessGroup, leave_group
 from distributed.backends.capabilities import capabilities_of, settings_for_all
+from distributed.backends.effects import EFFECTS, Situation, lines_of, needs_of, without_effect
 from distributed.cli.__main__ import run
-from distributed.config.effects import EFFECTS, Situation, lines_of, needs_of, without_effect
 from distributed.config.fields import rules
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import ProcessPlan
+from distributed.config.registry import REGISTRY, backend_class, option_class
 from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError, DistributedError
 from distributed.launching.request import LaunchRequest
@@ -37,7 +38,7 @@ DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 
 # ------------------------------------------------------------------ every setting x backend x processes x launcher
 
 # The settings that have an effect in every run of a backend that takes them. The test fails for a new setting until it stands here
-# or has a need in `distributed.config.effects`.
+# or has a need in `distributed.backends.effects`.
 ALWAYS = """
 backend num_gpus gpus_per_node nproc_per_node device nan_policy seed deterministic shuffle epochs max_steps batch_size
 global_batch_size gradient_accumulation_steps dtype early_stopping_patience monitor monitor_mode learning_rate lr_scaling

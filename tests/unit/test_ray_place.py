@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.backends import backend_row, groups_in_use, make_backend, missing_libraries
+from distributed.backends import make_backend
 from distributed.backends._ray.cluster import Cluster, check_cpus, check_place
 from distributed.backends._ray.hub import reachable_address
 from distributed.backends.ddp import DDPBackend
@@ -22,6 +22,7 @@ from distributed.backends.fsdp import FSDPBackend
 from distributed.backends.ray import _connected
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import ProcessPlan
+from distributed.config.registry import backend_row, groups_in_use, missing_libraries
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.request import LaunchRequest
 from tests.conftest import needs_backend

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from distributed import Trainer
-from distributed.backends import REGISTRY
 from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.backends._tensorflow.start import set_environment
 from distributed.cli.start import launch_request
 from distributed.config.merging import Typed
+from distributed.config.registry import REGISTRY
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.request import WorkerEnvironment
 

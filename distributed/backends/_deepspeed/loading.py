@@ -8,7 +8,7 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
-from distributed.backends import import_library
+from distributed.config.registry import import_library
 from distributed.launching.request import LaunchRequest, WorkerEnvironment
 
 

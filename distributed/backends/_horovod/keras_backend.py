@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distributed.backends import BackendRow, backend_row
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends._tensorflow import start
 from distributed.backends.base import Job, Refusals
+from distributed.backends.effects import Need
 from distributed.backends.horovod import HorovodBackend, check_job
 from distributed.backends.tensorflow import TensorFlowBackend, alone
-from distributed.config.effects import Need
 from distributed.config.plan import BatchPlan
+from distributed.config.registry import BackendRow, backend_row
 from distributed.errors import ConfigError
 from distributed.launching.request import LaunchRequest, WorkerEnvironment
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.backends import import_library
 from distributed.backends._ray.joining import join
+from distributed.config.registry import import_library
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.request import LaunchRequest
 from distributed.runs.temporary import claim

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distributed.backends import import_library
 from distributed.backends._tensorflow.scripts import refuse_torch_script
+from distributed.config.registry import import_library
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.environment import TFCluster, read_tf_config
 from distributed.launching.request import LaunchRequest, WorkerEnvironment

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from distributed.backends import TRANSPORTS, wire
+from distributed.backends import wire
 from distributed.backends._torch.meeting import meet
 from distributed.backends._torch.modules import sparse_names
 from distributed.config.plan import ProcessPlan
+from distributed.config.registry import TRANSPORTS
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.request import WorkerEnvironment, worker_environment

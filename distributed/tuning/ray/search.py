@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.backends import import_library
 from distributed.backends._ray.cluster import LOCAL_OBJECT_STORE_BYTES, check_place, new_scratch, own_token, start_own
 from distributed.backends._ray.joining import join
+from distributed.config.registry import import_library
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
 from distributed.loggers.notebook import in_notebook
 from distributed.tuning.earlier import num_begun, primed

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from distributed import loggers
-from distributed.backends import groups_in_use
+from distributed.config.registry import groups_in_use
 from distributed.config.settings import GROUPS
 
 if TYPE_CHECKING:

@@ -1,0 +1,14 @@
+"""Options of the data pipeline, the group `data`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from distributed.config.fields import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """Options of the data pipeline, the group `data`."""
+
+    presharded: bool = setting(False, "each rank's loader already yields only its own part of the data")

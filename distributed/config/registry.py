@@ -1,0 +1,241 @@
+"""The registry of backends: one row each. A new backend is one file plus one row here."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from distributed.config.libraries import check_not_hidden, is_installed
+from distributed.errors import ConfigError, ResourceError, nearest
+
+if TYPE_CHECKING:
+    from distributed.config.settings import DistributedConfig
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """What the rest of the package may know of a backend without importing it."""
+
+    name: str  # the value of `backend`
+    module: str  # where its class lives
+    class_name: str
+    group: str  # the name of its option group in code and YAML
+    preload: tuple[str, ...]  # modules the fork server imports once for all workers
+    requires: tuple[str, ...]  # importable names without which it cannot run
+    install: str  # the exact command that makes it usable
+    summary: str  # what it does, for help and documentation
+    single_process: bool = False  # refuses more than one process
+    is_default: bool = (
+        False  # chosen where nobody says which: for one process if it is single_process, else for several
+    )
+    meeting: str | None = None  # "module:Class" of what our launcher opens for the workers of each attempt
+    alone: str = "single"  # the backend that evaluates and predicts in one process, beside a fit in several
+    # "module:function" called in each worker before the user's script, as `(LaunchRequest, WorkerEnvironment, report)`.
+    before_script: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, flat: spelling -> option
+    # Names of other tools that concern this engine -> what serves here, see `distributed.config.peers`.
+    peers: Mapping[str, str] = field(default_factory=dict)
+    for_launcher: tuple[str, ...] = ()  # options that its launcher reads: they hold for a script without a Trainer too
+    cuts_model: bool = False  # its processes hold a part of each parameter, so that a larger model fits
+    shares_gpus: bool = False  # several processes may train on one GPU, over gloo
+    compiled: str | None = None  # a module of its library that loads only beside the torch that it was built for
+    instead_of: str | None = None  # a trainer that pins that backend runs on this one where ...
+    chosen_by: tuple[str, ...] = ()  # ... one of these options of this one is given in code
+    # What its workers have in their environment before the script runs, where the user has not set it: Keras asks for its
+    # engine when it is imported, and cannot change it afterwards.
+    environ: Mapping[str, str] = field(default_factory=lambda: {"KERAS_BACKEND": "torch"})
+    hints: Mapping[str, str] = field(
+        default_factory=dict
+    )  # in the message of a script's error -> what is meant, one line
+    start_note: str = ""  # what takes long before its workers show anything, for the line that says they start
+    listens: str = ""  # what its workers open to others, and cannot close, where there are several: shown as a warning
+
+    @property
+    def reinstall(self) -> str:
+        """The command that makes it usable where it is installed and broken."""
+        return self.install.replace("pip install", "pip install --force-reinstall")
+
+
+# AdamW and DDP import torch._dynamo on first use, which costs a worker a second: the fork server does it once.
+_TORCH_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data")
+_TORCH_INSTALL = "pip install 'distributed-trainer[torch]'"
+
+REGISTRY: dict[str, BackendRow] = {
+    row.name: row
+    for row in (
+        BackendRow(
+            "single", "distributed.backends.single", "SingleBackend", "single", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
+            "one process, no communication", single_process=True, is_default=True,
+        ),
+        BackendRow(
+            "pytorch-ddp", "distributed.backends.ddp", "DDPBackend", "ddp", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
+            "PyTorch DistributedDataParallel: a full copy of the model in every process", is_default=True,
+            aliases={
+                "find_unused_parameters": "find_unused_parameters", "bucket_cap_mb": "bucket_cap_mb",
+                "bucket_size_mb": "bucket_cap_mb", "static_graph": "static_graph",
+            },
+            peers={
+                "ddp_find_unused_parameters": "use {ddp.find_unused_parameters}",
+                "ddp_bucket_cap_mb": "use {ddp.bucket_cap_mb}", "ddp_comm_hook": "use {ddp.comm_hook}",
+                "ddp_timeout": "use {timeout_s}", "ddp_backend": "use {communication_backend}",
+                "ddp_broadcast_buffers": "not here, because it is always so: drop it",
+            },
+            shares_gpus=True,
+        ),
+        BackendRow(
+            "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
+            (*_TORCH_PRELOAD, "torch.distributed.fsdp"), ("torch",), _TORCH_INSTALL,
+            "PyTorch FSDP2: parameters, gradients and optimizer state cut over the processes", cuts_model=True,
+            peers={
+                "fsdp_config": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
+                "fsdp_plugin": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
+                "fsdp_transformer_layer_cls_to_wrap": "use {fsdp.wrap_classes}",
+                "fsdp_min_num_params": "use {fsdp.min_num_params}", "sharding_strategy": "use {fsdp.reshard_after_forward}",
+            },
+        ),
+        BackendRow(
+            "ray", "distributed.backends.ray", "RayBackend", "ray", _TORCH_PRELOAD, ("torch", "ray"),
+            "pip install 'distributed-trainer[ray]'",
+            "Ray Train starts the processes, on its own or an existing cluster; the step is DDP's or FSDP2's",
+            for_launcher=("cpus_per_worker",), start_note="Ray itself starts first, in up to half a minute",
+            peers={
+                "resources_per_worker": "use {ray.cpus_per_worker}",
+                "scaling_config": "use {nproc_per_node}, {num_gpus} and {ray.cpus_per_worker}",
+                "run_config": "not here, because each of its fields is a setting: {keep_latest_k}, {max_restarts}",
+            },
+        ),
+        BackendRow(
+            "deepspeed", "distributed.backends.deepspeed", "DeepSpeedBackend", "deepspeed", _TORCH_PRELOAD,
+            ("torch", "deepspeed"), "pip install 'distributed-trainer[deepspeed]'",
+            "DeepSpeed ZeRO: optimizer state, gradients and parameters cut over the processes, by stage",
+            aliases={"zero_stage": "zero_stage", "deepspeed_config": "deepspeed_config"},
+            peers={"deepspeed_plugin": "use {deepspeed.zero_stage} or {deepspeed.deepspeed_config}"},
+            instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
+            before_script="distributed.backends._deepspeed.loading:before_script",
+            start_note="importing DeepSpeed takes some seconds",
+        ),
+        BackendRow(
+            "horovod", "distributed.backends.horovod", "HorovodBackend", "horovod", _TORCH_PRELOAD, ("torch", "horovod"),
+            "'make horovod' (builds it for the installed torch)",
+            "Horovod: a full copy of the model in every process, over Gloo or MPI",
+            meeting="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
+        ),
+        BackendRow(
+            "tensorflow", "distributed.backends.tensorflow", "TensorFlowBackend", "tensorflow", (), ("torch", "tensorflow", "keras"),
+            "pip install 'distributed-trainer[tensorflow]'",
+            "Keras 3 models on TensorFlow: a process for each device, or one on all its devices (mirrored)", alone="tensorflow",
+            peers={"strategy": "use {backend}; TensorFlow's own strategy is {tensorflow.strategy}"},
+            before_script="distributed.backends._tensorflow.start:before_script",
+            listens="TensorFlow's workers listen on all interfaces, and whoever connects can run code as you",
+            start_note="importing TensorFlow can take half a minute",
+            hints={
+                "PerReplica": "Keras 3's model.fit does not work under MultiWorkerMirroredStrategy (keras issue 20585): train the model"
+                " with distributed.Trainer and --backend tensorflow instead"
+            },
+            environ={"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"},
+        ),
+    )
+}  # fmt: skip
+
+# Backends of a later version, so that their names are not taken for misspelt ones.
+LATER = ("tensor-parallel", "pipeline")
+TRANSPORTS = ("nccl", "gloo", "mpi")  # the values of `communication_backend`
+
+
+def backend_row(name: str) -> BackendRow:
+    """The registry row of `name`; ConfigError with the nearest name where there is none."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    if name in TRANSPORTS:
+        raise ConfigError(
+            f"backend={name!r} is a transport, not a backend: set communication_backend={name!r} (--communication-backend {name})"
+        )
+    if name in LATER:
+        raise ConfigError(f"backend={name!r} is not in this version: choose one of {', '.join(REGISTRY)}")
+    raise ConfigError(f"backend={name!r} is not known{nearest(name, REGISTRY)}: choose one of {', '.join(REGISTRY)}")
+
+
+def row_in_use(config: DistributedConfig, name: str) -> BackendRow:
+    """The registry row of `name` as its options make it."""
+    row = backend_row(name)
+    found: BackendRow = backend_class(name).row(row, config.options(row.group))
+    return found
+
+
+def backend_class(name: str) -> type[Any]:
+    """Return the adapter class of backend `name`, a `Backend`. Imports its file, never its engine."""
+    row = backend_row(name)
+    cls: type[Any] = getattr(importlib.import_module(row.module), row.class_name)
+    return cls
+
+
+def missing_libraries(row: BackendRow) -> tuple[str, ...]:
+    """What the backend needs and this environment has not. Imports nothing."""
+    return tuple(name for name in row.requires if not is_installed(name))
+
+
+def require_installed(row: BackendRow) -> None:
+    """ResourceError with the way out where libraries of the backend are missing, or a file of the user is in the place of
+    one. Imports nothing."""
+    for name in row.requires:
+        check_not_hidden(name)
+    missing = missing_libraries(row)
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        raise ResourceError(
+            f"backend {row.name!r} needs {' and '.join(missing)}, which {are} not installed: run {row.install}"
+        )
+
+
+def import_library(backend: str, module: str) -> ModuleType:
+    """A module of the backend's library. ResourceError where it is installed and does not load: it is broken, or was built
+    for another version of what it stands on."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # of a broken library anything may come
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        raise ResourceError(
+            f"backend {backend!r} needs {module}, which is installed and does not load ({reason}): run"
+            f" {backend_row(backend).reinstall}"
+        ) from error
+
+
+def hint_of(message: str) -> str | None:
+    """What a registry row says of the error `message` of a script, whichever backend was chosen; None where it is unknown."""
+    hints = ((word, hint) for row in REGISTRY.values() for word, hint in row.hints.items())
+    return next((hint for word, hint in hints if word in message), None)
+
+
+def pinned_backend(name: str, code: Mapping[str, Any]) -> tuple[str, str | None]:
+    """(the backend of a trainer that pins `name`, the option in `code` that makes it another one)."""
+    for row in REGISTRY.values():
+        given = [option for option in row.chosen_by if option in (code.get(row.group) or {})]
+        if row.instead_of == name and given:
+            return row.name, f"{row.group}.{given[0]}"
+    return name, None
+
+
+def groups_in_use(config: DistributedConfig, name: str) -> tuple[str, ...]:
+    """The groups of options that count under backend `name`: its own first."""
+    row = backend_row(name)
+    further = backend_class(name).groups(config.options(row.group))
+    return (row.group, *(backend_row(each).group for each in further))
+
+
+def default_backend(world_size: int) -> str:
+    """The backend of a run of `world_size` processes for which nobody chose one."""
+    return next(row.name for row in REGISTRY.values() if row.is_default and row.single_process == (world_size == 1))
+
+
+def one_process_reason() -> str:
+    """Why a backend of `single_process` refuses several, and what to use instead."""
+    return f"it runs one process: set backend={default_backend(2)!r}, or nproc_per_node=1 on one node"
+
+
+def option_class(group: str) -> type[Any]:
+    """The `Options` class of the backend whose group of options is `group`. Imports its file, never its engine."""
+    (name,) = (row.name for row in REGISTRY.values() if row.group == group)
+    return backend_class(name).Options
