@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from distributed.gradient_checkpointing import checkpoint_scope, memory_pool_scope
     from distributed.launcher import DistributedLauncher, LaunchConfig, launch_distributed_training
     from distributed.metrics import over_all
-    from distributed.state import History
+    from distributed.runs.history import History
     from distributed.trainer import (
         DeepSpeedTrainer,
         FSDPTrainer,
@@ -64,7 +64,7 @@ _HOMES = {
     "EarlyStopping": "callbacks",
     "DeepSpeedTrainer": "trainer",
     "FSDPTrainer": "trainer",
-    "History": "state",
+    "History": "runs.history",
     "HorovodTrainer": "trainer",
     "LaunchConfig": "launcher",
     "LearningRateCurve": "finders.curve",

@@ -1,12 +1,22 @@
-"""What passes between the parts: where training stands, what a step gave, what a fit returns."""
+"""What passes between the parts: what is trained, where training stands, what a step gave."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    import pandas
+
+@dataclasses.dataclass
+class Job:
+    """What the user wants trained: the arguments of `Trainer`."""
+
+    model: Any  # a module, or a factory () -> module
+    optimizer: Any = None  # an optimizer, a factory (params) -> optimizer, or None: AdamW at learning_rate
+    scheduler: Any = None  # a schedule, a factory (optimizer) -> schedule, or None
+    loss_fn: Callable[..., Any] | None = None
+    training_step: Callable[..., Any] | None = None
+    metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,42 +107,3 @@ class TrainState:
         """The state that `to_json` wrote; unknown names of a newer version are ignored."""
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in content.items() if name in known})
-
-
-@dataclasses.dataclass(repr=False)
-class History:
-    """What `fit` returns: one row per epoch (also of the one that `max_steps` cut off) and what was best."""
-
-    rows: list[dict[str, float]]
-    best_metrics: dict[str, float]
-    total_time: float  # seconds, of all attempts
-    steps: int = 0
-    run_dir: str | None = None
-    stop_reason: str | None = None
-
-    def __repr__(self) -> str:
-        epochs, best = len(self.rows), {n: v for n, v in self.best_metrics.items() if n.startswith("val_")}
-        parts = [
-            f"{epochs} epoch{'s' * (epochs != 1)}", f"{self.steps} step{'s' * (self.steps != 1)}", f"in {self.total_time:.1f} s",
-            *(f"best {name} {value:.4g}" for name, value in list((best or self.best_metrics).items())[:2]),
-        ]  # fmt: skip
-        named = {"stop_reason": self.stop_reason, "run_dir": self.run_dir}
-        parts += [f"{name}={value!r}" for name, value in named.items() if value is not None]
-        return f"History({', '.join(parts)})"
-
-    @property
-    def best_accuracy(self) -> float:
-        """The best `val_accuracy`, or training `accuracy` where nothing was validated; NaN without either."""
-        return self.best_metrics.get("val_accuracy", self.best_metrics.get("accuracy", float("nan")))
-
-    def to_pandas(self) -> pandas.DataFrame:
-        """The rows as a data frame, one per epoch. Needs pandas."""
-        import pandas
-
-        return pandas.DataFrame(self.rows)
-
-    def plot(self, path: str | None = None) -> Any:
-        """Loss and metric curves over the epochs as a matplotlib figure, saved to `path` when given. Needs matplotlib."""
-        from distributed.report.plotting import plot_history
-
-        return plot_history(self, path)

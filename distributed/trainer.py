@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import loggers
 from distributed.backends import make_backend
-from distributed.backends.base import Backend, Job
+from distributed.backends.base import Backend
 from distributed.callbacks import Callback
 from distributed.config.merging import MergedConfig, Typed, for_evaluation, joined, merge, read_config_file, split_sweep
 from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
@@ -21,9 +21,10 @@ from distributed.errors import ConfigError, nearest
 from distributed.launching.request import WorkerEnvironment, handover, launched_by, running_script, worker_environment
 from distributed.metrics.monitor import check_names
 from distributed.metrics.over_all import as_declared, check_metric
+from distributed.runs.history import History
 from distributed.runs.processes import interrupts_kept
-from distributed.state import History
-from distributed.tuning.context import current
+from distributed.state import Job
+from distributed.training.trial import current
 
 if TYPE_CHECKING:
     from distributed.finders.curve import LearningRateCurve

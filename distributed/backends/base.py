@@ -14,7 +14,7 @@ from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, TrainingError
 from distributed.launching.request import WorkerEnvironment
-from distributed.state import Group, MicroBatch, StepResult, WorkerContext
+from distributed.state import Group, Job, MicroBatch, StepResult, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends.effects import Need
@@ -43,18 +43,6 @@ class If:
 
 
 Refusals = Mapping[str, str | tuple[If, ...]]
-
-
-@dataclasses.dataclass
-class Job:
-    """What the user wants trained: the arguments of `Trainer`."""
-
-    model: Any  # a module, or a factory () -> module
-    optimizer: Any = None  # an optimizer, a factory (params) -> optimizer, or None: AdamW at learning_rate
-    scheduler: Any = None  # a schedule, a factory (optimizer) -> schedule, or None
-    loss_fn: Callable[..., Any] | None = None
-    training_step: Callable[..., Any] | None = None
-    metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
 
 class ShardedData(abc.ABC):

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._torch.waits import Waits
-from distributed.backends.base import If, Job, Refusals
+from distributed.backends.base import If, Refusals
 from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
 from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.state import Group, StepResult
+from distributed.state import Group, Job, StepResult
 
 if TYPE_CHECKING:
     import torch

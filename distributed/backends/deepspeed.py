@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._deepspeed import config_file
-from distributed.backends.base import If, Job, Refusals
+from distributed.backends.base import If, Refusals
 from distributed.backends.effects import SEVERAL_PROCESSES, Need
 from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
 from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.state import Group, StepResult, WorkerContext
+from distributed.state import Group, Job, StepResult, WorkerContext
 
 if TYPE_CHECKING:
     import torch

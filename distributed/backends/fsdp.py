@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distributed.backends.base import Job
 from distributed.backends.torch_base import TorchBackend
 from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
+from distributed.state import Job
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
-from distributed.backends.base import Backend, If, Job, Refusals
+from distributed.backends.base import Backend, If, Refusals
 from distributed.backends.effects import SEVERAL_PROCESSES, Need, Situation
 from distributed.backends.tensorflow import TensorFlowBackend
 from distributed.backends.torch_base import TorchBackend
@@ -23,7 +23,7 @@ from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.state import Group, StepResult
+from distributed.state import Group, Job, StepResult
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._tensorflow import start
 from distributed.backends._tensorflow.scripts import refuse_torch
-from distributed.backends.base import Backend, Job, Key, Refusals, ShardedData
+from distributed.backends.base import Backend, Key, Refusals, ShardedData
 from distributed.backends.non_finite import NanPolicy, describe, vote
 from distributed.config.fields import setting
 from distributed.config.gpus import visible_gpus
@@ -23,7 +23,7 @@ from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
 from distributed.launching.request import WorkerEnvironment, worker_environment
-from distributed.state import Group, MicroBatch, StepResult, WorkerContext
+from distributed.state import Group, Job, MicroBatch, StepResult, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends._tensorflow.sources import Data

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distributed.backends.base import Backend, If, Job, Key, OptionsT, Refusals, ShardedData
+from distributed.backends.base import Backend, If, Key, OptionsT, Refusals, ShardedData
 from distributed.backends.non_finite import NanPolicy, describe, vote
+from distributed.config.data import DataOptions
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
-from distributed.config.data import DataOptions
 from distributed.data import sample_seed
 from distributed.errors import ConfigError
-from distributed.state import Group, MicroBatch, StepResult, WorkerContext
+from distributed.state import Group, Job, MicroBatch, StepResult, WorkerContext
 
 if TYPE_CHECKING:
     import torch

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
-from distributed.backends.base import Backend
 from distributed.checkpoints.turns import Turns
+from distributed.config import DistributedConfig
 from distributed.errors import CheckpointError, ConfigError, DistributedError, TrainingError
 from distributed.state import WorkerContext
 
 T = TypeVar("T")
+Key = TypeVar("Key")
+
+
+class Ranks(Protocol):
+    """How the ranks that agree reach each other: an adapter of a backend."""
+
+    config: DistributedConfig
+
+    def reduce(self, sums: Mapping[Key, float], /) -> dict[Key, float]:
+        """Return the sums over all ranks. A collective."""
+
+    def broadcast(self, value: Any, /, src: int = 0) -> Any:
+        """Return rank `src`'s JSON-able `value` on every rank. A collective."""
+
+    def gather(self, value: Any, /) -> list[Any]:
+        """Return every rank's `value`, in the order of ranks. A collective."""
+
+    def key_value_store(self) -> Any:
+        """Return a store shared by all ranks with `set`, `get`, `check` and `compare_set`, or None in a world of one."""
+
 
 # What a failure is on the ranks that only hear of it.
 _KINDS: dict[str, type[OSError | DistributedError]] = {
@@ -29,7 +49,7 @@ class Agreement:
     An action may take longer than `timeout_s`, as long as its process lives.
     """
 
-    def __init__(self, backend: Backend[Any], context: WorkerContext) -> None:
+    def __init__(self, backend: Ranks, context: WorkerContext) -> None:
         self.backend, self.context = backend, context
         self._turns: Turns | None = None
 

@@ -12,10 +12,9 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from distributed.backends.base import Backend
-from distributed.checkpoints.agreement import Agreement
+from distributed.checkpoints.agreement import Agreement, Ranks
 from distributed.checkpoints.directory import CheckpointDirectory, open_verified, stage_of
 from distributed.checkpoints.durable import size_text, sync, write_file
 from distributed.checkpoints.manifest import (
@@ -28,6 +27,7 @@ from distributed.checkpoints.manifest import (
     verify,
 )
 from distributed.checkpoints.state_file import identity, read_state, write_state
+from distributed.config.plan import ProcessPlan
 from distributed.config.registry import REGISTRY
 from distributed.errors import CheckpointError, TrainingError
 from distributed.state import TrainState, WorkerContext
@@ -35,6 +35,18 @@ from distributed.state import TrainState, WorkerContext
 __all__ = ["CheckpointStore", "read_state"]
 
 MAX_MISSES = 3  # saves in a row that may fail before training stops
+
+
+class Stored(Ranks, Protocol):
+    """What is stored: an adapter of a backend, which writes and reads its own part."""
+
+    plan: ProcessPlan
+
+    def save(self, directory: Path, /) -> dict[str, Any]:
+        """Write tensors into the staged checkpoint `directory`; return the JSON-able rest (rank 0's is kept)."""
+
+    def load(self, directory: Path, state: Mapping[str, Any], /) -> None:
+        """Take up what `save` wrote. `state` is what `save` returned on rank 0."""
 
 
 class CheckpointStore:
@@ -48,7 +60,7 @@ class CheckpointStore:
     def __init__(
         self,
         directory: Path,
-        backend: Backend[Any],
+        backend: Stored,
         *,
         keep_latest_k: int,
         keep_best: bool,

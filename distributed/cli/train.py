@@ -12,28 +12,14 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from distributed.config.fields import Rule, check, in_words, rules
+from distributed.config.fields import Rule, check, rules
+from distributed.config.flags import SETTINGS, as_flag, flag_of
 from distributed.config.merging import Typed, joined, read_config_file
 from distributed.config.peers import answer_for
 from distributed.config.settings import GROUPS, DistributedConfig, canonical, check_setting, group_options
 from distributed.errors import ConfigError, nearest
 from distributed.launching.secret import read_token_file
 
-# Every setting that has a flag of its own; the others by --set, in YAML and in code.
-SETTINGS = (
-    "backend", "nproc_per_node", "num_gpus", "num_nodes", "gpus_per_node", "device",
-    "node_rank", "master_addr", "master_port", "address",
-    "epochs", "max_steps", "batch_size", "global_batch_size", "gradient_accumulation_steps",
-    "seed", "deterministic", "shuffle", "dtype", "early_stopping_patience", "monitor", "monitor_mode",
-    "learning_rate", "lr_scaling", "gradient_clipping", "mixed_precision", "scaler_init_scale",
-    "scaler_growth_interval", "activation_checkpointing", "compile",
-    "communication_backend",
-    "checkpoint_dir", "resume_from_checkpoint", "checkpoint_frequency", "checkpoint_every_n_steps",
-    "checkpoint_every_s", "keep_latest_k", "keep_best",
-    "log_every_n_steps", "verbose", "mlflow_tracking", "mlflow_experiment", "tensorboard", "tensorboard_dir",
-    "profile",
-    "max_restarts", "restart_on_exception", "nan_policy",
-)  # fmt: skip
 # Other tools' spellings, accepted and not advertised.
 ALIASES = ("world_size", "rank", "save_interval", "gradient_clip_norm", "bucket_size_mb", "bucket_cap_mb")
 ALIAS_SWITCHES = (
@@ -80,7 +66,7 @@ def train(arguments: Sequence[str]) -> int:
     flags = {name: value for name, value in command.items() if value is not None}
     world = {name: _world_number(name, flags.pop(name)) for name in ("world_size", "rank") if name in flags}
     typed = read_typed(own["config"], flags, own["set"], own["script"], script_args)
-    from distributed.cli.start import start
+    from distributed.launcher.start import start
 
     words = _without_run(arguments[: len(arguments) - len(script_args)])
     return start(typed, run_dir=own["run_dir"], resume=own["resume"], dry_run=own["dry_run"], words=words, **world)
@@ -98,14 +84,6 @@ def _without_run(arguments: Sequence[str]) -> list[str]:
         elif name not in ("--run-dir", "--resume", "--"):
             kept.append(word)
     return kept
-
-
-def flags_of(script: str, settings: Mapping[str, Any]) -> list[str]:
-    """The flags that say `settings`."""
-    words = ["--script", script]
-    for name, value in settings.items():
-        words += [_flag(name), str(value)] if name in SETTINGS else ["--set", f"{name}={value}"]
-    return words
 
 
 def _world_number(name: str, text: str) -> int:
@@ -162,18 +140,18 @@ def make_parser(
     for name in SETTINGS:
         _add(groups[_RULES[name].group], name, _RULES[name])
     for name in ALIASES:
-        parser.add_argument(_flag(name), help=argparse.SUPPRESS)
+        parser.add_argument(flag_of(name), help=argparse.SUPPRESS)
     for name in ALIAS_SWITCHES:
-        parser.add_argument(_flag(name), action="store_true", default=None, help=argparse.SUPPRESS)
+        parser.add_argument(flag_of(name), action="store_true", default=None, help=argparse.SUPPRESS)
     return parser
 
 
 def _add(group: Any, name: str, rule: Rule) -> None:
     if rule.kinds == (bool,):
-        group.add_argument(_flag(name), action=_Switch, help=_help(rule))
+        group.add_argument(flag_of(name), action=_Switch, help=_help(rule))
         return
     bare = {"nargs": "?", "const": True} if bool in rule.kinds else {}  # the flag alone means true
-    group.add_argument(_flag(name), metavar=_METAVARS.get(name) or _metavar(rule), help=_help(rule), **bare)
+    group.add_argument(flag_of(name), metavar=_METAVARS.get(name) or _metavar(rule), help=_help(rule), **bare)
 
 
 def _without_flag() -> Iterable[tuple[str, Rule]]:
@@ -213,10 +191,6 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _metavar(rule: Rule) -> str:
     if rule.choices and len(rule.choices) < 4:
         return "|".join(map(str, rule.choices))
@@ -250,17 +224,6 @@ def _unknown(argument: str, parser: argparse.ArgumentParser) -> ConfigError:
         f"{name} is not a flag of {verb}{nearest(name, flags)}: see '{parser.prog} --help';"
         " a script's own flags follow after --"
     )
-
-
-def as_flag(name: str, value: Any) -> str:
-    """The setting `name` as it is typed, with a value or without (None)."""
-    if name not in SETTINGS:
-        return f"--set {name}={'VALUE' if value is None else in_words(value)}"
-    if value is None:
-        return _flag(name)
-    if _RULES[name].kinds == (bool,):
-        return _flag(name) if value else f"--no-{_flag(name)[2:]}"
-    return f"{_flag(name)} {in_words(value)}"
 
 
 def read_typed(

@@ -238,4 +238,5 @@ def one_process_reason() -> str:
 def option_class(group: str) -> type[Any]:
     """The `Options` class of the backend whose group of options is `group`. Imports its file, never its engine."""
     (name,) = (row.name for row in REGISTRY.values() if row.group == group)
-    return backend_class(name).Options
+    options: type[Any] = backend_class(name).Options
+    return options

@@ -20,8 +20,7 @@ from distributed.callbacks import Callback
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
 from distributed.finders.learning_rate import check_unused, search_of
 from distributed.launching.reporter import Reporter
-from distributed.runs.directory import RunDirectory, choose_run_dir
-from distributed.training.files import script_name
+from distributed.runs.directory import RunDirectory, choose_run_dir, script_name
 from distributed.training.remote import RemoteFit, check_here, failure, remote_fit, run_in_workers
 
 if TYPE_CHECKING:

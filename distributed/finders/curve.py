@@ -6,9 +6,11 @@ at which the loss falls steepest is what fastai and Lightning make of it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from distributed.errors import ConfigError
@@ -73,9 +75,22 @@ class LearningRateCurve:
 
     def plot(self, path: str | None = None) -> Any:
         """The losses over the rates as a matplotlib figure, saved to `path` when given. Needs matplotlib."""
-        from distributed.report.plotting import plot_learning_rates
+        from distributed.runs.plotting import new_figure, save_figure
 
-        return plot_learning_rates(self, path)
+        figure = new_figure(5.0)
+        axes = figure.add_subplot()
+        axes.plot(self.rates, self.losses, ".", color="C0", alpha=0.4, label="loss")
+        axes.plot(self.smoothed_rates, [line.mean for line in self.lines], color="C0", label="smoothed")
+        with contextlib.suppress(ConfigError):  # the curve shows why there is none
+            axes.axvline(self.suggestion, color="C1", linestyle="--", label=f"suggestion {self.suggestion:.2g}")
+        axes.set_xscale("log")
+        axes.set_xlabel("learning rate")
+        axes.set_ylabel("loss")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        if path is not None:
+            save_figure(figure, Path(path))
+        return figure
 
 
 @dataclasses.dataclass(frozen=True)

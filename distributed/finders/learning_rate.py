@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.backends import make_backend
-from distributed.backends.base import Job
 from distributed.callbacks import Callback
 from distributed.checkpoints.durable import replace_text
 from distributed.config.fields import rules
@@ -23,6 +22,7 @@ from distributed.config.merging import Typed
 from distributed.config.settings import CHECKPOINTS, MONITORING, DistributedConfig
 from distributed.errors import ConfigError
 from distributed.finders.curve import Divergence, LearningRateCurve
+from distributed.state import Job
 from distributed.training.files import is_trial_again
 
 if TYPE_CHECKING:

@@ -24,13 +24,13 @@ from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_row
 from distributed.launching.listening import loopback_environ
 from distributed.launching.meeting import make_meeting
-from distributed.launching.output import WorkerOutput
+from distributed.launching.output import WorkerOutput, display_of
 from distributed.launching.rendezvous import rendezvous_of
 from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import messages
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
+from distributed.loggers import end_elsewhere
 from distributed.loggers.console import Display
-from distributed.loggers.notebook import display_of
 from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
 from distributed.runs.summary import close_results
@@ -182,7 +182,7 @@ def _run_to_the_end(
         if request.num_nodes > 1:
             handler.shutdown()
     if request.node_rank == 0:
-        close_results(run, code, in_words(verdicts.cause) if verdicts.cause is not None else None)
+        close_results(run, code, in_words(verdicts.cause) if verdicts.cause is not None else None, end_elsewhere)
         write_reports_at_end(run, lambda text: display.handle({"kind": "notice", "text": text}))
     verdicts.show_end(code)
     return code

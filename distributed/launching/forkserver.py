@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from distributed.launching.output import display_of
 from distributed.launching.request import LaunchRequest, check_script, crowding, set_thread_variables
 from distributed.launching.stopping import Signals, Stop
-from distributed.loggers.notebook import display_of
 from distributed.runs.directory import RunDirectory
 from distributed.runs.processes import STOP_SIGNALS, die_with_parent
 

@@ -14,12 +14,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from distributed.launching.request import LaunchRequest
 from distributed.loggers.console import Display
+from distributed.loggers.notebook import SentBar
 from distributed.runs.directory import RunDirectory
 
 _CHUNK = 65536
 _FOR_AGENT = {"error", "interrupted", "unshared"}
 Message = dict[str, Any]
+
+
+def display_of(request: LaunchRequest) -> Display:
+    """The display of a launcher: its bar is the caller's, where the caller listens."""
+    fd = request.bar_fd
+    if fd is None:
+        return Display(live=request.live, verbose=request.verbose)
+    return Display(live=True, verbose=request.verbose, bar=lambda: SentBar(fd))
 
 
 class RankLog:

@@ -19,13 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributed.backends.adoption import has_joined
 from distributed.config.merging import Typed
 from distributed.config.registry import hint_of
 from distributed.config.settings import DistributedConfig
 from distributed.errors import DistributedError, TrainingInterrupted
 from distributed.launching import worker_store
 from distributed.launching.causes import full_traceback, short_traceback
+from distributed.launching.joined import has_joined
 from distributed.launching.request import (
     Handover,
     LaunchRequest,

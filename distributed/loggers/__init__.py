@@ -5,21 +5,43 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distributed.callbacks import Callback
+from distributed.checkpoints.agreement import Ranks
 from distributed.errors import DistributedError
 
 if TYPE_CHECKING:
-    from distributed.backends.base import Backend
     from distributed.config.merging import MergedConfig
     from distributed.config.plan import BatchPlan, ProcessPlan
-    from distributed.loggers._mlflow.sweep import SweepRun
+    from distributed.loggers.profiling import Profiler
     from distributed.runs.directory import RunDirectory
     from distributed.state import TrainState, WorkerContext
-    from distributed.tuning.sweep import Sweep
+
+
+class Watched(Ranks, Protocol):
+    """What loggers may ask of an engine: the adapter of a backend."""
+
+    context: WorkerContext
+    model: Any  # the user's module
+    devices_per_process: int
+    keeps_batch: bool  # whether the next update is to keep a batch for `graph`
+    keeps_gradients: bool  # whether each update is to keep its gradients for `local_values`
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether a rank holds pieces of the parameters."""
+
+    def graph(self) -> bytes:
+        """Return a GraphDef of the model as TensorBoard takes it."""
+
+    def local_values(self) -> Iterator[tuple[str, Any]]:
+        """Yield (`weights/NAME` or `gradients/NAME`, flat array of floats) of what this rank holds."""
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        """Return what records `active` updates of this rank after `warmup` others, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +53,10 @@ class LoggedFit:
     plan: ProcessPlan
     batch: BatchPlan
     context: WorkerContext
-    backend: Backend[Any]
+    backend: Watched
     state: TrainState  # where it starts: of a checkpoint, where there is one to go on from
     updates_per_epoch: int | None
+    is_worker: bool  # whether a launcher started this process
     report: Callable[[Mapping[str, Any]], None]  # {"kind": "warning", "text": ...} and the like, to the display
 
 
@@ -91,26 +114,6 @@ def end_elsewhere(run: RunDirectory, code: int) -> None:
 def loggers_of(fit: LoggedFit) -> list[Callback]:
     """The loggers of this process, in the order in which they hear of things. All ranks call it."""
     return [*_of_files(fit), *_of_tensorboard(fit), *_of_profiler(fit), *_of_display(fit), *_of_mlflow(fit)]
-
-
-def run_of_sweep(
-    sweep: Sweep, merged: MergedConfig, script: str, asked: Mapping[str, Any], warn: Callable[[str], None]
-) -> SweepRun | None:
-    """What shows a whole search of `script` elsewhere, above its trials; None where the settings of its trials ask for nothing."""
-    if not is_on_mlflow(merged):
-        return None
-    from distributed.loggers._mlflow.sweep import SweepRun
-
-    return SweepRun(sweep, asked, merged.config.mlflow_experiment, Path(script).stem, warn)
-
-
-def environ_of_trials(merged: MergedConfig) -> dict[str, str]:
-    """What the processes of trials need for their loggers to find what is set up in this one."""
-    if not is_on_mlflow(merged):
-        return {}
-    from distributed.loggers._mlflow.sweep import environ_of_trials
-
-    return environ_of_trials()
 
 
 def check(merged: MergedConfig) -> None:

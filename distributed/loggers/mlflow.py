@@ -21,17 +21,15 @@ from distributed.checkpoints.agreement import Agreement
 from distributed.config.fields import rules
 from distributed.config.settings import GROUPS, OPTIMIZATION, TRAINING, DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.launching.request import worker_environment
 from distributed.loggers import LoggedFit, Logger
 from distributed.loggers._mlflow import place
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
 from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
 from distributed.loggers._mlflow.system import SystemSampler
-from distributed.runs.directory import RunDirectory
+from distributed.runs.directory import RunDirectory, script_name
 from distributed.runs.summary import was_interrupted
 from distributed.state import TrainState
-from distributed.training.files import script_name
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +234,7 @@ def mlflow_loggers(fit: LoggedFit) -> list[Callback]:
         return main.open()
 
     environ = Agreement(fit.backend, fit.context).on_main(open_on_main)
-    return [*loggers, JoinedRun(environ)]
+    return [*loggers, JoinedRun(environ, is_worker=fit.is_worker)]
 
 
 def end_run(run: RunDirectory, status: str, is_sent: bool = True) -> bool:
@@ -316,16 +314,16 @@ class JoinedRun(Logger):
     """MLFLOW_RUN_ID and MLFLOW_TRACKING_URI of a rank, for its own code. A worker keeps them, another process only as long
     as the fit lasts: its next `mlflow.start_run()` is to be a run of its own."""
 
-    def __init__(self, values: Mapping[str, str]) -> None:
+    def __init__(self, values: Mapping[str, str], *, is_worker: bool) -> None:
         if place.has_open_run():  # it has one already, and `start_run(nested=True)` would take ours for the nested one
             values = {}
         place.given_out.update(value for name, value in values.items() if name == place.RUN_ID)
         self._before = {name: os.environ.get(name) for name in values}
-        self._values = dict(values)
+        self._values, self._is_worker = dict(values), is_worker
         os.environ.update(values)
 
     def close(self) -> None:
-        if worker_environment() is not None:
+        if self._is_worker:
             return
         for name, value in self._before.items():
             if value is not None:

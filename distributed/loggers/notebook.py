@@ -8,12 +8,9 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distributed.loggers.console import Display, bar_line, progress_parts
-
-if TYPE_CHECKING:
-    from distributed.launching.request import LaunchRequest
+from distributed.loggers.console import bar_line, progress_parts
 
 _WIDTH = 100  # columns of the text for front ends without HTML
 _GAP = " &nbsp; "
@@ -60,14 +57,6 @@ class CellBar(CellOutput):
             self.stop()
         else:
             self.show(message)
-
-
-def display_of(request: LaunchRequest) -> Display:
-    """The display of a launcher: its bar is the caller's, where the caller listens."""
-    fd = request.bar_fd
-    if fd is None:
-        return Display(live=request.live, verbose=request.verbose)
-    return Display(live=True, verbose=request.verbose, bar=lambda: SentBar(fd))
 
 
 class SentBar:

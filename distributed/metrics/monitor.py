@@ -14,7 +14,7 @@ from distributed.errors import ConfigError, nearest
 from distributed.metrics.over_all import OverAll
 
 if TYPE_CHECKING:
-    from distributed.backends.base import Job
+    from distributed.state import Job
 
 _SMALLER_IS_BETTER = {
     "loss", "losses", "logloss", "error", "errors", "err", "mse", "rmse", "mae", "mape", "msle", "rmsle", "nll",

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import sys
 import shutil
 import socket
 import time
@@ -24,6 +25,12 @@ _PROBE_BYTES = 64 * 1024  # more than the text files of a run need before its fi
 _LOCK = ".lock"
 SEARCH = "learning-rate"  # directory of a search for one, below that of the run; of further ones with a number
 _DYING_S = 5.0  # that workers may take to follow a launcher that was killed
+
+
+def script_name() -> str:
+    """The file name of the running script, or `notebook`."""
+    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else ""
+    return name if name.endswith(".py") and "ipykernel" not in name else "notebook"
 
 
 def choose_run_dir(script_name: str, run_id: str | None = None) -> Path:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distributed.errors import DistributedError
-from distributed.loggers import end_elsewhere
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.runs.directory import SEARCH, RunDirectory
 from distributed.state import TrainState, WorkerContext
@@ -88,8 +87,11 @@ class Result:
         self.write(status, state, checkpoint, _one_line(error))
 
 
-def close_results(run: RunDirectory, code: int, error: str | None) -> None:
-    """Give results that no worker closed their end, once the launcher leaves with `code`: nobody is left to do it."""
+def close_results(run: RunDirectory, code: int, error: str | None, tell: Callable[[RunDirectory, int], None]) -> None:
+    """Give results that no worker closed their end, once the launcher leaves with `code`: nobody is left to do it.
+
+    `tell` is called with each run directory and `code`: what else must know of the end.
+    """
     end = {"status": "interrupted" if code in (130, 143) else "failed"} | ({} if error is None else {"error": error})
     below = (path for part in ("fit-*", f"{SEARCH}*") for path in run.path.glob(f"{part}/result.json"))
     for path in (run.path / "result.json", *below):
@@ -97,7 +99,7 @@ def close_results(run: RunDirectory, code: int, error: str | None) -> None:
         is_open = content.get("status") in (("running",) if code == 0 else (None, "running", "failed"))
         if is_open:
             write_result(path, content | end)
-        end_elsewhere(RunDirectory(path.parent), code)
+        tell(RunDirectory(path.parent), code)
 
 
 def add_warning(run: RunDirectory, text: str, world_size: int) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from distributed.backends.base import Backend, Job, Key, ShardedData
+from distributed.backends.base import Backend, Key, ShardedData
 from distributed.checkpoints.durable import write_file
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.data import epoch_order, slices
-from distributed.state import Group, MicroBatch, StepResult, WorkerContext
+from distributed.state import Group, Job, MicroBatch, StepResult, WorkerContext
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,9 +19,9 @@ from distributed.errors import ConfigError
 from distributed.launching.identity import launch_identity
 from distributed.launching.request import link
 from distributed.launching.tee import tee_output
-from distributed.runs.directory import SEARCH, RunDirectory, choose_run_dir, find_run_dir
+from distributed.runs.directory import SEARCH, RunDirectory, choose_run_dir, find_run_dir, script_name
 from distributed.state import WorkerContext
-from distributed.tuning.context import Trial, current
+from distributed.training.trial import Trial, current
 
 if TYPE_CHECKING:
     from distributed.trainer import Trainer
@@ -68,12 +67,6 @@ def own_checkpoint_dir(config: DistributedConfig, run_dir: Path) -> Path | None:
         return None
     directory = Path(config.checkpoint_dir)
     return directory if run_dir == _Taken.first else directory / run_dir.name
-
-
-def script_name() -> str:
-    """The file name of the running script, or `notebook`."""
-    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else ""
-    return name if name.endswith(".py") and "ipykernel" not in name else "notebook"
 
 
 class TrainerFiles:

@@ -29,10 +29,10 @@ from distributed.launching.reporter import Reporter
 from distributed.launching.request import LaunchRequest, start_launcher
 from distributed.loggers import environ_of_workers
 from distributed.metrics.monitor import check_monitor
-from distributed.runs.directory import RunDirectory, choose_run_dir
+from distributed.runs.directory import RunDirectory, choose_run_dir, script_name
+from distributed.runs.history import History
 from distributed.runs.summary import read_result, resume_lines, resume_setting
-from distributed.state import History
-from distributed.training.files import is_trial_again, own_checkpoint_dir, script_name, take_run_dir
+from distributed.training.files import is_trial_again, own_checkpoint_dir, take_run_dir
 
 if TYPE_CHECKING:
     from distributed.trainer import Trainer

@@ -33,6 +33,7 @@ from distributed.loggers import LoggedFit, Logger, loggers_of
 from distributed.metrics.monitor import check_monitor
 from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
+from distributed.runs.history import History
 from distributed.runs.processes import raise_kept
 from distributed.runs.summary import (
     Result,
@@ -43,7 +44,7 @@ from distributed.runs.summary import (
     started_lines,
     was_interrupted,
 )
-from distributed.state import History, TrainState, WorkerContext
+from distributed.state import TrainState, WorkerContext
 from distributed.training import loop
 from distributed.training.common_step import CommonStep
 from distributed.training.files import TrainerFiles
@@ -115,7 +116,8 @@ class Session:
             state, resumed = self._resume(merged, store, callbacks, run)
             merged = self._limit(merged, state)
             callbacks += loggers_of(LoggedFit(
-                run, merged, self.trainer.plan, batch, self.context, backend, state, train.updates_per_epoch, self._reporter,
+                run, merged, self.trainer.plan, batch, self.context, backend, state, train.updates_per_epoch,
+                self.trainer._worker is not None, self._reporter,
             ))  # fmt: skip
             result = Result(run, self.trainer.plan, self.context)
             fit = _Fit(state, callbacks, store, run, result, batch.batch_size, time.monotonic() - state.total_time)

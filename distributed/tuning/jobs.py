@@ -18,9 +18,9 @@ from distributed.config.merging import Typed, joined, merge, split_sweep
 from distributed.errors import ConfigError, DistributedError, TrainingError
 from distributed.launching.nursery import Nursery
 from distributed.launching.request import THREAD_VARIABLES
-from distributed.loggers import environ_of_trials
 from distributed.runs.directory import RunDirectory
-from distributed.tuning.context import Trial, inside
+from distributed.training.trial import Trial, inside
+from distributed.tuning.mlflow_run import environ_of_trials
 from distributed.tuning.sweep import as_arguments
 
 _POLL_S = 0.2  # between two looks whether all trials are to stop
@@ -91,7 +91,7 @@ class ScriptJob:
 
     def run(self, trial: Trial, values: Mapping[str, Any], cpus: float) -> Any:
         """Launch its workers and report their epochs until they end. Raises DistributedError with the cause."""
-        from distributed.cli.start import launch_request
+        from distributed.launcher.start import launch_request
 
         request = launch_request(self.typed_with(values), str(trial.directory))
         request = dataclasses.replace(request, resume=trial.is_again, live=False)

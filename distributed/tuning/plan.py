@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from distributed.config.gpus import visible_gpus
 from distributed.errors import ConfigError, ResourceError, nearest
-from distributed.tuning.context import Trial
+from distributed.training.trial import Trial
 from distributed.tuning.space import Space
 from distributed.tuning.sweep import Record
 

@@ -8,7 +8,7 @@ from typing import Any
 from distributed.callbacks import load_states
 from distributed.checkpoints.manifest import list_checkpoints
 from distributed.checkpoints.store import read_state
-from distributed.state import History
+from distributed.runs.history import History
 
 
 def checkpoint_of(run_dir: Path, epoch: Any = None) -> Path | None:

@@ -15,20 +15,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributed.cli.start import launch_request
 from distributed.config.fields import rules
 from distributed.config.merging import Typed, merge, split_sweep
 from distributed.config.plan import plan_processes
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError
+from distributed.launcher.start import launch_request
 from distributed.launching.guarded import Guarded, Report
 from distributed.launching.request import check_script
 from distributed.launching.stopping import Signals
-from distributed.loggers import check_directories, check_libraries, run_of_sweep
+from distributed.loggers import check_directories, check_libraries
 from distributed.metrics.monitor import is_larger_better
 from distributed.runs.directory import choose_run_dir
 from distributed.runs.processes import STOP_SIGNALS
 from distributed.tuning.jobs import script_job
+from distributed.tuning.mlflow_run import run_of_sweep
 from distributed.tuning.plan import (
     SearchPlan,
     bundles_of,
@@ -46,7 +47,7 @@ from distributed.tuning.sweep import Sweep, as_arguments, open_sweep, scores
 from distributed.tuning.table import Table
 
 if TYPE_CHECKING:
-    from distributed.loggers._mlflow.sweep import SweepRun
+    from distributed.tuning.mlflow_run import SweepRun
 
 _LEAVING_S = 90.0  # for trials to save and leave after a stop; then all is killed
 _SHOWN = 5  # proposals of a dry run

@@ -19,14 +19,14 @@ from distributed.config.merging import MergedConfig, Typed, merge
 from distributed.config.settings import canonical
 from distributed.errors import ConfigError, ResourceError, TrainingInterrupted
 from distributed.launching.request import check_script
-from distributed.loggers import check_directories, check_libraries, environ_of_trials, run_of_sweep
+from distributed.loggers import check_directories, check_libraries
 from distributed.loggers.notebook import in_notebook
 from distributed.metrics.monitor import is_larger_better
-from distributed.runs.directory import choose_run_dir
-from distributed.training.files import script_name
+from distributed.runs.directory import choose_run_dir, script_name
+from distributed.training.trial import Trial, inside
 from distributed.tuning.cell import CellProgress
-from distributed.tuning.context import Trial, inside
 from distributed.tuning.jobs import FunctionJob, ScriptJob, script_job, seed_generators
+from distributed.tuning.mlflow_run import environ_of_trials, run_of_sweep
 from distributed.tuning.plan import SHARING, SearchPlan, bundles_of, check_metric, check_pairing, check_scheduler, total
 from distributed.tuning.proposals import check_search
 from distributed.tuning.results import checkpoint_of, taken_up
@@ -35,7 +35,7 @@ from distributed.tuning.space import Space, make_space
 from distributed.tuning.sweep import Record, Sweep, open_sweep, scores
 
 if TYPE_CHECKING:
-    from distributed.loggers._mlflow.sweep import SweepRun
+    from distributed.tuning.mlflow_run import SweepRun
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,12 @@ import sys
 import pytest
 
 from distributed.cli.__main__ import run
-from distributed.cli.train import SETTINGS, make_parser, read_typed, train_parser
+from distributed.cli.train import make_parser, read_typed, train_parser
+from distributed.config.flags import SETTINGS
 from distributed.config.settings import GROUPS, DistributedConfig, group_options
 from distributed.errors import DistributedError, ResourceError
+from distributed.launcher.scripts import main as launcher
 from distributed.launching.request import check_script
-from distributed.launching.scripts import main as launcher
 
 FLAGS = """
 --script --config --set --run-dir --resume --dry-run --help --token-file
@@ -211,7 +212,7 @@ def test_a_script_that_is_no_python_is_what_python_says_of_it_and_nothing_starts
 
 @pytest.mark.parametrize(
     ("module", "arguments"),
-    [("distributed.cli.__main__", ["train", "--script"]), ("distributed.launching.scripts", ["--nproc_per_node=2"])],
+    [("distributed.cli.__main__", ["train", "--script"]), ("distributed.launcher.scripts", ["--nproc_per_node=2"])],
 )
 def test_a_syntax_error_is_known_before_a_framework_is_loaded(module, arguments, run_python, tmp_path):
     (tmp_path / "bad.py").write_text("import torch\n\ndef f(:\n")
@@ -270,7 +271,7 @@ def test_the_command_that_goes_on_with_a_run_is_the_one_that_was_typed(typed, ag
     (tmp_path / "here.py").touch()
     (tmp_path / "my runs").mkdir()  # which --resume asks for
     requests = []
-    monkeypatch.setattr("distributed.cli.start.launch", lambda request: requests.append(request) or 0)
+    monkeypatch.setattr("distributed.launcher.start.launch", lambda request: requests.append(request) or 0)
     assert run([*HERE, *typed]) == 0
     assert requests[0].again == f"python -m distributed.cli train {again}"
 
@@ -279,7 +280,7 @@ def test_the_command_that_goes_on_with_a_run_of_the_launcher_is_one_of_train(tmp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.py").touch()
     requests = []
-    monkeypatch.setattr("distributed.cli.start.launch", lambda request: requests.append(request) or 0)
+    monkeypatch.setattr("distributed.launcher.start.launch", lambda request: requests.append(request) or 0)
     assert launcher(["--nproc_per_node=2", "--start_timeout=9", "here.py", "--fast"]) == 0
     words = f"--script here.py --nproc-per-node 2 --set start_timeout=9.0 --run-dir {requests[0].run_dir} --resume -- --fast"
     assert requests[0].again == f"python -m distributed.cli train {words}"

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from distributed.cli import start
 from distributed.cli.__main__ import run
 from distributed.errors import ConfigError, DistributedError, ResourceError
+from distributed.launcher import start
 
 TRAIN = ("train", "--script", "here.py", "--device", "cpu", "--run-dir", "new")
 

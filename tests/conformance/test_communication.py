@@ -98,7 +98,7 @@ def test_a_script_for_gpus_trains_on_cpus_and_from_python(run_python, tmp_path):
 
 def test_nothing_of_it_loads_a_framework(run_python):
     code = (
-        "import sys, distributed.comm, distributed.launching.scripts as s; assert 'torch' not in sys.modules; print(s)"
+        "import sys, distributed.comm, distributed.launcher.scripts as s; assert 'torch' not in sys.modules; print(s)"
     )
     assert run_python(["-c", code]).returncode == 0
 

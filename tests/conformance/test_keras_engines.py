@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from distributed.backends import make_backend
-from distributed.backends.base import Job
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import row_in_use
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
+from distributed.state import Job
 from tests.conformance.runs import events
 from tests.conftest import needs_backend
 

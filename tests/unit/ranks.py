@@ -9,9 +9,9 @@ from typing import Any
 
 from distributed.backends._torch.loading import shard
 from distributed.backends.base import ShardedData
+from distributed.config.data import DataOptions
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
-from distributed.config.data import DataOptions
 from distributed.state import Group, WorkerContext
 
 Reduce = Callable[[Mapping[str, float]], dict[str, float]]

@@ -16,16 +16,15 @@ from distributed.backends._torch.loading import shard
 from distributed.backends._torch.nested import move
 from distributed.backends._torch.objective import Loss
 from distributed.backends._torch.precision import Precision
-from distributed.backends.base import Job
 from distributed.backends.out_of_memory import out_of_memory
 from distributed.backends.single import SingleBackend
 from distributed.backends.torch_base import NoOptions
+from distributed.config.data import DataOptions
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import BatchPlan, ProcessPlan, plan_processes
 from distributed.config.settings import DistributedConfig
-from distributed.config.data import DataOptions
 from distributed.errors import ResourceError, TrainingError
-from distributed.state import Group, StepResult, WorkerContext
+from distributed.state import Group, Job, StepResult, WorkerContext
 from tests.unit.fake_gpu import HostWaits, fake_gpu
 
 BATCH = BatchPlan(4, 1, 1, 4)

@@ -7,13 +7,12 @@ import itertools
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed.backends.base import Job
 from distributed.backends.single import SingleBackend
 from distributed.backends.torch_base import NoOptions
 from distributed.callbacks import Callback
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
-from distributed.state import TrainState
+from distributed.state import Job, TrainState
 from distributed.training.common_step import CommonStep
 from distributed.training.loop import _EVAL_WINDOW, Run, evaluate, fit
 

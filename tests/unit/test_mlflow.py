@@ -14,13 +14,13 @@ from distributed.config.merging import Typed, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.loggers import check, environ_of_run, environ_of_workers, is_on_mlflow, run_of_sweep
+from distributed.loggers import check, environ_of_run, environ_of_workers, is_on_mlflow
 from distributed.loggers._mlflow import place
 from distributed.loggers._mlflow.run import grouped, metric_name
 from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
-from distributed.loggers._mlflow.sweep import SweepRun
 from distributed.loggers.mlflow import JoinedRun, MlflowLogger
 from distributed.runs.directory import RunDirectory
+from distributed.tuning.mlflow_run import SweepRun, run_of_sweep
 from distributed.tuning.sweep import Sweep
 
 
@@ -180,7 +180,7 @@ def test_a_run_of_the_environment_is_joined_unless_it_is_our_own(monkeypatch):
 def test_a_process_that_is_no_worker_gets_its_environment_back(monkeypatch):
     monkeypatch.setattr(place, "given_out", set())
     monkeypatch.setenv(place.URI, "http://before:1")
-    joined = JoinedRun({place.RUN_ID: "abc", place.URI: "http://now:1"})
+    joined = JoinedRun({place.RUN_ID: "abc", place.URI: "http://now:1"}, is_worker=False)
     assert os.environ[place.RUN_ID] == "abc" and place.said_run() is None
     joined.close()
     assert place.RUN_ID not in os.environ and os.environ[place.URI] == "http://before:1"

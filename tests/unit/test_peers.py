@@ -8,9 +8,10 @@ import pytest
 
 from distributed import DistributedConfig, Trainer
 from distributed.cli.__main__ import run
-from distributed.cli.train import ALIAS_SWITCHES, SETTINGS, as_flag, make_parser, read_flags, read_typed
+from distributed.cli.train import ALIAS_SWITCHES, make_parser, read_flags, read_typed
 from distributed.cli.train import ALIASES as FLAG_ALIASES
 from distributed.config.fields import in_code, in_file, rules
+from distributed.config.flags import SETTINGS, as_flag
 from distributed.config.merging import read_config_file, split_sweep
 from distributed.config.peers import PEERS, answer_for, settings_in
 from distributed.config.registry import REGISTRY

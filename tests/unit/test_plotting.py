@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from distributed.errors import ConfigError, ResourceError
-from distributed.report.plotting import metric_names
-from distributed.state import History
+from distributed.runs.history import History
+from distributed.runs.plotting import metric_names
 
 pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
 
@@ -79,7 +79,7 @@ def test_unknown_suffix_is_named(tmp_path):
 
 def test_without_matplotlib_the_command_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "distributed.report.shown_figure", raising=False)
+    monkeypatch.delitem(sys.modules, "distributed.runs.shown_figure", raising=False)
 
     with pytest.raises(ResourceError, match=r"pip install 'distributed-trainer\[plot\]'"):
         history(ROWS).plot()

@@ -11,8 +11,8 @@ import pytest
 import distributed
 from distributed import ConfigError, DistributedLauncher, LaunchConfig, launch_distributed_training, script_launcher
 from distributed.config.plan import ProcessPlan, starting_line
+from distributed.launcher.scripts import parse
 from distributed.launching.request import crowding
-from distributed.launching.scripts import parse
 
 
 def test_flags_are_ours_on_either_side_of_the_script_and_the_rest_is_the_scripts():

@@ -11,10 +11,10 @@ from distributed import Trainer
 from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.backends._tensorflow.start import set_environment
-from distributed.cli.start import launch_request
 from distributed.config.merging import Typed
 from distributed.config.registry import REGISTRY
 from distributed.errors import ConfigError, ResourceError
+from distributed.launcher.start import launch_request
 from distributed.launching.request import WorkerEnvironment
 
 

@@ -23,10 +23,10 @@ from distributed import DistributedTuner
 from distributed.config.merging import Typed, read_config_file
 from distributed.errors import ConfigError, ResourceError, TrainingError
 from distributed.runs.directory import RunDirectory
+from distributed.training.trial import Trial
 from distributed.tuning import proposals as proposing
 from distributed.tuning import scripts
 from distributed.tuning import tuner as tuner_module
-from distributed.tuning.context import Trial
 from distributed.tuning.earlier import num_begun, primed
 from distributed.tuning.jobs import FunctionJob, cause_of
 from distributed.tuning.plan import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends._tensorflow import start
-from distributed.backends.base import Job, Refusals
+from distributed.backends.base import Refusals
 from distributed.backends.effects import Need
 from distributed.backends.horovod import HorovodBackend, check_job
 from distributed.backends.tensorflow import TensorFlowBackend, alone
@@ -17,6 +17,7 @@ from distributed.config.plan import BatchPlan
 from distributed.config.registry import BackendRow, backend_row
 from distributed.errors import ConfigError
 from distributed.launching.request import LaunchRequest, WorkerEnvironment
+from distributed.state import Job
 
 if TYPE_CHECKING:
     from distributed.backends._horovod.world import HorovodWorld

@@ -24,12 +24,12 @@ from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.epochs import Epochs, Row, write_row
 from distributed.launching.guarded import Guarded, Report
 from distributed.launching.listening import loopback_environ
-from distributed.launching.output import WorkerOutput
+from distributed.launching.output import WorkerOutput, display_of
 from distributed.launching.request import THREAD_VARIABLES, LaunchRequest, check_script, set_thread_variables
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
+from distributed.loggers import end_elsewhere
 from distributed.loggers.console import Display
-from distributed.loggers.notebook import display_of
 from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
 from distributed.runs.summary import close_results
@@ -141,7 +141,7 @@ class _Launch:
 
     def _judged(self) -> int:
         code, cause = self._verdicts.exit_code(), self._verdicts.cause
-        close_results(self._run, code, in_words(cause) if cause is not None else None)
+        close_results(self._run, code, in_words(cause) if cause is not None else None, end_elsewhere)
         write_reports_at_end(self._run, lambda text: self._display.handle({"kind": "notice", "text": text}))
         self._verdicts.show_end(code)
         return code
@@ -150,9 +150,9 @@ class _Launch:
         error = self._error
         if self._stop.signum or error is None:
             code = self._stop.exit_code if self._stop.signum else 1
-            close_results(self._run, code, None)
+            close_results(self._run, code, None, end_elsewhere)
             return code
-        close_results(self._run, error.exit_code, str(error))
+        close_results(self._run, error.exit_code, str(error), end_elsewhere)
         self._run.event("not_started", cause=str(error))
         if self._request.payload is not None:  # who called `fit` raises it
             return error.exit_code

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from distributed.backends._keras.scripts import imported
-from distributed.backends.base import Job
 from distributed.errors import ConfigError
+from distributed.state import Job
 
 _FIX = "choose backend='pytorch-ddp' or another one of torch's, or make it a Keras model"
 

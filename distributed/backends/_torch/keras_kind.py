@@ -24,9 +24,9 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from distributed.backends.base import Job
     from distributed.config.merging import MergedConfig
     from distributed.config.plan import BatchPlan
+    from distributed.state import Job
 
 
 class KerasKind(TorchKind):

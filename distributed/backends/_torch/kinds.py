@@ -18,9 +18,9 @@ from distributed.config.settings import DistributedConfig
 from distributed.state import WorkerContext
 
 if TYPE_CHECKING:
-    from distributed.backends.base import Job
     from distributed.config.merging import MergedConfig
     from distributed.config.plan import BatchPlan
+    from distributed.state import Job
 
 Say = Callable[[str], None]
 

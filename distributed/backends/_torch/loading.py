@@ -29,9 +29,9 @@ from distributed.backends._torch.sources import (
 )
 from distributed.backends._torch.streams import PreshardedData, StreamData, WholeBatches
 from distributed.backends.base import ShardedData
+from distributed.config.data import DataOptions
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
-from distributed.config.data import DataOptions
 from distributed.data import epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
 from distributed.state import Group, MicroBatch, WorkerContext

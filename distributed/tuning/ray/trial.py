@@ -17,7 +17,7 @@ from distributed.checkpoints.durable import replace_text
 from distributed.errors import ConfigError, TrainingError
 from distributed.metrics.monitor import unknown_metric
 from distributed.runs.temporary import temporary_directory
-from distributed.tuning.context import Trial
+from distributed.training.trial import Trial
 from distributed.tuning.jobs import UnknownMetric, one_line
 from distributed.tuning.plan import SearchPlan, total
 from distributed.tuning.results import checkpoint_of, rows_of

@@ -1,4 +1,4 @@
-"""A matplotlib figure that a notebook shows. Imports matplotlib: for `distributed.report.plotting` alone."""
+"""A matplotlib figure that a notebook shows. Imports matplotlib: for `distributed.runs.plotting` alone."""
 
 from __future__ import annotations
 

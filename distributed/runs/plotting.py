@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from distributed.finders.curve import LearningRateCurve
-    from distributed.report.shown_figure import ShownFigure
-    from distributed.state import History
+    from distributed.runs.shown_figure import ShownFigure
+    from distributed.runs.history import History
 
 # What a row holds beside metrics: where training stood and how fast it went.
 _BOOKKEEPING = frozenset(
@@ -35,40 +33,20 @@ def plot_history(history: History, path: str | Path | None = None) -> Figure:
     losses = [name for name in names if _base(name) == "loss"]
     others = [name for name in names if _base(name) != "loss"]
     groups = [group for group in (losses, others) if group]
-    figure = _figure(5.0 * max(1, len(groups)))
+    figure = new_figure(5.0 * max(1, len(groups)))
     figure.suptitle(_title(history))
     for position, group in enumerate(groups):
         axes = figure.add_subplot(1, len(groups), position + 1)
         _draw(axes, history.rows, group)
     if path is not None:
-        _save(figure, Path(path))
+        save_figure(figure, Path(path))
     return figure
 
 
-def plot_learning_rates(curve: LearningRateCurve, path: str | Path | None = None) -> Figure:
-    """The losses over the rates, smoothed in front of those of each update, and the suggestion where there is one.
-
-    `path`, the figure and what is raised: as `plot_history`.
-    """
-    figure = _figure(5.0)
-    axes = figure.add_subplot()
-    axes.plot(curve.rates, curve.losses, ".", color="C0", alpha=0.4, label="loss")
-    axes.plot(curve.smoothed_rates, [line.mean for line in curve.lines], color="C0", label="smoothed")
-    with contextlib.suppress(ConfigError):  # the curve shows why there is none
-        axes.axvline(curve.suggestion, color="C1", linestyle="--", label=f"suggestion {curve.suggestion:.2g}")
-    axes.set_xscale("log")
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    if path is not None:
-        _save(figure, Path(path))
-    return figure
-
-
-def _figure(width: float) -> ShownFigure:
+def new_figure(width: float) -> ShownFigure:
+    """Return an empty figure, `width` inches wide. Raises ResourceError without matplotlib."""
     try:
-        from distributed.report.shown_figure import ShownFigure
+        from distributed.runs.shown_figure import ShownFigure
     except ImportError:
         raise ResourceError(
             "plot() needs matplotlib, which is not installed: run pip install 'distributed-trainer[plot]'"
@@ -108,7 +86,8 @@ def _draw(axes: Axes, rows: Sequence[dict[str, float]], names: Sequence[str]) ->
     axes.legend()
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write `figure` to `path` in the format of its suffix. Raises ConfigError for an unknown suffix."""
     formats = sorted(figure.canvas.get_supported_filetypes())
     if path.suffix.lstrip(".") not in formats:
         raise ConfigError(f"plot path {str(path)!r} has no known suffix: end it with one of {', '.join(formats)}")

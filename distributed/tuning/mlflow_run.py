@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from distributed.config.merging import MergedConfig
 from distributed.errors import DistributedError
-from distributed.loggers import mlflow
+from distributed.loggers import is_on_mlflow, mlflow
 from distributed.loggers._mlflow.place import said_uri
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
@@ -118,8 +119,10 @@ class SweepRun:
             logger.warning("%s cannot be written (%s): a line is lost", self._spool.path, error.strerror)
 
 
-def environ_of_trials() -> dict[str, str]:
+def environ_of_trials(merged: MergedConfig) -> dict[str, str]:
     """What the processes of trials, also on other machines, need to find the store that was named in this one."""
+    if not is_on_mlflow(merged):
+        return {}
     uri = said_uri()
     return {} if uri is None else {"MLFLOW_TRACKING_URI": uri}
 
@@ -162,3 +165,12 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _now() -> int:
     return int(time.time() * 1000)
+
+
+def run_of_sweep(
+    sweep: Sweep, merged: MergedConfig, script: str, asked: Mapping[str, Any], warn: Callable[[str], None]
+) -> SweepRun | None:
+    """What shows a whole search of `script` elsewhere, above its trials; None where the settings of its trials ask for nothing."""
+    if not is_on_mlflow(merged):
+        return None
+    return SweepRun(sweep, asked, merged.config.mlflow_experiment, Path(script).stem, warn)

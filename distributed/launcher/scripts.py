@@ -98,7 +98,7 @@ class DistributedLauncher:
         threads, as the workers are children of a process of their own. Raises ConfigError or ResourceError before
         anything starts, also in a process that is itself a worker.
         """
-        from distributed.cli.start import launch_request
+        from distributed.launcher.start import launch_request
 
         asked = self.config.nproc_per_node or 1  # a call of launch() is a request to launch
         found = worker_environment(nproc_per_node=asked, num_nodes=self.config.nnodes)
@@ -129,8 +129,8 @@ def launch_distributed_training(
 
 def main(arguments: Sequence[str]) -> int:
     """`python -m distributed.launcher`: runs the workers from this process; returns the exit code."""
-    from distributed.cli.start import start
-    from distributed.cli.train import flags_of
+    from distributed.config.flags import flags_of
+    from distributed.launcher.start import start
 
     if not arguments or "--help" in arguments[:1] or "-h" in arguments[:1]:
         sys.stdout.write(_USAGE)

@@ -1,0 +1,48 @@
+"""History: what `fit` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclasses.dataclass(repr=False)
+class History:
+    """What `fit` returns: one row per epoch (also of the one that `max_steps` cut off) and what was best."""
+
+    rows: list[dict[str, float]]
+    best_metrics: dict[str, float]
+    total_time: float  # seconds, of all attempts
+    steps: int = 0
+    run_dir: str | None = None
+    stop_reason: str | None = None
+
+    def __repr__(self) -> str:
+        epochs, best = len(self.rows), {n: v for n, v in self.best_metrics.items() if n.startswith("val_")}
+        parts = [
+            f"{epochs} epoch{'s' * (epochs != 1)}", f"{self.steps} step{'s' * (self.steps != 1)}", f"in {self.total_time:.1f} s",
+            *(f"best {name} {value:.4g}" for name, value in list((best or self.best_metrics).items())[:2]),
+        ]  # fmt: skip
+        named = {"stop_reason": self.stop_reason, "run_dir": self.run_dir}
+        parts += [f"{name}={value!r}" for name, value in named.items() if value is not None]
+        return f"History({', '.join(parts)})"
+
+    @property
+    def best_accuracy(self) -> float:
+        """The best `val_accuracy`, or training `accuracy` where nothing was validated; NaN without either."""
+        return self.best_metrics.get("val_accuracy", self.best_metrics.get("accuracy", float("nan")))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The rows as a data frame, one per epoch. Needs pandas."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)
+
+    def plot(self, path: str | None = None) -> Any:
+        """Loss and metric curves over the epochs as a matplotlib figure, saved to `path` when given. Needs matplotlib."""
+        from distributed.runs.plotting import plot_history
+
+        return plot_history(self, path)
