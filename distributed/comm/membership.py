@@ -12,7 +12,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from distributed.comm.adoption import adopted
+from distributed.backends.adoption import adopted
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import merge
 from distributed.config.plan import ProcessPlan, choose_backend, plan_processes

@@ -51,6 +51,10 @@ class BackendRow:
         default_factory=dict
     )  # in the message of a script's error -> what is meant, one line
     start_note: str = ""  # what takes long before its workers show anything, for the line that says they start
+    # Whether a script has joined others by this engine's own call: "module:function", asked where the engine is not loaded too,
+    # and modules that only a script imports, and only to join others.
+    has_joined: str = ""
+    joining_modules: tuple[str, ...] = ()
     listens: str = ""  # what its workers open to others, and cannot close, where there are several: shown as a warning
 
     @property
@@ -83,7 +87,7 @@ REGISTRY: dict[str, BackendRow] = {
                 "ddp_timeout": "use {timeout_s}", "ddp_backend": "use {communication_backend}",
                 "ddp_broadcast_buffers": "not here, because it is always so: drop it",
             },
-            shares_gpus=True,
+            shares_gpus=True, has_joined="distributed.backends._torch.joined:has_joined",
         ),
         BackendRow(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
@@ -100,7 +104,7 @@ REGISTRY: dict[str, BackendRow] = {
             "ray", "distributed.backends.ray", "RayBackend", "ray", _TORCH_PRELOAD, ("torch", "ray"),
             "pip install 'distributed-trainer[ray]'",
             "Ray Train starts the processes, on its own or an existing cluster; the step is DDP's or FSDP2's",
-            for_launcher=("cpus_per_worker",), start_note="Ray itself starts first, in up to half a minute",
+            for_launcher=("cpus_per_worker",), joining_modules=("ray",), start_note="Ray itself starts first, in up to half a minute",
             peers={
                 "resources_per_worker": "use {ray.cpus_per_worker}",
                 "scaling_config": "use {nproc_per_node}, {num_gpus} and {ray.cpus_per_worker}",
@@ -122,6 +126,7 @@ REGISTRY: dict[str, BackendRow] = {
             "'make horovod' (builds it for the installed torch)",
             "Horovod: a full copy of the model in every process, over Gloo or MPI",
             meeting="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
+            joining_modules=("horovod.common.basics", "mpi4py.MPI"),
         ),
         BackendRow(
             "tensorflow", "distributed.backends.tensorflow", "TensorFlowBackend", "tensorflow", (), ("torch", "tensorflow", "keras"),
@@ -129,6 +134,7 @@ REGISTRY: dict[str, BackendRow] = {
             "Keras 3 models on TensorFlow: a process for each device, or one on all its devices (mirrored)", alone="tensorflow",
             peers={"strategy": "use {backend}; TensorFlow's own strategy is {tensorflow.strategy}"},
             before_script="distributed.backends._tensorflow.start:before_script",
+            has_joined="distributed.backends._tensorflow.joined:has_joined",
             listens="TensorFlow's workers listen on all interfaces, and whoever connects can run code as you",
             start_note="importing TensorFlow can take half a minute",
             hints={

@@ -10,6 +10,7 @@ import pytest
 
 from distributed.config.merging import Typed
 from distributed.config.settings import DistributedConfig
+from distributed.launching import output
 from distributed.launching.request import LaunchRequest
 from distributed.loggers import console, notebook
 from distributed.loggers.console import Display, bar_line, duration, number
@@ -213,7 +214,7 @@ def test_a_notebook_gets_the_browsers_own_bar_with_the_same_parts():
 def test_a_launcher_sends_its_bar_to_the_caller_and_prints_the_rest(capsys):
     read, write = os.pipe()
     request = LaunchRequest(run_dir="", typed=Typed(), bar_fd=write)
-    display = notebook.display_of(request)
+    display = output.display_of(request)
     display.print_output("no end", False)
     display.handle({**EVENT, "kind": "progress"})
     display.handle(EVENT)

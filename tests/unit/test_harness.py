@@ -50,7 +50,7 @@ def test_waits_for_text_and_says_when_it_cannot_come(start):
 
 
 def test_a_missing_library_skips_unless_the_backend_is_required(monkeypatch):
-    monkeypatch.setattr("distributed.backends.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("distributed.config.registry.importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("REQUIRE_BACKENDS", raising=False)
 
     with pytest.raises(pytest.skip.Exception, match="backend fsdp needs torch"):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import distributed
-from distributed import ConfigError, DistributedLauncher, LaunchConfig, launch_distributed_training, script_launcher
+from distributed import ConfigError, DistributedLauncher, LaunchConfig, launch_distributed_training
 from distributed.config.plan import ProcessPlan, starting_line
+from distributed.launcher import scripts as script_launcher
 from distributed.launcher.scripts import parse
 from distributed.launching.request import crowding
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distributed import ConfigError, ResourceError, Trainer, TrainingError, TrainingInterrupted, size_search
+from distributed import ConfigError, ResourceError, Trainer, TrainingError, TrainingInterrupted
 from distributed.backends.out_of_memory import is_out_of_memory, memory_line
+from distributed.finders import batch_size as size_search
 from distributed.finders.batch_size import NotThatSize, OutOfMemory
 from distributed.runs.directory import RunDirectory
 
