@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distributed import loggers
 from distributed.config.registry import groups_in_use
 from distributed.config.settings import GROUPS
+from distributed.loggers.base import is_on_mlflow
 
 if TYPE_CHECKING:
     from distributed.backends.base import Backend
@@ -86,7 +86,7 @@ SCHEDULE = Need(
     "a schedule that is no ReduceLROnPlateau",
     _unless("no schedule counts updates or epochs", lambda where: where.has_schedule is not False),
 )
-MLFLOW = Need("MLflow", _unless("MLflow is off", lambda where: loggers.is_on_mlflow(where.backend.merged)))
+MLFLOW = Need("MLflow", _unless("MLflow is off", lambda where: is_on_mlflow(where.backend.merged)))
 TENSORBOARD = Need("TensorBoard", _unless("TensorBoard is off", _has_tensorboard))
 PROFILE = Need("profile", _unless("profile is off", lambda where: where.backend.config.profile))
 WARMUP = Need("warmup_steps", _unless("warmup_steps is 0", lambda where: where.backend.config.warmup_steps))

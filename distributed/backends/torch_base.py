@@ -157,11 +157,11 @@ class TorchBackend(Backend[OptionsT]):
         return self.context
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
-        from distributed.backends._torch import kinds
+        from distributed.backends._torch.kind_of_model import kind_of
 
         notices: list[str] = []
         self.plain = self._build(job.model)
-        self.kind = kinds.kind_of(self.plain, self.context)
+        self.kind = kind_of(self.plain, self.context)
         self._check_model(self.kind.model, here=True)
         self.kind.finish(self._example, self.device, self.config)
         self.model = self.kind.model

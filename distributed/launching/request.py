@@ -11,7 +11,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from distributed.runs.temporary import sweep
 
 __all__ = [
     "Handover", "LaunchRequest", "Link", "NodeEnvironment", "WorkerEnvironment", "handover", "launch", "launched_by", "link",
-    "node_environment", "pass_over_stale_rank", "running_script", "start_launcher", "typed_for_script", "worker_environment",
+    "node_environment", "pass_over_stale_rank", "running_script", "typed_for_script", "worker_environment",
 ]  # fmt: skip
 
 HANDOVER_VARIABLE = "DISTRIBUTED_CONFIG"
@@ -322,14 +322,3 @@ def launch(request: LaunchRequest) -> int:
     sweep(tempfile.gettempdir())
     code: int = importlib.import_module(request.launcher).serve(request)
     return code
-
-
-def start_launcher(request: LaunchRequest, on_epoch: Callable[[Mapping[str, Any]], None] | None = None) -> int:
-    """Run the workers from a launcher process of their own, for a plain script or a notebook; returns its exit code.
-
-    `on_epoch` gets the row of each finished epoch, here and in this thread; what it raises ends the workers as SIGTERM does.
-    KeyboardInterrupt is passed on as SIGINT and raised again when the launcher has ended.
-    """
-    from distributed.launching.subprocess_launch import run_launcher
-
-    return run_launcher(request, sys.stdout, sys.stderr, on_epoch)

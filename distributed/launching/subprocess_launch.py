@@ -24,6 +24,15 @@ from distributed.loggers.notebook import CellBar, in_notebook
 from distributed.runs.processes import STOP_SIGNALS, die_with_parent, heeded_signals, raise_kept
 
 
+def start_launcher(request: LaunchRequest, on_epoch: Callable[[Mapping[str, Any]], None] | None = None) -> int:
+    """Run the workers from a launcher process of their own, for a plain script or a notebook; returns its exit code.
+
+    `on_epoch` gets the row of each finished epoch, here and in this thread; what it raises ends the workers as SIGTERM does.
+    KeyboardInterrupt is passed on as SIGINT and raised again when the launcher has ended.
+    """
+    return run_launcher(request, sys.stdout, sys.stderr, on_epoch)
+
+
 def run_launcher(
     request: LaunchRequest, out: TextIO, err: TextIO, on_epoch: Callable[[Row], None] | None = None
 ) -> int:

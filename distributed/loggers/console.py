@@ -8,19 +8,17 @@ import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from distributed.loggers.notebook import CellBar, in_notebook
+from distributed.loggers.wording import GAP, bar_line, epoch_line, progress_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-_SHORT_NAMES = {"learning_rate": "lr"}
-_NOT_METRICS = {"epoch", "epochs", "step", "samples_per_second", "learning_rate"}
-_GAP = "  "
-_NEEDED = ("elapsed", "epoch", "samples/s", "loss", "ETA", "step")  # of a line that is too long, the first goes first
-_SHORTEST_BAR = 8
 _PLAIN = str.maketrans("━─", "#-")  # a bar where the terminal has no other letters than a typewriter
 
 
@@ -118,7 +116,7 @@ class Display:
         if self._live:
             self._progress(event)
         else:
-            self._say(_GAP.join(progress_parts(event)))
+            self._say(GAP.join(progress_parts(event)))
 
     def _progress(self, event: Mapping[str, Any]) -> None:
         if not self._live:
@@ -167,56 +165,6 @@ def wrapped(line: str, width: int) -> str:
     return "\n".join(textwrap.wrap(line, max(width - 1, 20), subsequent_indent="  ", break_long_words=False)) or line
 
 
-def progress_parts(event: Mapping[str, Any]) -> list[str]:
-    """`step 50/230`, `epoch 1/5`, the metrics, `1234 samples/s` and `3 s, ETA 12 s`: what the event knows of these."""
-    counts = (("step", "total_steps"), ("epoch", "epochs"))
-    parts = [_of(name, event.get(name), event.get(total)) for name, total in counts]
-    parts += [f"{_SHORT_NAMES.get(name, name)} {number(value)}" for name, value in (event.get("metrics") or {}).items()]
-    if (rate := event.get("samples_per_second")) is not None:
-        parts.append(f"{rate:.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s")
-    parts.append(_times(event.get("elapsed_s"), event.get("eta_s")))
-    return [part for part in parts if part]
-
-
-def _times(elapsed_s: float | None, eta_s: float | None) -> str:
-    if eta_s is None:
-        return "" if elapsed_s is None else f"elapsed {duration(elapsed_s)}"
-    return ("" if elapsed_s is None else f"{duration(elapsed_s)}, ") + f"ETA {duration(eta_s)}"
-
-
-def epoch_line(row: Mapping[str, Any]) -> str:
-    """`epoch 1/5  loss 0.31  val_loss 0.25`: one finished epoch."""
-    metrics = [f"{_SHORT_NAMES.get(k, k)} {number(v)}" for k, v in row.items() if k not in _NOT_METRICS]
-    return _GAP.join([_of("epoch", row.get("epoch"), row.get("epochs")), *metrics])
-
-
-def number(value: Any) -> str:
-    """A metric in four digits, or all before the point: `0.1234`, `1e-3`, `12.5`, `12780`."""
-    if not isinstance(value, float):
-        return str(value)
-    if value != 0 and abs(value) < 0.01:
-        mantissa, _, exponent = f"{value:.3e}".partition("e")
-        mantissa = mantissa.rstrip("0").rstrip(".")
-        return f"{mantissa}e{int(exponent)}"
-    return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """`12 s`, `3 min 20 s` or `2 h 05 min`."""
-    total = round(seconds)
-    if total < 60:
-        return f"{total} s"
-    if total < 3600:
-        return f"{total // 60} min {total % 60:02d} s"
-    return f"{total // 3600} h {total % 3600 // 60:02d} min"
-
-
-def _of(word: str, value: Any, total: Any) -> str:
-    if value is None:
-        return ""
-    return f"{word} {value}" if total is None else f"{word} {value}/{total}"
-
-
 def _is_terminal(stream: TextIO) -> bool:
     return hasattr(stream, "isatty") and stream.isatty()
 
@@ -238,8 +186,6 @@ class Bar(Protocol):
 
 def _cell_bar() -> Callable[[], Bar] | None:
     """What shows a bar in this notebook; None where it is none."""
-    from distributed.loggers.notebook import CellBar, in_notebook
-
     return CellBar if in_notebook() else None
 
 
@@ -279,28 +225,3 @@ class _TerminalBar:
             event = {**event, "elapsed_s": elapsed + monotonic() - self._shown_at}
         line = bar_line(event, self._console.width)
         return Text(printable(line, self._stream), no_wrap=True, overflow="crop")
-
-
-def bar_line(event: Mapping[str, Any], width: int) -> str:
-    """A bar and the parts of `event` that fit into `width` columns, the least important left out first."""
-    parts = progress_parts(event)
-    step, total = event.get("step"), event.get("total_steps")
-    has_bar = bool(total) and step is not None and width >= 40
-    room = width - 1 - (_SHORTEST_BAR + len(_GAP) if has_bar else 0)
-    while parts and len(_GAP.join(parts)) > room:
-        parts.pop(_least(parts))
-    text = _GAP.join(parts)
-    if not has_bar:
-        return text
-    bar_width = min(30, width // 5, width - 1 - len(_GAP) - len(text))
-    done = round(bar_width * min(1.0, step / total)) if step is not None and total else 0
-    return "━" * done + "─" * (bar_width - done) + _GAP + text
-
-
-def _least(parts: Sequence[str]) -> int:
-    """The place of what is missed least: a metric other than the loss, then the epoch, the throughput, the loss."""
-    kinds = [next((kind for kind in _NEEDED if f" {kind} " in f" {part} "), "") for part in parts]
-    for kind in ("", *_NEEDED):
-        if kind in kinds:
-            return len(kinds) - 1 - kinds[::-1].index(kind)
-    return len(parts) - 1

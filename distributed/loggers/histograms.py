@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from distributed.callbacks import Callback
-from distributed.loggers import LoggedFit
+from distributed.loggers.base import LoggedFit
 from distributed.state import TrainState
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from distributed.checkpoints.agreement import Agreement
 from distributed.config.fields import rules
 from distributed.config.settings import GROUPS, OPTIMIZATION, TRAINING, DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.loggers import LoggedFit, Logger
 from distributed.loggers._mlflow import place
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
 from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
 from distributed.loggers._mlflow.system import SystemSampler
+from distributed.loggers.base import LoggedFit, Logger
 from distributed.runs.directory import RunDirectory, script_name
 from distributed.runs.summary import was_interrupted
 from distributed.state import TrainState

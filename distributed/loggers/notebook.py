@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from distributed.loggers.console import bar_line, progress_parts
+from distributed.loggers.wording import bar_line, progress_parts
 
 _WIDTH = 100  # columns of the text for front ends without HTML
 _GAP = " &nbsp; "

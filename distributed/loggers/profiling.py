@@ -12,7 +12,7 @@ from distributed.errors import ConfigError
 
 if TYPE_CHECKING:
     from distributed.config.merging import MergedConfig
-    from distributed.loggers import LoggedFit
+    from distributed.loggers.base import LoggedFit
     from distributed.state import StepResult, TrainState
 
 _COSTLIEST = 5

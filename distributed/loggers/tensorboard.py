@@ -16,7 +16,7 @@ from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.config.merging import MergedConfig
 from distributed.config.settings import MONITORING, DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.loggers import LoggedFit
+from distributed.loggers.base import LoggedFit
 from distributed.loggers.event_file import EventFile, cut, files_in
 from distributed.loggers.system import Gpus
 from distributed.runs.directory import RunDirectory

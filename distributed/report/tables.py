@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distributed.loggers.console import duration
+from distributed.loggers.wording import duration
 from distributed.report.curves import readable
 from distributed.report.page import Section, escape, facts, folded, page, table
 from distributed.report.panels import EVENTS, mean_times, run_panels

@@ -26,7 +26,8 @@ from distributed.config.settings import GROUPS
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
 from distributed.launching.exposure import warnings_of
 from distributed.launching.reporter import Reporter
-from distributed.launching.request import LaunchRequest, start_launcher
+from distributed.launching.request import LaunchRequest
+from distributed.launching.subprocess_launch import start_launcher
 from distributed.loggers import environ_of_workers
 from distributed.metrics.monitor import check_monitor
 from distributed.runs.directory import RunDirectory, choose_run_dir, script_name

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from distributed.loggers.console import number
 from distributed.loggers.notebook import CellOutput
+from distributed.loggers.wording import number
 from distributed.tuning.sweep import OPEN, Sweep
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from distributed.config.merging import MergedConfig
 from distributed.errors import DistributedError
-from distributed.loggers import is_on_mlflow, mlflow
+from distributed.loggers import mlflow
 from distributed.loggers._mlflow.place import said_uri
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
 from distributed.loggers._mlflow.spool import RECORD, Record, Spool, told_params
+from distributed.loggers.base import is_on_mlflow
 from distributed.runs.directory import RunDirectory
 from distributed.tuning.sweep import OPEN, Sweep
 from distributed.tuning.sweep import Record as Trial

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.loggers.console import duration, number
+from distributed.loggers.wording import duration, number
 from distributed.tuning.sweep import Record, Sweep
 
 _GAP = "  "

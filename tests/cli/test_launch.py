@@ -507,7 +507,8 @@ CALLER = """
 import os, sys, time
 print("module runs in", os.getpid())
 import cloudpickle
-from distributed.launching.request import LaunchRequest, start_launcher
+from distributed.launching.request import LaunchRequest
+from distributed.launching.subprocess_launch import start_launcher
 
 class Mine:
     text = "by value"

@@ -117,7 +117,8 @@ def test_more_processes_than_the_cluster_has_cpus_are_refused(run_cli, tmp_path,
 AGAIN = """
 import json, sys
 from pathlib import Path
-from distributed.launching.request import LaunchRequest, start_launcher
+from distributed.launching.request import LaunchRequest
+from distributed.launching.subprocess_launch import start_launcher
 from distributed.training.remote import failure
 from distributed.runs.directory import RunDirectory
 

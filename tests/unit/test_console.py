@@ -13,8 +13,9 @@ from distributed.config.settings import DistributedConfig
 from distributed.launching import output
 from distributed.launching.request import LaunchRequest
 from distributed.loggers import console, notebook
-from distributed.loggers.console import Display, bar_line, duration, number
+from distributed.loggers.console import Display
 from distributed.loggers.progress import ProgressLogger
+from distributed.loggers.wording import bar_line, duration, number
 from distributed.state import StepResult, TrainState
 
 EVENT = {

@@ -97,14 +97,3 @@ class TorchKind:
 
     def export(self, path: Path) -> None:
         tensors.save_weights(self.module, path, self.context)
-
-
-def kind_of(module: torch.nn.Module, context: WorkerContext = tensors.ALONE) -> TorchKind:
-    """The kind of what `modules.build_model` gave."""
-    from distributed.backends._torch.keras_module import KerasModule
-
-    if isinstance(module, KerasModule):
-        from distributed.backends._torch.keras_kind import KerasKind
-
-        return KerasKind(module, context)
-    return TorchKind(module, context)

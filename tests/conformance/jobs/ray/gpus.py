@@ -9,7 +9,8 @@ from pathlib import Path
 import ray
 from ray.util.placement_group import placement_group
 
-from distributed.launching.request import LaunchRequest, start_launcher
+from distributed.launching.request import LaunchRequest
+from distributed.launching.subprocess_launch import start_launcher
 
 SCRIPT = 'import os; print(os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"])'
 

@@ -1,0 +1,20 @@
+"""Which kind of model a module is."""
+
+from __future__ import annotations
+
+import torch
+
+from distributed.backends._torch import tensors
+from distributed.backends._torch.kinds import TorchKind
+from distributed.state import WorkerContext
+
+
+def kind_of(module: torch.nn.Module, context: WorkerContext = tensors.ALONE) -> TorchKind:
+    """The kind of what `modules.build_model` gave."""
+    from distributed.backends._torch.keras_module import KerasModule
+
+    if isinstance(module, KerasModule):
+        from distributed.backends._torch.keras_kind import KerasKind
+
+        return KerasKind(module, context)
+    return TorchKind(module, context)

@@ -1,0 +1,72 @@
+"""What a logger is, and what it may know of a fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from distributed.callbacks import Callback
+from distributed.checkpoints.agreement import Ranks
+
+if TYPE_CHECKING:
+    from distributed.config.merging import MergedConfig
+    from distributed.config.plan import BatchPlan, ProcessPlan
+    from distributed.loggers.profiling import Profiler
+    from distributed.runs.directory import RunDirectory
+    from distributed.state import TrainState, WorkerContext
+
+
+class Watched(Ranks, Protocol):
+    """What loggers may ask of an engine: the adapter of a backend."""
+
+    context: WorkerContext
+    model: Any  # the user's module
+    devices_per_process: int
+    keeps_batch: bool  # whether the next update is to keep a batch for `graph`
+    keeps_gradients: bool  # whether each update is to keep its gradients for `local_values`
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether a rank holds pieces of the parameters."""
+
+    def graph(self) -> bytes:
+        """Return a GraphDef of the model as TensorBoard takes it."""
+
+    def local_values(self) -> Iterator[tuple[str, Any]]:
+        """Yield (`weights/NAME` or `gradients/NAME`, flat array of floats) of what this rank holds."""
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        """Return what records `active` updates of this rank after `warmup` others, or None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggedFit:
+    """What a logger may know of a fit before its first step."""
+
+    run: RunDirectory
+    merged: MergedConfig
+    plan: ProcessPlan
+    batch: BatchPlan
+    context: WorkerContext
+    backend: Watched
+    state: TrainState  # where it starts: of a checkpoint, where there is one to go on from
+    updates_per_epoch: int | None
+    is_worker: bool  # whether a launcher started this process
+    report: Callable[[Mapping[str, Any]], None]  # {"kind": "warning", "text": ...} and the like, to the display
+
+
+class Logger(Callback):
+    """One that has something to do after the end of a fit."""
+
+    def close(self) -> None:
+        """After `result.json` was written, however the fit ended. On the ranks that have it; others wait, as long as it takes."""
+
+
+def is_on_mlflow(merged: MergedConfig) -> bool:
+    """Whether a fit is logged to MLflow: asked for, or an experiment or a name for the model is given."""
+    config = merged.config
+    if merged.is_typed("mlflow_tracking"):
+        return config.mlflow_tracking
+    return config.mlflow_experiment is not None or config.mlflow_register_model is not None
