@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed import loggers
-from distributed.backends import make_backend
 from distributed.backends.base import Backend
 from distributed.callbacks import Callback
-from distributed.config.merging import MergedConfig, Typed, for_evaluation, joined, merge, read_config_file, split_sweep
-from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
-from distributed.config.registry import backend_class, backend_row, groups_in_use, pinned_backend, row_in_use
-from distributed.config.settings import DistributedConfig, canonical
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import ProcessPlan
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, nearest
-from distributed.launching.request import WorkerEnvironment, handover, launched_by, running_script, worker_environment
 from distributed.metrics.monitor import check_names
 from distributed.metrics.over_all import as_declared, check_metric
 from distributed.runs.history import History
 from distributed.runs.processes import interrupts_kept
 from distributed.state import Job
+from distributed.training.fits import Fits
+from distributed.training.setup import Setup
 from distributed.training.trial import current
 
 if TYPE_CHECKING:
@@ -75,31 +73,10 @@ class Trainer:
         _check_objects(optimizer, scheduler, loss_fn, training_step, metrics)
         _check_callbacks(callbacks)
         declared = {name: as_declared(metric) for name, metric in (metrics or {}).items()}
-        self.job = Job(model, optimizer, scheduler, loss_fn, training_step, declared)
-        self.callbacks = list(callbacks)
-        self._code, self._sweep, self._hyperparameters, self._notices = self._settings(config, settings)
-        if (trial := current()) is not None:
-            self._sweep = joined(trial.settings, self._sweep)
-        self._worker = worker_environment()
-        self._given = handover()
-        self._typed = self._read(config)
-        self.merged = self._merge({})
-        self.plan = self._plan(self.merged)
-        self._check_backend()
-        self._check_source()
-        _check_warmup(self.merged)
-        loggers.check(self.merged)
-        self.backend: Backend[Any] = make_backend(self.merged, self.plan)
-        self._is_fit_in_workers = self._worker is None and self.backend.is_fit_in_workers
-        self.backend.check(self.job, here=not self._is_fit_in_workers)
+        job = Job(model, optimizer, scheduler, loss_fn, training_step, declared)
+        self.setup = Setup(type(self).__name__, self._backend, job, list(callbacks), config, settings)
+        self._fits = Fits(self.setup, type(self))
         self.history: History | None = None
-        self.is_search = False  # whether this is the copy that a search for a rate or a batch size trains
-        self.keeps_checkpoints = True  # not where a batch size is tried
-        self.search_dir: Path | None = None  # of that, where it starts workers itself
-        self._session: Any = (
-            None  # distributed.training.session.Session of this process, made by the first fit or evaluate
-        )
-        self._remote: Any = None  # what a fit in workers of our own left: distributed.training.remote.Remote
 
     def __repr__(self) -> str:
         model, plan = self.job.model, self.plan
@@ -139,19 +116,13 @@ class Trainer:
             "checkpoint_dir": checkpoint_dir,
             "mlflow_experiment": mlflow_experiment,
         }
-        merged = self._merge({name: value for name, value in given.items() if value is not None})
+        merged = self.setup.merge({name: value for name, value in given.items() if value is not None})
         loggers.check(merged)
-        if (trial := current()) is not None and not self.is_search:
+        if (trial := current()) is not None:
             trial.on_fit(self)
         if train_data is None:
             raise ConfigError("fit() got no training data: pass a DataLoader or a dataset")
-        loggers.check_directories(merged)
-        if self._is_fit_in_workers:
-            from distributed.training.remote import fit_in_workers
-
-            self.history = fit_in_workers(self, merged, train_data, val_data)
-        else:
-            self.history = self._open_session().fit(merged, train_data, val_data)
+        self.history = self._fits.fit(merged, train_data, val_data)
         return self.history
 
     def find_learning_rate(
@@ -168,7 +139,7 @@ class Trainer:
         """
         from distributed.finders.learning_rate import Request, find_learning_rate
 
-        return find_learning_rate(self, train_data, Request(min_rate, max_rate, num_steps))
+        return find_learning_rate(self._fits, train_data, Request(min_rate, max_rate, num_steps))
 
     @interrupts_kept()
     def find_batch_size(self, train_data: Any, *, start: int = 8, max_size: int | None = None) -> int:
@@ -182,11 +153,11 @@ class Trainer:
         """
         from distributed.finders.batch_size import find_batch_size
 
-        return find_batch_size(self, train_data, start=start, max_size=max_size)
+        return find_batch_size(self._fits, train_data, start=start, max_size=max_size)
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Loss and metrics over `data`, each sample once. All ranks call it; outside a worker it runs in this process."""
-        measured: dict[str, float] = self._open_session().evaluate(data)
+        measured: dict[str, float] = self._fits.open_session().evaluate(data)
         return measured
 
     def predict(self, data: Any) -> Any:
@@ -198,7 +169,7 @@ class Trainer:
         classes. Tensors of different shapes come as a list, one entry per sample; what belongs to no sample (a loss) as a
         list, one entry per batch. Data that is `data.presharded` comes rank by rank.
         """
-        return self._open_session().predict(data)
+        return self._fits.open_session().predict(data)
 
     def metric_average(self, value: Any, name: str = "metric") -> float:
         """The mean over all ranks of a number that each of them has; `name` is for messages. All ranks call it.
@@ -211,7 +182,7 @@ class Trainer:
             raise ConfigError(
                 f"metric_average({value!r}, name={name!r}) takes one number per rank: pass {name}.item()"
             ) from None
-        average: float = self._open_session().metric_average(number, name)
+        average: float = self._fits.open_session().metric_average(number, name)
         return average
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -220,10 +191,9 @@ class Trainer:
         A path ending in `.safetensors` gets the model's weights by name in one file; any other is a directory that gets a
         checkpoint, which `resume_from_checkpoint` takes. Returns what was written.
         """
-        if self._remote is not None and Path(path).suffix != ".safetensors":
-            copied: Path = self._remote.copy_checkpoint(Path(path))
-            return copied
-        saved: Path = self._open_session().save(Path(path))
+        if self._fits.remote is not None and Path(path).suffix != ".safetensors":
+            return self._fits.remote.copy_checkpoint(Path(path))
+        saved: Path = self._fits.open_session().save(Path(path))
         return saved
 
     @contextlib.contextmanager
@@ -233,7 +203,7 @@ class Trainer:
         All ranks enter and leave the block; the main process gets the module and the others None. Also inside `fit`, from a
         callback. A model that lies in pieces is gathered into host memory, and what is changed in it then is lost.
         """
-        with self._open_session().whole_model() as model:
+        with self._fits.open_session().whole_model() as model:
             yield model
 
     @property
@@ -248,15 +218,36 @@ class Trainer:
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0, or the process that called `fit`."""
-        return self._worker is None or self._worker.rank == 0
+        return self.setup.is_main_process
 
     @property
-    def on_epoch(self) -> Callable[[Mapping[str, Any]], None] | None:
-        """What gets the row of each finished epoch in the process that called `fit`: the trial of a search, or the backend's."""
-        if self.is_search:
-            return None
-        trial = current()
-        return trial.report if trial is not None else self.backend.on_epoch
+    def job(self) -> Job:
+        """What is trained: the arguments of the constructor."""
+        return self.setup.job
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The callbacks; one may be added before `fit`."""
+        return self.setup.callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: list[Callback]) -> None:
+        self.setup.callbacks = callbacks
+
+    @property
+    def merged(self) -> MergedConfig:
+        """The settings of the newest fit, each with its source."""
+        return self.setup.merged
+
+    @property
+    def plan(self) -> ProcessPlan:
+        """The processes and devices of a fit."""
+        return self.setup.plan
+
+    @property
+    def backend(self) -> Backend[Any]:
+        """The adapter of the backend."""
+        return self.setup.backend
 
     @property
     def best_accuracy(self) -> float:
@@ -264,128 +255,6 @@ class Trainer:
         if self.history is None:
             raise ConfigError("best_accuracy is known after fit(): call it first")
         return self.history.best_accuracy
-
-    # ------------------------------------------------------------------ settings
-
-    def _read(self, config: Any) -> Typed:
-        """What was typed outside the script, over the file that the script names."""
-        typed = self._given.typed if self._given is not None else running_script()
-        if not isinstance(config, (str, os.PathLike)):
-            return typed
-        read = read_config_file(config)
-        file = joined(joined(read.file, read.flag), typed.file)
-        return dataclasses.replace(typed, file=file, notices=(*typed.notices, *read.notices))
-
-    def _settings(
-        self, config: Any, settings: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]:
-        """(settings in code, those of a sweep, its other hyperparameters, notices)."""
-        code: dict[str, Any] = {}
-        sweep: dict[str, Any] = {}
-        others: dict[str, Any] = {}
-        notices: list[str] = []
-        if isinstance(config, DistributedConfig):
-            code, notices = dict(config.given), list(config.notices)
-        elif isinstance(config, Mapping):
-            sweep, others, notices = split_sweep(config)
-        elif not isinstance(config, (str, os.PathLike, type(None))):
-            raise ConfigError(
-                f"config is a {type(config).__name__}: pass a DistributedConfig, the path of a file or a dict of settings"
-            )
-        direct, said = canonical(self._flat_options(settings), self._own_options())
-        code = joined(code, direct)
-        if self._backend is not None:
-            self._backend, option = pinned_backend(self._backend, code)
-            said += [] if option is None else [f"{option} selects backend {self._backend}"]
-        return code, sweep, others, notices + said
-
-    def _flat_options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """On a subclass that pins the backend its options may be given flat."""
-        if self._backend is None:
-            return dict(settings)
-        group, options = backend_row(self._backend).group, self._own_options()
-        return {f"{group}.{name}" if name in options else name: value for name, value in settings.items()}
-
-    def _own_options(self) -> list[str]:
-        """Of the backend that a subclass pins."""
-        return [] if self._backend is None else list(backend_class(self._backend).Options.__dataclass_fields__)
-
-    def _merge(self, more: Mapping[str, Any]) -> MergedConfig:
-        typed = self._typed
-        code = {**self._code, **more}
-        if self._backend is not None:
-            layers = (typed.flag, code, self._sweep, typed.file)
-            chosen = next((layer["backend"] for layer in layers if layer.get("backend")), None)
-            if chosen not in (None, self._backend):
-                raise ConfigError(
-                    f"backend={chosen!r} does not fit {type(self).__name__}, which is always {self._backend!r}: use Trainer in the script"
-                )
-            code["backend"] = self._backend
-        merged = merge(typed, code, self._hyperparameters, self._sweep)
-        return MergedConfig(merged.config, merged.sources, merged.hyperparameters, (*self._notices, *merged.notices))
-
-    def _plan(self, merged: MergedConfig) -> ProcessPlan:
-        found = self._worker
-        if found is None:
-            return plan_processes(merged.config)
-        config = merged.config
-        asked = config.nproc_per_node or config.gpus_per_node
-        if asked is not None and asked != found.local_world_size and merged.source("nproc_per_node") != "flag":
-            name = "nproc_per_node" if config.nproc_per_node else "gpus_per_node"
-            place = "config file" if merged.source(name) == "file" else "script"
-            raise ConfigError(
-                f"{name}={asked} in the {place} is not the running world's {found.local_world_size} processes per node:"
-                f" start with --nproc-per-node {asked}, or drop it from the {place}"
-            )
-        self._check_nodes(merged)
-        wants_gpus = bool(config.num_gpus or config.gpus_per_node)
-        is_cpu = config.num_gpus == 0 or (config.device == "cpu" and not wants_gpus)
-        device = "cpu" if is_cpu else plan_processes(_local(config, found)).device
-        backend = choose_backend(config, found.world_size)
-        return ProcessPlan(found.world_size // found.local_world_size, found.local_world_size, device, backend)
-
-    def _check_nodes(self, merged: MergedConfig) -> None:
-        """A number of nodes in the script must be the one that our launcher was started with."""
-        request, asked = launched_by(), merged.config.num_nodes
-        if request is not None and merged.is_typed("num_nodes") and asked != request.num_nodes:
-            place = "config file" if merged.source("num_nodes") == "file" else "script"
-            raise ConfigError(
-                f"num_nodes={asked} in the {place} is not the running world's {request.num_nodes}:"
-                f" start with --num-nodes {asked}, or drop it from the {place}"
-            )
-
-    def _check_backend(self) -> None:
-        """Options of a backend that is not chosen have no effect; typed as a flag they are an error."""
-        used = (*groups_in_use(self.merged.config, self.plan.backend), "data")
-        for name, source in self.merged.sources.items():
-            group, _, option = name.partition(".")
-            if option and group not in used and source == "flag":
-                raise ConfigError(
-                    f"{name} is an option of another backend than {self.plan.backend!r}: drop it, or set --backend"
-                )
-
-    def _check_source(self) -> None:
-        """What is to be taken up first must be there; a run that has begun goes on from its own checkpoints."""
-        source = self.merged.config.resume_from_checkpoint
-        is_begun = (self._given is not None and self._given.resume) or (
-            self._worker is not None and self._worker.restart_count > 0
-        )
-        if isinstance(source, str) and not is_begun:
-            from distributed.checkpoints.manifest import check_source
-
-            check_source(source)
-
-    def _open_session(self) -> Any:
-        from distributed.training.session import Session
-
-        if self._session is None:
-            if self._is_fit_in_workers:  # evaluate, predict, save beside it
-                self.backend = make_backend(
-                    for_evaluation(self.merged),
-                    ProcessPlan(1, 1, self.plan.device, row_in_use(self.merged.config, self.plan.backend).alone),
-                )
-            self._session = Session(self)
-        return self._session
 
 
 def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: Any, metrics: Any) -> None:
@@ -409,13 +278,6 @@ def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: 
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: pass a function")
 
 
-def _check_warmup(merged: MergedConfig) -> None:
-    config = merged.config
-    is_overruled = merged.is_overruled("warmup_start", "warmup_steps")
-    if config.warmup_start is not None and not config.warmup_steps and not is_overruled:
-        raise ConfigError(f"warmup_start={config.warmup_start:g} is for a warm-up: set warmup_steps too, or drop it")
-
-
 def _check_callbacks(callbacks: Any) -> None:
     """Refuse what is no callback, and one with a method that looks like a hook and is none."""
     if not isinstance(callbacks, Sequence):
@@ -430,20 +292,6 @@ def _check_callbacks(callbacks: Any) -> None:
                     f"{type(callback).__name__}.{name} would never be called{nearest(name, hooks)}: the hooks are"
                     f" {', '.join(hooks)}; give a method of your own a name without on_"
                 )
-
-
-def _local(config: DistributedConfig, found: WorkerEnvironment) -> DistributedConfig:
-    """The resource settings of one node of the running world, to find its device."""
-    if config.num_gpus and config.num_gpus != found.world_size:
-        raise ConfigError(
-            f"num_gpus={config.num_gpus} in the script is not the running world's {found.world_size} processes:"
-            f" start with --num-gpus {config.num_gpus}, or drop it from the script"
-        )
-    gpus = found.local_world_size if config.num_gpus or config.gpus_per_node else None
-    return DistributedConfig(
-        device=config.device, nproc_per_node=found.local_world_size, gpus_per_node=gpus, backend=config.backend,
-        communication_backend=config.communication_backend,
-    )  # fmt: skip
 
 
 class PyTorchDDPTrainer(Trainer):

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 from distributed.backends.out_of_memory import is_out_of_memory, memory_line
 from distributed.callbacks import Callback
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
-from distributed.finders.learning_rate import check_unused, search_of
+from distributed.finders.learning_rate import check_unused
 from distributed.launching.reporter import Reporter
 from distributed.runs.directory import RunDirectory, choose_run_dir, script_name
-from distributed.training.remote import RemoteFit, check_here, failure, remote_fit, run_in_workers
+from distributed.training.fits import Fits
+from distributed.training.remote import FittedTrainer, RemoteFit, check_here, failure, remote_fit, run_in_workers
 
 if TYPE_CHECKING:
     from distributed.state import StepResult, TrainState
-    from distributed.trainer import Trainer
 
 # One makes the optimizer's state, the next has it beside the activations; a third, as one of them may be the short end of an epoch.
 _UPDATES = 3
@@ -48,13 +48,13 @@ class NotThatSize(DistributedError):
 _KINDS: dict[int, type[DistributedError]] = {kind.exit_code: kind for kind in (OutOfMemory, NotThatSize)}
 
 
-def find_batch_size(trainer: Trainer, train_data: Any, *, start: int, max_size: int | None) -> int:
+def find_batch_size(fits: Fits, train_data: Any, *, start: int, max_size: int | None) -> int:
     """What `Trainer.find_batch_size` says."""
-    _check(trainer, start, max_size)
+    _check(fits, start, max_size)
     found = None
-    report = Reporter(True, trainer.merged.config.verbose)
+    report = Reporter(True, fits.setup.merged.config.verbose)
     for size in _sizes(start, max_size):
-        reason = _try(trainer, train_data, size)
+        reason = _try(fits, train_data, size)
         report({"kind": "notice", "text": f"batch_size={size}: {reason or 'fits'}"})
         if reason is not None:
             break
@@ -66,9 +66,9 @@ def find_batch_size(trainer: Trainer, train_data: Any, *, start: int, max_size: 
     return found
 
 
-def _check(trainer: Trainer, start: int, max_size: int | None) -> None:
-    check_unused(trainer, "find_batch_size()")
-    if trainer._worker is not None:
+def _check(fits: Fits, start: int, max_size: int | None) -> None:
+    check_unused(fits, "find_batch_size()")
+    if fits.setup.worker is not None:
         raise ConfigError(
             "find_batch_size() starts workers of its own, as one that is out of memory would keep these waiting: call it in a"
             " plain script, 'python SCRIPT' with nproc_per_node set in it, and give this run the batch_size that it finds"
@@ -78,7 +78,7 @@ def _check(trainer: Trainer, start: int, max_size: int | None) -> None:
             raise ConfigError(f"{name}={value!r} is no batch size: give a whole number, at least 1")
     if max_size is not None and max_size < start:
         raise ConfigError(f"max_size={max_size} is below start={start}: lower start, or raise max_size")
-    if max_size is None and trainer.plan.device == "cpu":
+    if max_size is None and fits.setup.plan.device == "cpu":
         raise ConfigError(
             "find_batch_size() needs max_size on CPUs: their memory is that of the whole machine, and when it is used up any"
             " process may be killed"
@@ -92,20 +92,21 @@ def _sizes(start: int, max_size: int | None) -> Iterator[int]:
         size *= 2
 
 
-def _try(trainer: Trainer, train_data: Any, size: int) -> DistributedError | None:
+def _try(fits: Fits, train_data: Any, size: int) -> DistributedError | None:
     """Why `size` does not fit; None where it does. Raises what else an attempt failed with."""
-    own = trainer.merged.config
+    setup = fits.setup
+    own = setup.merged.config
     is_accumulated = own.global_batch_size is not None or own.gradient_accumulation_steps > 1
     num_micro_batches = 2 if is_accumulated else 1  # a third needs no more memory
     given = {
         "gradient_accumulation_steps": num_micro_batches, "global_batch_size": None, "epochs": _UPDATES,
         "max_steps": _UPDATES, "max_restarts": 0, "restart_on_exception": False, "verbose": False,
     }  # fmt: skip
-    search = search_of(trainer, given, job=dataclasses.replace(trainer.job, scheduler=None), batch_size=size)
+    search = setup.for_search(given, job=dataclasses.replace(setup.job, scheduler=None), batch_size=size)
     check_here(search, search.merged, train_data, None)
     directory = choose_run_dir(script_name()).absolute()
-    attempt = remote_fit(Attempt, search, search.merged, directory, train_data)
-    attempt.num_samples = size * num_micro_batches * trainer.backend.data_parallel_size
+    attempt = remote_fit(Attempt, Fits(search, fits.trainer_class), search.merged, directory, train_data)
+    attempt.num_samples = size * num_micro_batches * setup.backend.data_parallel_size
     run = RunDirectory(directory)
     run.check(resume=False)
     try:
@@ -142,14 +143,14 @@ class Attempt(RemoteFit):
 
     num_samples: int = 0  # of an update, over all ranks
 
-    def fit(self, trainer: Trainer) -> None:
-        trainer.callbacks = [_Watch(self.num_samples)]
-        trainer.keeps_checkpoints = False
+    def fit(self, trainer: FittedTrainer) -> None:
+        setup = trainer.setup
+        setup.callbacks, setup.keeps_checkpoints = [_Watch(self.num_samples)], False
         try:
             trainer.fit(self.train_data)
         except Exception as error:  # each engine has a class of its own for it
             if is_out_of_memory(error):
-                rank = trainer._worker.rank if trainer._worker is not None else 0
+                rank = setup.worker.rank if setup.worker is not None else 0
                 raise OutOfMemory(f"rank {rank} is out of memory: {memory_line(error)}") from error
             raise
 

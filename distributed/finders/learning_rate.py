@@ -1,4 +1,4 @@
-"""Searches a learning rate: a short fit of a copy of a trainer, while a warm-up takes the rate over the whole range."""
+"""Searches a learning rate: a short fit of its own, while a warm-up takes the rate over the whole range."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ import math
 import numbers
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributed.backends import make_backend
 from distributed.callbacks import Callback
 from distributed.checkpoints.durable import replace_text
-from distributed.config.fields import rules
-from distributed.config.merging import Typed
-from distributed.config.settings import CHECKPOINTS, MONITORING, DistributedConfig
 from distributed.errors import ConfigError
 from distributed.finders.curve import Divergence, LearningRateCurve
 from distributed.state import Job
 from distributed.training.files import is_trial_again
+from distributed.training.fits import Fits
+from distributed.training.setup import Setup
 
 if TYPE_CHECKING:
     from distributed.state import TrainState
-    from distributed.trainer import Trainer
 
 _LEAST_STEPS = 20
 _DIVERGED = "diverged"
@@ -98,42 +95,43 @@ class LossRecorder(Callback):
         self.losses, self._is_over = list(state["losses"]), state["is_over"]
 
 
-def find_learning_rate(trainer: Trainer, train_data: Any, request: Request) -> LearningRateCurve:
+def find_learning_rate(fits: Fits, train_data: Any, request: Request) -> LearningRateCurve:
     """What `Trainer.find_learning_rate` says. All ranks."""
     request = request.checked()
-    check_unused(trainer, "find_learning_rate()")
-    if isinstance(trainer.merged.config.resume_from_checkpoint, str):
+    check_unused(fits, "find_learning_rate()")
+    if isinstance(fits.setup.merged.config.resume_from_checkpoint, str):
         raise ConfigError(
-            f"resume_from_checkpoint={trainer.merged.config.resume_from_checkpoint!r} gives fit() other weights than"
+            f"resume_from_checkpoint={fits.setup.merged.config.resume_from_checkpoint!r} gives fit() other weights than"
             " find_learning_rate() starts from: search without it, with a model that has those weights"
         )
     try:
-        return request.curve(_losses(trainer, train_data, request))
+        return request.curve(_losses(fits, train_data, request))
     finally:
         gc.collect()  # the copy: what holds it goes round in circles, and the fit that follows needs its memory
 
 
-def _losses(trainer: Trainer, train_data: Any, request: Request) -> list[float]:
+def _losses(fits: Fits, train_data: Any, request: Request) -> list[float]:
     recorder = LossRecorder()
-    search = search_of(trainer, request.settings, job=_copied_job(trainer.job), callbacks=[recorder])
-    directory, on_main, goes_on = _place(search, trainer)
+    setup = fits.setup.for_search(request.settings, job=_copied_job(fits.setup.job), callbacks=[recorder])
+    search = Fits(setup, fits.trainer_class)
+    directory, on_main, goes_on = _place(search, fits.setup)
     losses: list[float] | None = on_main(lambda: _begin(directory, request, goes_on=goes_on))
     if losses is None:
-        search.fit(train_data)
+        search.fit(setup.merged, train_data)
         losses = recorder.losses
         on_main(lambda: _finish(directory, request, recorder.losses))
     return losses
 
 
-def _place(search: Trainer, trainer: Trainer) -> tuple[Path, Callable[[Callable[[], Any]], Any], bool]:
+def _place(search: Fits, setup: Setup) -> tuple[Path, Callable[[Callable[[], Any]], Any], bool]:
     """The directory of the search, what runs an action on the main process alone, and whether this repeats an earlier attempt."""
-    if search._is_fit_in_workers:
+    if search.setup.is_fit_in_workers:
         from distributed.training.remote import take_dir
 
-        search.search_dir = take_dir(is_search=True)
-        return search.search_dir, lambda action: action(), is_trial_again()
-    files = search._open_session().files
-    return files.directory, files.on_main, files.wants_resume(trainer.merged)
+        directory = search.setup.search_dir = take_dir(is_search=True)
+        return directory, lambda action: action(), is_trial_again()
+    files = search.open_session().files
+    return files.directory, files.on_main, files.wants_resume(setup.merged)
 
 
 def _begin(directory: Path, request: Request, *, goes_on: bool) -> list[float] | None:
@@ -157,39 +155,13 @@ def _finish(directory: Path, request: Request, losses: list[float]) -> None:
     shutil.rmtree(directory / "checkpoints", ignore_errors=True)
 
 
-def search_of(
-    trainer: Trainer, given: Mapping[str, Any], *, job: Job, callbacks: Sequence[Callback] = (), **sweep: Any
-) -> Trainer:
-    """A trainer of `job` with the settings of `trainer` but for `given` and what is only for the user's own fit: its
-    checkpoints, loggers, schedule and callbacks. `sweep`: settings that are stronger than what a DataLoader says."""
-    search = copy.copy(trainer)
-    search.is_search = True
-    search.job, search.callbacks = job, list(callbacks)
-    dropped = {name for name, rule in rules(DistributedConfig).items() if rule.group in (MONITORING, CHECKPOINTS)}
-    dropped |= {*given, *sweep, "monitor", "monitor_mode", "early_stopping_patience", "scheduler_interval"}
-    search._typed = _without(trainer._typed, dropped)
-    search._sweep = {**_kept(trainer._sweep, dropped), **sweep}
-    search._code = {**_kept(trainer._code, dropped), **given}
-    search.merged = search._merge({})
-    search.backend = make_backend(search.merged, search.plan)
-    return search
-
-
-def check_unused(trainer: Trainer, call: str) -> None:
-    """ConfigError where `trainer` has trained already, or has begun to."""
-    if trainer._session is not None or trainer._remote is not None:
+def check_unused(fits: Fits, call: str) -> None:
+    """Raise ConfigError where a trainer has trained already, or has begun to."""
+    if fits.is_used:
         raise ConfigError(
             f"{call} trains a copy of the model as it was given, and this trainer has used it already:"
             " call it before fit, evaluate, predict and save, or of a new Trainer"
         )
-
-
-def _kept(settings: Mapping[str, Any], dropped: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in dropped}
-
-
-def _without(typed: Typed, dropped: set[str]) -> Typed:
-    return dataclasses.replace(typed, file=_kept(typed.file, dropped), flag=_kept(typed.flag, dropped), notices=())
 
 
 def _copied_job(job: Job) -> Job:

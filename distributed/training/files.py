@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from distributed.backends.base import Backend
 from distributed.checkpoints.agreement import Agreement
@@ -21,10 +21,8 @@ from distributed.launching.request import link
 from distributed.launching.tee import tee_output
 from distributed.runs.directory import SEARCH, RunDirectory, choose_run_dir, find_run_dir, script_name
 from distributed.state import WorkerContext
+from distributed.training.setup import Setup
 from distributed.training.trial import Trial, current
-
-if TYPE_CHECKING:
-    from distributed.trainer import Trainer
 
 T = TypeVar("T")
 
@@ -74,13 +72,13 @@ class TrainerFiles:
 
     def __init__(
         self,
-        trainer: Trainer,
+        setup: Setup,
         backend: Backend[Any],
         context: WorkerContext,
         report: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._given, self._typed, self._is_search = trainer._given, trainer._typed, trainer.is_search
-        self._worker, self._plan = trainer._worker, trainer.plan
+        self._given, self._typed, self._is_search = setup.handover, setup.typed, setup.is_search
+        self._worker, self._plan = setup.worker, setup.plan
         self._backend, self._context, self._report = backend, context, report
         self._agreement = Agreement(backend, context)
         self._directory: Path | None = None

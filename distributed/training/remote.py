@@ -12,10 +12,10 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from distributed.callbacks import load_states
 from distributed.checkpoints.store import read_state
@@ -34,9 +34,10 @@ from distributed.runs.directory import RunDirectory, choose_run_dir, script_name
 from distributed.runs.history import History
 from distributed.runs.summary import read_result, resume_lines, resume_setting
 from distributed.training.files import is_trial_again, own_checkpoint_dir, take_run_dir
+from distributed.training.setup import Setup
 
 if TYPE_CHECKING:
-    from distributed.trainer import Trainer
+    from distributed.training.fits import Fits
 
 _INTERRUPTED, _PREEMPTED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
@@ -62,11 +63,20 @@ class Remote:
         return path
 
 
+class FittedTrainer(Protocol):
+    """What the workers make of the class that travels to them: a `Trainer`."""
+
+    setup: Setup
+
+    def fit(self, train_data: Any, val_data: Any = None) -> History:
+        """Train as `Trainer.fit` says."""
+
+
 @dataclasses.dataclass
 class RemoteFit:
     """One fit as it travels to the workers by value. Called in every one of them."""
 
-    trainer_class: type[Trainer]
+    trainer_class: Callable[..., FittedTrainer]
     arguments: dict[str, Any]
     settings: dict[str, Any]
     train_data: Any
@@ -77,7 +87,7 @@ class RemoteFit:
         linecache.cache.update({name: (0, None, lines, name) for name, lines in self.sources.items()})
         self.fit(self.trainer_class(**self.arguments, **self.settings))
 
-    def fit(self, trainer: Trainer) -> None:
+    def fit(self, trainer: FittedTrainer) -> None:
         """What the workers do with their trainer."""
         trainer.fit(self.train_data, self.val_data)
 
@@ -85,30 +95,30 @@ class RemoteFit:
 FitT = TypeVar("FitT", bound=RemoteFit)
 
 
-def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
-    """Train in workers of this machine; the model of `trainer` then has the trained weights.
+def fit_in_workers(fits: Fits, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
+    """Train in workers of this machine; the model of `fits` then has the trained weights.
 
     After a signal they are taken back too, before KeyboardInterrupt or TrainingInterrupted is raised.
     """
-    check_here(trainer, merged, train_data, val_data)
-    before: Remote | None = trainer._remote
-    directory = before.run_dir if before is not None else trainer.search_dir or take_dir()
+    setup, before = fits.setup, fits.remote
+    check_here(setup, merged, train_data, val_data)
+    directory = before.run_dir if before is not None else setup.search_dir or take_dir()
     run = RunDirectory(os.path.relpath(directory))
-    is_again = is_trial_again() and not trainer.is_search  # which begins anew
+    is_again = is_trial_again() and not setup.is_search  # which begins anew
     resume = before is not None or merged.config.resume_from_checkpoint is not False or is_again
     run.check(resume=resume)
-    fit = remote_fit(RemoteFit, trainer, merged, directory, train_data, val_data)
+    fit = remote_fit(RemoteFit, fits, merged, directory, train_data, val_data)
     events_before = _size(run.events)
     _warn_of_profiler(merged.config.verbose)
     try:
-        code = run_in_workers(fit, trainer, merged, run, resume=resume)
+        code = run_in_workers(fit, setup, merged, run, resume=resume)
     except KeyboardInterrupt:
         code = _INTERRUPTED
     if code not in (0, _INTERRUPTED, _PREEMPTED):
         raise failure(code, run, events_before)
-    history = _take_back(trainer, run, merged)
-    if code in (_INTERRUPTED, _PREEMPTED) and history is not None and not trainer.is_search:
-        text = resume_lines(resume_setting(Path(os.path.relpath(trainer._remote.checkpoint))))
+    history = _take_back(fits, run)
+    if code in (_INTERRUPTED, _PREEMPTED) and fits.remote is not None and history is not None and not setup.is_search:
+        text = resume_lines(resume_setting(Path(os.path.relpath(fits.remote.checkpoint))))
         Reporter(True, merged.config.verbose)({"kind": "notice", "text": text})
     if code == _INTERRUPTED:
         raise KeyboardInterrupt
@@ -118,23 +128,23 @@ def fit_in_workers(trainer: Trainer, merged: MergedConfig, train_data: Any, val_
 
 
 def remote_fit(
-    kind: type[FitT], trainer: Trainer, merged: MergedConfig, directory: Path, train_data: Any, val_data: Any = None
+    kind: type[FitT], fits: Fits, merged: MergedConfig, directory: Path, train_data: Any, val_data: Any = None
 ) -> FitT:
-    """A fit of `trainer` as it travels to workers whose run directory is `directory`."""
+    """A fit of `fits` as it travels to workers whose run directory is `directory`."""
     return kind(
-        type(trainer), _arguments(trainer), _settings(trainer, merged, directory), _portable(train_data), _portable(val_data),
+        fits.trainer_class, _arguments(fits.setup), _settings(fits, merged, directory), _portable(train_data), _portable(val_data),
         _sources(),
     )  # fmt: skip
 
 
 def run_in_workers(
-    job: RemoteFit, trainer: Trainer, merged: MergedConfig, run: RunDirectory, *, resume: bool = False
+    job: RemoteFit, setup: Setup, merged: MergedConfig, run: RunDirectory, *, resume: bool = False
 ) -> int:
     """Call `job` in workers that are started for it; returns the exit code of their launcher."""
     with tempfile.TemporaryFile() as payload:  # it has no name that a caller could leave behind
         payload.write(_pickled(job))
         payload.flush()
-        return start_launcher(_request(trainer, merged, run, payload.fileno(), resume), trainer.on_epoch)
+        return start_launcher(_request(setup, merged, run, payload.fileno(), resume), setup.on_epoch)
 
 
 def take_dir(*, is_search: bool = False) -> Path:
@@ -142,15 +152,15 @@ def take_dir(*, is_search: bool = False) -> Path:
     return take_run_dir(lambda: choose_run_dir(script_name()).absolute(), is_search=is_search).absolute()
 
 
-def check_here(trainer: Trainer, merged: MergedConfig, train_data: Any, val_data: Any) -> None:
+def check_here(setup: Setup, merged: MergedConfig, train_data: Any, val_data: Any) -> None:
     """What the workers would refuse a second later."""
     if merged.config.num_nodes > 1:
         raise ConfigError(
             "fit() starts the workers of one machine only: for several, run the script on each"
             " with 'python -m distributed.cli train --num-nodes N --node-rank R --master-addr HOST'"
         )
-    plan_batch(merged, trainer.backend.data_parallel_size, trainer.backend.batch_size_of(train_data))
-    check_monitor(merged, val_data, trainer.job)
+    plan_batch(merged, setup.backend.data_parallel_size, setup.backend.batch_size_of(train_data))
+    check_monitor(merged, val_data, setup.job)
 
 
 def _warn_of_profiler(verbose: bool) -> None:
@@ -163,15 +173,15 @@ def _warn_of_profiler(verbose: bool) -> None:
         Reporter(True, verbose)({"kind": "warning", "text": text})
 
 
-def _arguments(trainer: Trainer) -> dict[str, Any]:
-    job = trainer.job
+def _arguments(setup: Setup) -> dict[str, Any]:
+    job = setup.job
     return {
-        "model": job.model, "config": {**trainer._sweep, **trainer._hyperparameters}, "optimizer": job.optimizer, "scheduler": job.scheduler,
-        "loss_fn": job.loss_fn, "training_step": job.training_step, "metrics": job.metrics, "callbacks": trainer.callbacks,
+        "model": job.model, "config": {**setup.sweep, **setup.hyperparameters}, "optimizer": job.optimizer, "scheduler": job.scheduler,
+        "loss_fn": job.loss_fn, "training_step": job.training_step, "metrics": job.metrics, "callbacks": setup.callbacks,
     }  # fmt: skip
 
 
-def _settings(trainer: Trainer, merged: MergedConfig, directory: Path) -> dict[str, Any]:
+def _settings(fits: Fits, merged: MergedConfig, directory: Path) -> dict[str, Any]:
     """What the trainer of the workers is given: all that the code says, and where a further fit goes on."""
     config = merged.config
     settings = {name: value for name, value in config.to_dict().items() if merged.source(name) == "code"}
@@ -180,7 +190,7 @@ def _settings(trainer: Trainer, merged: MergedConfig, directory: Path) -> dict[s
     own = own_checkpoint_dir(config, directory)
     if own is not None and own != Path(str(config.checkpoint_dir)):
         settings["checkpoint_dir"] = str(own)
-    before: Remote | None = trainer._remote
+    before = fits.remote
     if before is not None:  # that many epochs or steps more
         settings["resume_from_checkpoint"] = True
         settings["epochs"] = config.epochs + before.epoch
@@ -216,11 +226,11 @@ def _pickled(fit: RemoteFit) -> bytes:
     return content
 
 
-def _request(trainer: Trainer, merged: MergedConfig, run: RunDirectory, payload: int, resume: bool) -> LaunchRequest:
-    config, plan = merged.config, trainer.plan
+def _request(setup: Setup, merged: MergedConfig, run: RunDirectory, payload: int, resume: bool) -> LaunchRequest:
+    config, plan = merged.config, setup.plan
     row = row_in_use(config, plan.backend)
     return LaunchRequest(
-        run_dir=str(run.path), typed=dataclasses.replace(trainer._typed, notices=()),  # merged.notices has them
+        run_dir=str(run.path), typed=dataclasses.replace(setup.typed, notices=()),  # merged.notices has them
         payload=f"/proc/self/fd/{payload}", script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
         working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume, nproc_per_node=plan.nproc_per_node,
         device=plan.device, preload=row.preload, meeting=row.meeting,
@@ -228,7 +238,7 @@ def _request(trainer: Trainer, merged: MergedConfig, run: RunDirectory, payload:
         restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
         start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose,
         started_lines=(*merged.notices, *warnings_of(config, plan), starting_line(plan)),
-        launcher=trainer.backend.launcher, launcher_options=trainer.backend.launcher_options(),
+        launcher=setup.backend.launcher, launcher_options=setup.backend.launcher_options(),
     )  # fmt: skip
 
 
@@ -256,7 +266,7 @@ _FAILURES = ("worker_failed", "not_started")
 _KINDS: dict[int, type[DistributedError]] = {2: ConfigError, 3: ResourceError}
 
 
-def _take_back(trainer: Trainer, run: RunDirectory, merged: MergedConfig) -> History | None:
+def _take_back(fits: Fits, run: RunDirectory) -> History | None:
     """Load the last checkpoint's weights into this process' model, and its history. None where none was written."""
     result = read_result(run.path / "result.json") or {}
     if result.get("checkpoint") is None and result.get("status") != "finished":  # stopped before the first step
@@ -267,10 +277,10 @@ def _take_back(trainer: Trainer, run: RunDirectory, merged: MergedConfig) -> His
         )
     checkpoint = (run.path / result["checkpoint"]).absolute()
     state, _ = read_state(checkpoint)
-    trainer.job.model = trainer.backend.take_weights(trainer.job.model, checkpoint)
-    load_states(trainer.callbacks, state.callbacks)
-    trainer._session = None  # evaluate and predict start from these weights
-    trainer._remote = Remote(run.path.absolute(), checkpoint, state.epoch, state.step)
+    setup = fits.setup
+    model = setup.backend.take_weights(setup.job.model, checkpoint)
+    load_states(setup.callbacks, state.callbacks)
+    fits.take_back(Remote(run.path.absolute(), checkpoint, state.epoch, state.step), model)
     return History(state.rows, state.best, result["total_time"], state.step, str(run.path), state.stop_reason)
 
 

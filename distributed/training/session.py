@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.backends.base import Backend
 from distributed.backends.effects import Situation, lines_of, without_effect
@@ -50,9 +50,7 @@ from distributed.training import loop
 from distributed.training.common_step import CommonStep
 from distributed.training.files import TrainerFiles
 from distributed.training.interrupts import save_by_the_clock, stop_on_signals
-
-if TYPE_CHECKING:
-    from distributed.trainer import Trainer
+from distributed.training.setup import Setup
 
 _fit_numbers = itertools.count()  # of this process: keys in the ranks' store are used once
 
@@ -78,15 +76,15 @@ class _Fit:
 class Session:
     """One trainer in this process. Every method is called by all ranks."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.backend = trainer, trainer.backend
-        is_shown = trainer.is_main_process and not trainer.is_search  # whose epochs are no news either
-        self._reporter = Reporter(is_shown, trainer.merged.config.verbose)
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.backend = setup, setup.backend
+        is_shown = setup.is_main_process and not setup.is_search  # whose epochs are no news either
+        self._reporter = Reporter(is_shown, setup.merged.config.verbose)
         self.backend.report = self._reporter
         raise_kept()  # a Ctrl-C that an import of the script swallowed: the other ranks may have left
         self.context: WorkerContext = self.backend.setup()
         atexit.register(_teardown, weakref.ref(self.backend))
-        self.files = TrainerFiles(trainer, self.backend, self.context, self._reporter)
+        self.files = TrainerFiles(setup, self.backend, self.context, self._reporter)
         self._prepared_for: str | None = None  # "evaluation" or "fit"
         self._checkpoint: Path | None = None  # the newest one that this trainer saved or took up
         self._is_saved = False  # whether the state that training starts from lies in the store
@@ -100,7 +98,7 @@ class Session:
         self._configure(merged)
         loader_batch_size = backend.batch_size_of(train_data)
         batch = plan_batch(merged, backend.data_parallel_size, loader_batch_size)
-        check_monitor(merged, val_data, self.trainer.job)
+        check_monitor(merged, val_data, self.setup.job)
         with backend.own_generators(), contextlib.ExitStack() as leaving:
             leaving.callback(self._reporter.close)
             train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, train=True)))
@@ -117,36 +115,36 @@ class Session:
             state, resumed = self._resume(merged, store, callbacks, run)
             merged = self._limit(merged, state)
             callbacks += loggers_of(LoggedFit(
-                run, merged, self.trainer.plan, batch, self.context, backend, state, train.updates_per_epoch,
-                self.trainer._worker is not None, self._reporter,
+                run, merged, self.setup.plan, batch, self.context, backend, state, train.updates_per_epoch,
+                self.setup.worker is not None, self._reporter,
             ))  # fmt: skip
-            result = Result(run, self.trainer.plan, self.context)
+            result = Result(run, self.setup.plan, self.context)
             fit = _Fit(state, callbacks, store, run, result, batch.batch_size, time.monotonic() - state.total_time)
             self._say_start(merged, batch, notices, fit, resumed)
             return self._train(fit, train, val)
 
     def _configure(self, merged: MergedConfig) -> None:
-        self.trainer.merged = self.backend.merged = merged
+        self.setup.merged = self.backend.merged = merged
         self.backend.config = merged.config
         self._reporter.set_verbose(merged.config.verbose)
 
     def _train(self, fit: _Fit, train: Any, val: Any) -> History:
-        config, state = self.trainer.merged.config, fit.state
+        config, state = self.setup.merged.config, fit.state
         common = CommonStep(
             self.context.rank, self.context.world_size, self.backend.key_value_store(), f"fit-{next(_fit_numbers)}",
             timeout_s=config.timeout_s,
         )  # fmt: skip
-        caller = Caller(self.trainer.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
+        caller = Caller(self.setup.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
         self._reporter.on_event = Epochs(caller)
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
         run = loop.Run(
             self.backend, config, train, val, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
-            metrics=self.trainer.job.metrics,
+            metrics=self.setup.job.metrics,
         )  # fmt: skip
         try:
             with (
                 bound(fit.callbacks, self._context_of(fit, run)),
-                stop_on_signals(common, in_worker=self.trainer._worker is not None),
+                stop_on_signals(common, in_worker=self.setup.worker is not None),
                 save_by_the_clock(common, config.checkpoint_every_s, self.context, fit.saved),
             ):
                 loop.fit(run)
@@ -176,11 +174,11 @@ class Session:
     def _told(self, fit: _Fit, error: BaseException) -> BaseException:
         """`error`, or for want of memory what names the rank and the ways out. A search for what fits asks for the former."""
         is_of_user = not isinstance(error, Exception) or isinstance(error, DistributedError)
-        if self.trainer.is_search or is_of_user or not is_out_of_memory(error):
+        if self.setup.is_search or is_of_user or not is_out_of_memory(error):
             return error
         is_cut = self.backend.cuts_weights and self.context.world_size > 1
         return out_of_memory(
-            error, self.context.rank, fit.state.step + 1, fit.batch_size, self.trainer.merged.config, is_cut=is_cut
+            error, self.context.rank, fit.state.step + 1, fit.batch_size, self.setup.merged.config, is_cut=is_cut
         )
 
     def _context_of(self, fit: _Fit, run: loop.Run) -> FitContext:
@@ -201,7 +199,7 @@ class Session:
             Agreement(self.backend, self.context).on_all(lambda: _close_all(fit.callbacks))
 
     def _leave_after_signal(self, signum: int) -> None:
-        if signum == signal.SIGINT and self.trainer._worker is None:
+        if signum == signal.SIGINT and self.setup.worker is None:
             raise KeyboardInterrupt
         raise TrainingInterrupted(signum if signum == signal.SIGINT else signal.SIGTERM)
 
@@ -211,7 +209,7 @@ class Session:
         if self._prepared_for == "fit":
             self.backend.rewrap()
             return []
-        job = self.trainer.job
+        job = self.setup.job
         if self._prepared_for == "evaluation":  # the same model, with all that training adds to it
             job = dataclasses.replace(job, model=self.backend.model)
         self._prepared_for = "fit"
@@ -262,7 +260,7 @@ class Session:
             config = merged.config
             limit = None if config.max_steps is None else config.max_steps + step
             changed = dataclasses.replace(config, epochs=config.epochs + int(epoch), max_steps=limit)
-            self.trainer.merged = merged = dataclasses.replace(merged, config=changed)
+            self.setup.merged = merged = dataclasses.replace(merged, config=changed)
         return merged
 
     def _callbacks(self, merged: MergedConfig) -> list[Callback]:
@@ -270,12 +268,12 @@ class Session:
         config = merged.config
         patience = config.early_stopping_patience
         stopping = [] if patience is None else [EarlyStopping(config.monitor, patience, config.monitor_mode)]
-        return [*self.trainer.callbacks, *stopping]
+        return [*self.setup.callbacks, *stopping]
 
     def _write_checkpoint(self, fit: _Fit) -> bool:
-        if not self.trainer.keeps_checkpoints:
+        if not self.setup.keeps_checkpoints:
             return True
-        state, config = fit.state, self.trainer.merged.config
+        state, config = fit.state, self.setup.merged.config
         fit.stop_clock()
         state.callbacks = states(fit.callbacks)
         is_measured = bool(state.rows) and state.rows[-1]["step"] == state.step
@@ -308,14 +306,14 @@ class Session:
         else:
             notices = [*notices, *self.files.notices()]
         where = Situation(
-            self.backend, launched_by(), self.trainer._worker is not None, has_schedule=self.backend.has_schedule
+            self.backend, launched_by(), self.setup.worker is not None, has_schedule=self.backend.has_schedule
         )
         notices = [*merged.notices, *lines_of(without_effect(where)), *notices]
-        lines = started_lines(self.trainer.plan, self.context, batch, notices)
+        lines = started_lines(self.setup.plan, self.context, batch, notices)
         self._reporter({"kind": "started", "lines": lines})
         fit.result.write("running", state, self._checkpoint)
         fit.run.event(
-            "started", backend=self.trainer.plan.backend, world_size=self.context.world_size, step=state.step,
+            "started", backend=self.setup.plan.backend, world_size=self.context.world_size, step=state.step,
             restart_count=self.context.restart_count, batch_dependent=list(self.backend.batch_dependent),
         )  # fmt: skip
 
@@ -335,7 +333,7 @@ class Session:
         """How to go on where a signal ended the fit; our launcher says it where there is one."""
         if not was_interrupted(fit.state) or link() is not None or self._checkpoint is None:
             return []
-        if self.trainer._given is not None:  # `train` under another launcher
+        if self.setup.handover is not None:  # `train` under another launcher
             return [resume_lines(f"the same command with --run-dir {shlex.quote(str(fit.run.path))} --resume")]
         return [resume_lines(resume_setting(self._checkpoint))]
 
@@ -387,14 +385,14 @@ class Session:
         )  # fmt: skip
         state = self._state or TrainState()
         with self.backend.own_generators():  # which are saved too
-            saved = store.save(state, _without_paths(self.trainer.merged.config), None)
+            saved = store.save(state, _without_paths(self.setup.merged.config), None)
         if saved is None:
             raise ConfigError(f"{path} could not be written: name another path")
         return saved
 
     def _sharded(self, data: Any) -> Any:
         # A loader's own size counts instead, see _eval_batch.
-        batch = _one_micro_batch(self.trainer.merged.config.batch_size, self.backend.data_parallel_size)
+        batch = _one_micro_batch(self.setup.merged.config.batch_size, self.backend.data_parallel_size)
         sharded = self.backend.shard(data, self._eval_batch(data, batch), train=False)
         self._ensure_prepared(batch)  # after it: a model may need a batch to be built
         return sharded
@@ -408,7 +406,7 @@ class Session:
         backend.merged = for_evaluation(merged)
         backend.config = backend.merged.config
         with backend.own_generators():
-            backend.prepare(self.trainer.job, batch)
+            backend.prepare(self.setup.job, batch)
         backend.unwrap()
         backend.merged, backend.config = merged, merged.config
 

@@ -30,8 +30,8 @@ trainer = Trainer(lambda: torch.nn.Linear(8, 3), epochs=2, batch_size=8, learnin
                   checkpoint_every_n_steps=3)
 trainer.fit(data, data)
 weight = trainer.model.weight.double().sum().item()
-print(f"out of rank {trainer._worker.rank}: {weight!r}")
-print(f"err of rank {trainer._worker.rank}", file=sys.stderr)
+print(f"out of rank {trainer.setup.worker.rank}: {weight!r}")
+print(f"err of rank {trainer.setup.worker.rank}", file=sys.stderr)
 """
 
 

@@ -146,7 +146,9 @@ def test_interrupting_the_kernel_saves_and_leaves_no_process(kernel):
     assert "SIGINT: stopping after this step" in kernel.output
     assert all('<progress value="' in bar and 'max="800"' in bar for bar in seen)
     poll(lambda: kernel.alive() == [kernel.pid], 60, lambda: f"left {kernel.alive()}")
-    found = kernel.run("print(trainer._remote.step, trainer._remote.checkpoint, net.line.weight.requires_grad)").split()
+    found = kernel.run(
+        "print(trainer._fits.remote.step, trainer._fits.remote.checkpoint, net.line.weight.requires_grad)"
+    ).split()
     assert int(found[0]) >= 5
     assert (Path(found[1]) / "manifest.json").exists()
 

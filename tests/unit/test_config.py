@@ -255,7 +255,7 @@ WHERE_THE_FILE_SAYS = "epochs: 5\nseed: 4\nddp: {bucket_cap_mb: 3, static_graph:
 def test_a_trainer_reads_a_file_weaker_than_its_arguments_and_a_typed_file(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text(WHERE_THE_FILE_SAYS)
     typed = Typed(file={"seed": 9, "ddp": {"static_graph": False}}, flag={"log_every_n_steps": 2})
-    monkeypatch.setattr("distributed.trainer.handover", lambda: Handover(typed))
+    monkeypatch.setattr("distributed.training.setup.handover", lambda: Handover(typed))
 
     merged = Trainer(print, tmp_path / "c.yaml", epochs=2, ddp={"bucket_cap_mb": 6}).merged
 

@@ -444,7 +444,7 @@ def test_no_sample_in_python_shows_a_setting_without_effect():
         seen += 1
         config = trainer.merged.config.to_dict()
         request = request_with({name: config[name] for name in LaunchRequest.__dataclass_fields__ if name in config})
-        place = Situation(trainer.backend, request if trainer._is_fit_in_workers else None, False, has_schedule)
+        place = Situation(trainer.backend, request if trainer.setup.is_fit_in_workers else None, False, has_schedule)
         if found := without_effect(place):
             wrong.append((where, found))
     assert wrong == [] and seen > 10

@@ -274,14 +274,14 @@ def test_accuracy_is_no_monitor_where_targets_are_no_classes():
         ConfigError, match="'val_accuracy' is not reported: choose one of val_loss, loss, learning_rate"
     ):
         runner.fit(data, data)
-    assert runner._session.backend._step == 1
+    assert runner.backend._step == 1
 
 
 def test_the_monitor_of_a_callback_is_checked_too():
     runner = trainer(None, EarlyStopping("val_f1", mode="max"), epochs=9)
     with pytest.raises(ConfigError, match="'val_f1' is not reported"):
         runner.fit(DATA, DATA)
-    assert runner._session.backend._step == 1
+    assert runner.backend._step == 1
 
 
 class Running:
@@ -301,7 +301,7 @@ def test_metrics_that_keep_a_state_are_judged_by_the_first_row():
     )  # fmt: skip
     with pytest.raises(ConfigError, match="'val_running_f1' is not reported"):
         runner.fit(DATA, DATA)
-    assert runner._session.backend._step == 3
+    assert runner.backend._step == 3
 
 
 def test_every_fit_in_this_process_leaves_a_report(tmp_path):

@@ -67,7 +67,7 @@ def test_what_is_no_range_is_refused(tried, limits, said):
 
 def test_workers_are_asked_for_a_plain_script(tried):
     one = trainer()
-    one._worker = SimpleNamespace(rank=0)
+    one.setup.worker = SimpleNamespace(rank=0)
     with pytest.raises(ConfigError, match="would keep these waiting: call it in a plain script"):
         one.find_batch_size([], max_size=8)
 

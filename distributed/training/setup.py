@@ -1,0 +1,234 @@
+"""What a Trainer was given and what follows from it: the settings of every source, the processes and the adapter."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed import loggers
+from distributed.backends import make_backend
+from distributed.backends.base import Backend
+from distributed.callbacks import Callback
+from distributed.config.fields import rules
+from distributed.config.merging import MergedConfig, Typed, joined, merge, read_config_file, split_sweep
+from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
+from distributed.config.registry import backend_class, backend_row, groups_in_use, pinned_backend
+from distributed.config.settings import CHECKPOINTS, MONITORING, DistributedConfig, canonical
+from distributed.errors import ConfigError
+from distributed.launching.request import WorkerEnvironment, handover, launched_by, running_script, worker_environment
+from distributed.state import Job
+from distributed.training.trial import current
+
+
+class Setup:
+    """What one Trainer trains, with which settings, on which processes.
+
+    Args:
+        owner: the name of the Trainer's class, for messages.
+        pinned: the backend that the class pins, or None.
+        job, callbacks: what is trained.
+        config, settings: as `Trainer` takes them.
+
+    Raises ConfigError or ResourceError, in the parent and in every worker, before any of them joins the others.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        pinned: str | None,
+        job: Job,
+        callbacks: list[Callback],
+        config: DistributedConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._owner, self._pinned = owner, pinned
+        self.job, self.callbacks = job, callbacks
+        self.code, self.sweep, self.hyperparameters, self._notices = self._settings(config, settings)
+        if (trial := current()) is not None:
+            self.sweep = joined(trial.settings, self.sweep)
+        self.worker = worker_environment()  # None in a process that no launcher started
+        self.handover = handover()
+        self.typed = self._read(config)
+        self.merged = self.merge({})
+        self.plan = self._plan(self.merged)
+        self._check_backend()
+        self._check_source()
+        _check_warmup(self.merged)
+        loggers.check(self.merged)
+        self.backend: Backend[Any] = make_backend(self.merged, self.plan)
+        self.is_fit_in_workers = self.worker is None and self.backend.is_fit_in_workers
+        self.backend.check(self.job, here=not self.is_fit_in_workers)
+        self.is_search = False  # whether a search for a rate or a batch size made it
+        self.keeps_checkpoints = True  # not where a batch size is tried
+        self.search_dir: Path | None = None  # the run directory of a search that starts workers
+
+    def for_search(
+        self, given: Mapping[str, Any], *, job: Job, callbacks: Sequence[Callback] = (), **sweep: Any
+    ) -> Setup:
+        """Return a setup of `job` with these settings but for `given` and what is only for the user's own fit.
+
+        That is its checkpoints, loggers, schedule and callbacks. `sweep`: settings that are stronger than what a DataLoader says.
+        """
+        search = copy.copy(self)
+        search.is_search = True
+        search.job, search.callbacks = job, list(callbacks)
+        dropped = {name for name, rule in rules(DistributedConfig).items() if rule.group in (MONITORING, CHECKPOINTS)}
+        dropped |= {*given, *sweep, "monitor", "monitor_mode", "early_stopping_patience", "scheduler_interval"}
+        file, flag = (_kept(layer, dropped) for layer in (self.typed.file, self.typed.flag))
+        search.typed = dataclasses.replace(self.typed, file=file, flag=flag, notices=())
+        search.sweep = {**_kept(self.sweep, dropped), **sweep}
+        search.code = {**_kept(self.code, dropped), **given}
+        search.merged = search.merge({})
+        search.backend = make_backend(search.merged, search.plan)
+        return search
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0, or the process that called `fit`."""
+        return self.worker is None or self.worker.rank == 0
+
+    @property
+    def on_epoch(self) -> Callable[[Mapping[str, Any]], None] | None:
+        """What gets the row of each finished epoch in the process that called `fit`: the trial of a search, or the backend's."""
+        if self.is_search:
+            return None
+        trial = current()
+        return trial.report if trial is not None else self.backend.on_epoch
+
+    def _read(self, config: Any) -> Typed:
+        """What was typed outside the script, over the file that the script names."""
+        typed = self.handover.typed if self.handover is not None else running_script()
+        if not isinstance(config, (str, os.PathLike)):
+            return typed
+        read = read_config_file(config)
+        file = joined(joined(read.file, read.flag), typed.file)
+        return dataclasses.replace(typed, file=file, notices=(*typed.notices, *read.notices))
+
+    def _settings(
+        self, config: Any, settings: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]:
+        """(settings in code, those of a sweep, its other hyperparameters, notices)."""
+        code: dict[str, Any] = {}
+        sweep: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        notices: list[str] = []
+        if isinstance(config, DistributedConfig):
+            code, notices = dict(config.given), list(config.notices)
+        elif isinstance(config, Mapping):
+            sweep, others, notices = split_sweep(config)
+        elif not isinstance(config, (str, os.PathLike, type(None))):
+            raise ConfigError(
+                f"config is a {type(config).__name__}: pass a DistributedConfig, the path of a file or a dict of settings"
+            )
+        direct, said = canonical(self._flat_options(settings), self._own_options())
+        code = joined(code, direct)
+        if self._pinned is not None:
+            self._pinned, option = pinned_backend(self._pinned, code)
+            said += [] if option is None else [f"{option} selects backend {self._pinned}"]
+        return code, sweep, others, notices + said
+
+    def _flat_options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of a pinned backend may be given flat."""
+        if self._pinned is None:
+            return dict(settings)
+        group, options = backend_row(self._pinned).group, self._own_options()
+        return {f"{group}.{name}" if name in options else name: value for name, value in settings.items()}
+
+    def _own_options(self) -> list[str]:
+        """Return the names of the pinned backend's options."""
+        return [] if self._pinned is None else list(backend_class(self._pinned).Options.__dataclass_fields__)
+
+    def merge(self, more: Mapping[str, Any]) -> MergedConfig:
+        """Merge the settings of all sources, with `more` above those in code. Raises ConfigError."""
+        typed = self.typed
+        code = {**self.code, **more}
+        if self._pinned is not None:
+            layers = (typed.flag, code, self.sweep, typed.file)
+            chosen = next((layer["backend"] for layer in layers if layer.get("backend")), None)
+            if chosen not in (None, self._pinned):
+                raise ConfigError(
+                    f"backend={chosen!r} does not fit {self._owner}, which is always {self._pinned!r}: use Trainer in the script"
+                )
+            code["backend"] = self._pinned
+        merged = merge(typed, code, self.hyperparameters, self.sweep)
+        return MergedConfig(merged.config, merged.sources, merged.hyperparameters, (*self._notices, *merged.notices))
+
+    def _plan(self, merged: MergedConfig) -> ProcessPlan:
+        found = self.worker
+        if found is None:
+            return plan_processes(merged.config)
+        config = merged.config
+        asked = config.nproc_per_node or config.gpus_per_node
+        if asked is not None and asked != found.local_world_size and merged.source("nproc_per_node") != "flag":
+            name = "nproc_per_node" if config.nproc_per_node else "gpus_per_node"
+            place = "config file" if merged.source(name) == "file" else "script"
+            raise ConfigError(
+                f"{name}={asked} in the {place} is not the running world's {found.local_world_size} processes per node:"
+                f" start with --nproc-per-node {asked}, or drop it from the {place}"
+            )
+        self._check_nodes(merged)
+        wants_gpus = bool(config.num_gpus or config.gpus_per_node)
+        is_cpu = config.num_gpus == 0 or (config.device == "cpu" and not wants_gpus)
+        device = "cpu" if is_cpu else plan_processes(_local(config, found)).device
+        backend = choose_backend(config, found.world_size)
+        return ProcessPlan(found.world_size // found.local_world_size, found.local_world_size, device, backend)
+
+    def _check_nodes(self, merged: MergedConfig) -> None:
+        """A number of nodes in the script must be the one that our launcher was started with."""
+        request, asked = launched_by(), merged.config.num_nodes
+        if request is not None and merged.is_typed("num_nodes") and asked != request.num_nodes:
+            place = "config file" if merged.source("num_nodes") == "file" else "script"
+            raise ConfigError(
+                f"num_nodes={asked} in the {place} is not the running world's {request.num_nodes}:"
+                f" start with --num-nodes {asked}, or drop it from the {place}"
+            )
+
+    def _check_backend(self) -> None:
+        """Options of a backend that is not chosen have no effect; typed as a flag they are an error."""
+        used = (*groups_in_use(self.merged.config, self.plan.backend), "data")
+        for name, source in self.merged.sources.items():
+            group, _, option = name.partition(".")
+            if option and group not in used and source == "flag":
+                raise ConfigError(
+                    f"{name} is an option of another backend than {self.plan.backend!r}: drop it, or set --backend"
+                )
+
+    def _check_source(self) -> None:
+        """What is to be taken up first must be there; a run that has begun goes on from its own checkpoints."""
+        source = self.merged.config.resume_from_checkpoint
+        is_begun = (self.handover is not None and self.handover.resume) or (
+            self.worker is not None and self.worker.restart_count > 0
+        )
+        if isinstance(source, str) and not is_begun:
+            from distributed.checkpoints.manifest import check_source
+
+            check_source(source)
+
+
+def _kept(settings: Mapping[str, Any], dropped: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in dropped}
+
+
+def _check_warmup(merged: MergedConfig) -> None:
+    config = merged.config
+    is_overruled = merged.is_overruled("warmup_start", "warmup_steps")
+    if config.warmup_start is not None and not config.warmup_steps and not is_overruled:
+        raise ConfigError(f"warmup_start={config.warmup_start:g} is for a warm-up: set warmup_steps too, or drop it")
+
+
+def _local(config: DistributedConfig, found: WorkerEnvironment) -> DistributedConfig:
+    """The resource settings of one node of the running world, to find its device."""
+    if config.num_gpus and config.num_gpus != found.world_size:
+        raise ConfigError(
+            f"num_gpus={config.num_gpus} in the script is not the running world's {found.world_size} processes:"
+            f" start with --num-gpus {config.num_gpus}, or drop it from the script"
+        )
+    gpus = found.local_world_size if config.num_gpus or config.gpus_per_node else None
+    return DistributedConfig(
+        device=config.device, nproc_per_node=found.local_world_size, gpus_per_node=gpus, backend=config.backend,
+        communication_backend=config.communication_backend,
+    )  # fmt: skip
