@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
-import distributed
+import distributed.training.setup
 from distributed import PyTorchDDPTrainer, Trainer
 from distributed.backends import make_backend
 from distributed.backends._torch.world import ProcessGroup, leave_group
@@ -366,14 +366,14 @@ def test_what_a_flag_switches_off_takes_its_details_with_it(file, flags, monkeyp
         Trainer(print, **{name: file[name]})
 
     monkeypatch.setattr(
-        distributed.trainer, "handover", lambda: distributed.launching.request.Handover(Typed(file, flags))
+        distributed.training.setup, "handover", lambda: distributed.launching.request.Handover(Typed(file, flags))
     )
     trainer = Trainer(print, device="cpu")
     assert set(without_effect(Situation(trainer.backend, None, False))) == {name}
 
 
 def test_another_number_of_nodes_in_the_script_than_the_launchers_is_an_error(monkeypatch):
-    monkeypatch.setattr(distributed.trainer, "launched_by", lambda: LaunchRequest("run", num_nodes=1))
+    monkeypatch.setattr(distributed.training.setup, "launched_by", lambda: LaunchRequest("run", num_nodes=1))
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(
