@@ -40,6 +40,7 @@ check: $(STAMP) $(HOROVOD_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(PYTEST)
 
 format: $(STAMP)

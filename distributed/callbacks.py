@@ -1,4 +1,4 @@
-"""Callback: watches the loop on every rank, with reduced metrics. Early stopping is one."""
+"""Callback, by which users hook into the loop on every rank, and early stopping. What writes the course of a run belongs to `loggers`."""
 
 from __future__ import annotations
 

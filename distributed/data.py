@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of (seed, epoch, position), cut over ranks without padding or dropping."""
+"""The order of samples as a pure function of (seed, epoch, position), cut over ranks. How an engine reads data belongs to `backends`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that a user can cause. Each message names the setting or file, its value, the rule and the fix."""
+"""Errors that a user can cause, each with the setting, its value, the rule and the fix. What an engine raises passes as it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes between the parts: what is trained, where training stands, what a step gave."""
+"""What passes between the parts of a fit: what is trained, where training stands, what a step gave. No behaviour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainer: one model, one configuration, any backend."""
+"""Trainer, which users call: one model, one configuration, any backend. What it does inside the processes belongs to `training`."""
 
 from __future__ import annotations
 

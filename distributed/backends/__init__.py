@@ -1,7 +1,4 @@
-"""What runs the steps of training: the protocol (`base`), an adapter for each engine, and what several of them share.
-
-Which backends there are, and what the rest of the package may know of one without importing it, is in `config.registry`.
-"""
+"""What runs the steps of training: the protocol (`base`), an adapter for each engine, and what several share. Rows stand in `config.registry`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication for scripts that do not use `Trainer`: the same calls in one process and in many.
+"""Communication for scripts that do not use `Trainer`, the same in one process and in many. Collectives of engines belong to `backends`.
 
 In a process without a launcher, a world of one, every call is defined and costs nothing. Importing this loads no framework.
 """

@@ -1,4 +1,4 @@
-"""Settings of a run: declared, checked, merged from their sources, and the arithmetic of processes and batches. No framework."""
+"""Settings of a run: declared, checked, merged from their sources, with the plan of processes and batches and the rows of backends."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Starts worker processes, watches them, and makes a process a worker. `distributed.launcher` is the way in."""
+"""Starts worker processes, watches them, and makes a process a worker. What is checked before a start belongs to `launcher`."""

@@ -1,4 +1,4 @@
-"""Where the course of a run is shown and written. A logger is a callback of the main process."""
+"""Where the course of a run is shown and written: the display, files, TensorBoard, MLflow. The page drawn of it belongs to `report`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report.html: the curves, the time split, the events and the settings of a run, of several, or of a sweep, in one file."""
+"""report.html: curves, time split, events and settings of a run, of several, or of a sweep. What is logged while a run lasts belongs to `loggers`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The directory of a run, its journal of events, its summary and its result. How events are shown belongs to `loggers`, checkpoints belong to `checkpoints`."""
+"""The directory of a run: its journal of events, summary, result and history, and files and processes around it. Checkpoints belong to `checkpoints`."""
