@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._tensorflow import start
+from distributed.backends._tensorflow.refusals import REFUSES
 from distributed.backends._tensorflow.scripts import refuse_torch
 from distributed.backends.base import Backend, Key, Refusals, ShardedData
 from distributed.backends.non_finite import NanPolicy, describe, vote
@@ -56,16 +57,7 @@ class TensorFlowBackend(Backend[Any]):
     """Forward, backward, collectives, clipping, NaN check, update and tensors for Keras models."""
 
     Options: ClassVar[type[Any]] = TensorFlowOptions
-    refuses: ClassVar[Refusals] = {
-        "communication_backend": "TensorFlow has transports of its own: drop it",
-        "mixed_precision=fp16": "TensorFlow's loss scaling is not in this version: set mixed_precision='bf16'",
-        "activation_checkpointing": "wrap the layers in keras.RematScope in the model instead",
-        "compile": "the step is a TensorFlow graph already: drop it",
-        "scheduler_interval=epoch": "a Keras LearningRateSchedule counts updates: give its lengths in updates",
-        "scaler_init_scale": "there is no loss scaling: drop it",
-        "scaler_growth_interval": "there is no loss scaling: drop it",
-        "data.presharded": "give every rank all samples, each takes its part",
-    }
+    refuses: ClassVar[Refusals] = REFUSES
 
     def __init__(self, merged: MergedConfig, options: Any, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)

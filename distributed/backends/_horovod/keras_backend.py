@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distributed.backends._horovod.rules import NEEDS, REFUSES, check_job
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends._tensorflow import start
 from distributed.backends.base import Refusals
 from distributed.backends.effects import Need
-from distributed.backends.horovod import HorovodBackend, check_job
 from distributed.backends.tensorflow import TensorFlowBackend, alone
 from distributed.config.plan import BatchPlan
 from distributed.config.registry import BackendRow, backend_row
@@ -30,8 +30,8 @@ CHOICE = "horovod.keras_backend"
 class HorovodKerasBackend(TensorFlowBackend):
     """The TensorFlow step, summed over the ranks by Horovod."""
 
-    refuses: ClassVar[Refusals] = HorovodBackend.refuses
-    needs: ClassVar[Mapping[str, tuple[Need, ...]]] = HorovodBackend.needs
+    refuses: ClassVar[Refusals] = REFUSES
+    needs: ClassVar[Mapping[str, tuple[Need, ...]]] = NEEDS
     _words: ClassVar[str] = f"{CHOICE}='tensorflow'"
     _flags: ClassVar[str] = f"--backend horovod --set {CHOICE}=tensorflow"
 

@@ -1,0 +1,93 @@
+"""Horovod's options, and what it refuses and needs, whichever engine Keras models run on. Loads no engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from distributed.backends._tensorflow import refusals
+from distributed.backends.base import If, Refusals
+from distributed.backends.effects import SEVERAL_PROCESSES, Need, Situation
+from distributed.config.fields import setting
+from distributed.errors import ConfigError
+from distributed.state import Job
+
+
+def _compression_word(value: Any) -> Any:
+    """`hvd.Compression.fp16` is a class: its word."""
+    name = getattr(value, "__name__", "")
+    return {"FP16Compressor": "fp16", "NoneCompressor": "none"}.get(name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class HorovodOptions:
+    """Settings of Horovod's gradient exchange."""
+
+    compression: str = setting(
+        "none", "element type of gradients on the wire; hvd.Compression.fp16 in code too", choices=("none", "fp16"),
+        convert=_compression_word,
+    )  # fmt: skip
+    adasum: bool = setting(False, "combine gradients by Adasum instead of averaging them (needs mpirun)")
+    timeline: str | None = setting(None, "a file in the run directory for Horovod's trace of its collectives", str)
+    keras_backend: str = setting(
+        "torch", "what Keras models run on; 'tensorflow' takes Keras models alone", choices=("torch", "tensorflow")
+    )
+
+
+def _on_tensorflow() -> dict[str, tuple[If, ...]]:
+    """What the step on TensorFlow refuses, where Keras runs on it. Transports are Horovod's here."""
+
+    def holds(own: Any) -> bool:
+        return bool(own.options.keras_backend == "tensorflow")
+
+    return {
+        name: (If("with horovod.keras_backend='tensorflow'", holds, reason),)
+        for name, reason in refusals.REFUSES.items()
+        if isinstance(reason, str) and name not in ("communication_backend", "address")
+    }
+
+
+def _meets_elsewhere(where: Situation, name: str) -> str:
+    is_theirs = where.request is None and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+    is_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ and where.backend.config.communication_backend != "gloo"
+    return "horovodrun and mpirun have limits of their own" if is_theirs or is_mpi else ""
+
+
+_MEETING = Need("processes that horovodrun and mpirun did not start", _meets_elsewhere)
+
+
+def check_job(job: Job) -> None:
+    """Refuse what no engine here trains, before any process starts."""
+    if type(job.model).__module__.partition(".")[0] == "mxnet":
+        raise ConfigError("the model is one of MXNet, which is retired and not supported: use a torch or Keras model")
+    if hasattr(job.optimizer, "_allreduce_grad_async"):
+        raise ConfigError(
+            "the optimizer is one that hvd.DistributedOptimizer made: pass the plain one, backend 'horovod' exchanges the"
+            " gradients itself"
+        )
+
+
+NEEDS: Mapping[str, tuple[Need, ...]] = {
+    **dict.fromkeys(("horovod.compression", "horovod.adasum", "horovod.timeline"), (SEVERAL_PROCESSES,)),
+    "start_timeout": (SEVERAL_PROCESSES, _MEETING),
+}
+REFUSES: Refusals = {
+    "communication_backend=nccl": "Horovod uses NCCL for GPUs where it was built with it: drop it",
+    "communication_backend=mpi": (
+        If(
+            "in processes that mpirun did not start",
+            lambda own: "OMPI_COMM_WORLD_SIZE" not in os.environ,
+            "write mpirun -np N python -m distributed.cli train ... --backend horovod",
+        ),
+    ),
+    "dtype=float64": (
+        If(
+            "with horovod.compression='fp16'",
+            lambda own: own.options.compression != "none",
+            "that is lossy: drop one of them",
+        ),
+    ),
+    **_on_tensorflow(),
+}

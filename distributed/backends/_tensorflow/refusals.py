@@ -1,0 +1,16 @@
+"""What the step on TensorFlow refuses, and what to use instead. Loads no engine."""
+
+from __future__ import annotations
+
+from distributed.backends.base import Refusals
+
+REFUSES: Refusals = {
+    "communication_backend": "TensorFlow has transports of its own: drop it",
+    "mixed_precision=fp16": "TensorFlow's loss scaling is not in this version: set mixed_precision='bf16'",
+    "activation_checkpointing": "wrap the layers in keras.RematScope in the model instead",
+    "compile": "the step is a TensorFlow graph already: drop it",
+    "scheduler_interval=epoch": "a Keras LearningRateSchedule counts updates: give its lengths in updates",
+    "scaler_init_scale": "there is no loss scaling: drop it",
+    "scaler_growth_interval": "there is no loss scaling: drop it",
+    "data.presharded": "give every rank all samples, each takes its part",
+}
