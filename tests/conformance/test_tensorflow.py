@@ -199,6 +199,13 @@ def test_metrics_that_are_no_means_are_those_of_all_samples(worlds, mirrored):
         assert all(a == pytest.approx(b, abs=1e-9) for a, b in zip(trained, expected, strict=True))
 
 
+def test_objects_of_keras_measure_what_a_training_step_returns_for_them(worlds):
+    for seen in (worlds[1][0]["step"][0], *worlds[2][0]["step"]):
+        assert "error" not in seen, seen["error"]
+        found = {name: seen["rows"][-1][f"val_{name}"] for name in seen["expected"]}
+        assert found == pytest.approx(seen["expected"], abs=1e-6)  # variables of Keras are float32
+
+
 @pytest.mark.parametrize("case", ["object", "unbuilt"])
 def test_the_users_own_object_gets_the_trained_weights(seen, case):
     found = seen[case]

@@ -57,6 +57,20 @@ for name, metric in zip(("auc", "rmse", "largest", "given"), [*makes(), keras.me
     theirs[name] = float(metric.result())
 theirs["missed"] = float((y - outputs).abs().mean())
 found["over all"] = [theirs, ours]
+
+def step(model, batch):
+    outputs = model(batch[0])
+    loss = torch.nn.functional.binary_cross_entropy(outputs, batch[1])
+    return {"loss": loss, "auc": (outputs, batch[1]), "mse": (outputs, batch[1])}
+metrics = {"auc": keras.metrics.AUC(), "mse": keras.metrics.MeanSquaredError()}
+plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation="sigmoid")])
+trainer = Trainer(plain, training_step=step, metrics=metrics, batch_size=7, epochs=1, verbose=False)
+row = trainer.fit(TensorDataset(x, y), TensorDataset(x, y)).rows[-1]
+theirs = {}
+for name, metric in {"auc": keras.metrics.AUC(), "mse": keras.metrics.MeanSquaredError()}.items():
+    metric.update_state(y, trainer.predict(TensorDataset(x, y)))
+    theirs[name] = float(metric.result())
+found["of a step"] = [theirs, {name: row["val_" + name] for name in theirs}]
 print(json.dumps(found))
 """
 
@@ -69,8 +83,9 @@ def test_each_metric_is_of_its_own_output_and_of_all_samples(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    theirs, ours = found.pop("over all")
-    assert ours == pytest.approx(theirs, abs=1e-6)
+    for samples in ("over all", "of a step"):
+        theirs, ours = found.pop(samples)
+        assert ours == pytest.approx(theirs, abs=1e-6), samples
     assert set(found["list"][1]) == {"a_mse", "b_mae"}
     for form, (theirs, ours) in found.items():
         assert len(ours) == 2, form

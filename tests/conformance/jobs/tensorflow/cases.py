@@ -89,18 +89,24 @@ def of_torch():
     return type("F1", (), {"__module__": "torchmetrics.f1", **methods})()
 
 
+def mean_union(outputs):
+    """The mean over the classes of intersection over union."""
+    unions = []
+    for label in range(CLASSES):
+        found, wanted = outputs.argmax(1) == label, label == Y
+        if (found | wanted).any():
+            unions.append((found & wanted).sum() / (found | wanted).sum())
+    return float(np.mean(unions))
+
+
 def over_all_samples():
     """What a compiled metric, one of the user's own, a function and a plain one that is found out measure, and should."""
     order = over_all(lambda outputs, targets: float(np.dot(outputs[:, 0], np.arange(len(targets)))))
     metrics = {"largest": Largest(), "order": order, "root": lambda o, t: tf.sqrt(tf.reduce_mean(o**2))}
     trainer, seen = train(measured_by_compile, val=(X, Y), optimizer=None, metrics=metrics)
-    outputs, unions = trainer.predict((X, Y)), []
-    for label in range(CLASSES):
-        found, wanted = outputs.argmax(1) == label, label == Y
-        if (found | wanted).any():
-            unions.append((found & wanted).sum() / (found | wanted).sum())
+    outputs = trainer.predict((X, Y))
     expected = {
-        "union": np.mean(unions), "largest": outputs.max(), "order": np.dot(outputs[:, 0], np.arange(SAMPLES)),
+        "union": mean_union(outputs), "largest": outputs.max(), "order": np.dot(outputs[:, 0], np.arange(SAMPLES)),
         "root": np.sqrt((outputs**2).mean()),
     }  # fmt: skip
     return seen | {"expected": {name: float(value) for name, value in expected.items()}}
@@ -229,7 +235,20 @@ def weighted_by_hand(model, x, y):
 def step(model, batch):
     x, y = batch
     outputs = model(x, training=True)
-    return {"loss": tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs)), "size": tf.size(y)}
+    loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs))
+    return {"loss": loss, "size": tf.size(y), "union": (outputs, y), "nll": (outputs, y)}
+
+
+def stepped():
+    """What metric objects of Keras measure of the arguments that a training_step returns for them, and should."""
+    metrics = {
+        "union": keras.metrics.MeanIoU(CLASSES, sparse_y_pred=False),
+        "nll": keras.metrics.SparseCategoricalCrossentropy(from_logits=True),  # a mean over samples
+    }
+    trainer, seen = train(training_step=step, metrics=metrics, val=(X, Y))
+    outputs = trainer.predict((X, Y))
+    nll = np.log(np.exp(outputs).sum(1)) - outputs[np.arange(SAMPLES), Y]
+    return seen | {"expected": {"union": mean_union(outputs), "nll": float(nll.mean())}}
 
 
 def decay(optimizer=None):
@@ -357,7 +376,7 @@ CASES = {
         )
     ),
     "sample-weights": lambda: facts(data=(X, Y, 1.0 + Y)),
-    "step": lambda: facts(training_step=step),
+    "step": stepped,
     "regularized": lambda: facts(
         lambda: net(kernel_regularizer=keras.regularizers.L2(0.1)), gradient_accumulation_steps=2
     ),
