@@ -57,7 +57,9 @@ class Measured:
 
     def look(self, outputs: Any, targets: Any, num_samples: int, value: Value) -> None:
         """Ask a batch of an evaluation what is a mean. A collective for some batches, see `Splitting.look`."""
-        self._take_up(self._splitting.look(self.num_evaluated, outputs, targets, num_samples, value, self._reduce))
+        with self.wholes.keeping_generators():
+            known = self._splitting.look(self.num_evaluated, outputs, targets, num_samples, value, self._reduce)
+        self._take_up(known)
 
     def functions(self, split: str) -> dict[str, Callable[..., Any]]:
         """Those that are computed batch by batch."""

@@ -212,6 +212,7 @@ class TensorFlowBackend(Backend[Any]):
             world_size=self.context.world_size,
             is_presharded=False,
             warn=self._warn,
+            keeping_generators=self._generators.untouched,
         )
         functions = {n: f for n, f in job.metrics.items() if not over_all.is_whole(f) and not is_of_keras(f)}
         measured = Measured(functions, wholes, over_all.measure_of_function, self.reduce, self._notice)

@@ -233,7 +233,7 @@ class TorchBackend(Backend[OptionsT]):
         options: DataOptions = self.config.options("data")
         wholes = Wholes(
             ENGINE, self, rank=self.context.rank, world_size=self.context.world_size, is_presharded=options.presharded,
-            warn=self._warn,
+            warn=self._warn, keeping_generators=self._keeping_generators,
         )  # fmt: skip
         self._averages = Averages(
             self.kind.metrics(job), self.device, wholes=wholes, reduce=self.reduce, notice=self._notice, dtype=self._to_dtype
@@ -250,6 +250,12 @@ class TorchBackend(Backend[OptionsT]):
         from distributed.backends._torch.generators import forked
 
         return forked(self.device)
+
+    @contextlib.contextmanager
+    def _keeping_generators(self) -> Iterator[None]:
+        """Put every generator back after the block: what a metric draws must not change the numbers of training."""
+        with self._generators.untouched(), self.kind.without_draws():
+            yield
 
     def own_generators(self) -> contextlib.AbstractContextManager[None]:
         return self._generators.inside()

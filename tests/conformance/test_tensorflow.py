@@ -25,7 +25,18 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(700)
 
 # Another model or order for each rank, or not float64: compared otherwise.
-OWN = {"dropping", "dropping-again", "dropping-resumed", "mixed", "float32", "scaled", "outputs", "nan-warn"}
+OWN = {
+    "drawn",
+    "drawn-measured",
+    "dropping",
+    "dropping-again",
+    "dropping-resumed",
+    "mixed",
+    "float32",
+    "scaled",
+    "outputs",
+    "nan-warn",
+}
 SAME_AS_PLAIN = [
     "compiled", "unbuilt", "softmax", "named", "indexed", "samples", "batches", "loader", "again",
     "loss-object", "step", "accumulated", "deterministic",
@@ -229,6 +240,10 @@ def test_the_seed_decides_the_order_and_a_stream_shuffles_by_its_own(seen):
 def test_the_same_run_twice_gives_the_same_bits(seen, both):
     assert seen["dropping"]["weights"] == seen["dropping-again"]["weights"]
     assert distance(*both["dropping"]) > 1e-3  # each rank drops its own
+
+
+def test_what_a_metric_draws_changes_no_number_of_training(seen):
+    assert seen["drawn-measured"]["weights"] == seen["drawn"]["weights"] != seen["plain"]["weights"]
 
 
 def test_deterministic_is_asked_of_tensorflow(seen):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import warnings
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from distributed import ConfigError, Trainer, TrainingError, over_all
 from distributed.backends import over_all as wholes_module
+from distributed.backends._torch import averages
 from distributed.backends._torch.averages import _pair
 from distributed.backends._torch.over_all import ENGINE, StateMeasure, measure_of
 from distributed.backends.over_all import Deferred, Wholes
@@ -278,6 +281,66 @@ def test_any_object_that_is_updated(tmp_path):
     expected = float((outputs[:, 1] - Y).abs().max())
     assert (found["largest_gap"], found["largest_twice"]) == (expected, 2 * expected)
     assert trainer.evaluate(DATA) == found
+
+
+class Drawing(torch.nn.Module):
+    """Draws from every global generator while it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        if not self.training:
+            return self.layer(x)
+        return self.layer(F.dropout(x) * (random.random() + numpy.random.random()))
+
+
+def draw():
+    return random.random() + numpy.random.random() + torch.rand(()).item()
+
+
+class DrawingMetric(LargestGap):
+    def update(self, outputs, targets):
+        draw()
+        super().update(outputs, targets)
+
+    def compute(self):
+        return draw()
+
+
+class DrawingStates(torchmetrics.MeanSquaredError):
+    def update(self, outputs, targets):
+        draw()
+        super().update(outputs[:, 0], targets.float())
+
+
+DRAWING = {
+    "mean": lambda o, t: accuracy(o, t) + 0 * draw(),
+    "found out": lambda o, t: f1(o, t) + 0 * draw(),
+    "over all": over_all(lambda o, t: draw()),
+    "transform": over_all(f1, transform=lambda outputs: outputs + 0 * draw()),
+    "object": DrawingMetric(),
+    "states": DrawingStates(),
+}
+
+
+def losses_with(metrics, path):
+    trainer = Trainer(
+        Drawing, metrics=metrics, epochs=2, batch_size=8, log_every_n_steps=1, verbose=False, checkpoint_frequency=None,
+        checkpoint_dir=str(path),
+    )  # fmt: skip
+    return [(row["loss"], row["val_loss"]) for row in trainer.fit(DATA, DATA).rows]
+
+
+def test_what_a_metric_draws_changes_no_number_of_training(tmp_path, monkeypatch):
+    plain = losses_with({}, tmp_path / "plain")
+    found = {name: losses_with({name: metric}, tmp_path / name) for name, metric in DRAWING.items()}
+    assert found == dict.fromkeys(DRAWING, plain)
+    monkeypatch.setattr(averages, "_SMALL_OUTPUTS", 0)  # outputs are large: they are measured at once
+    monkeypatch.setattr(wholes_module, "_CHUNK_BYTES", 1)
+    assert losses_with({}, tmp_path / "large") == plain
+    assert losses_with(DRAWING, tmp_path / "all") == plain
 
 
 def test_a_step_returns_what_metrics_are_called_with(tmp_path):

@@ -112,6 +112,15 @@ def over_all_samples():
     return seen | {"expected": {name: float(value) for name, value in expected.items()}}
 
 
+def drawing_loss(outputs, targets):
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs)
+    return tf.reduce_mean(losses * keras.random.uniform((), 0.5, 1.5, dtype="float64"))
+
+
+def drawing_metric(outputs, targets):
+    return float(keras.random.uniform(())) + np.random.random()
+
+
 class Watch(Callback):
     def __init__(self):
         self.norms, self.rates, self.skipped = [], [], []
@@ -377,6 +386,8 @@ CASES = {
     ),
     "sample-weights": lambda: facts(data=(X, Y, 1.0 + Y)),
     "step": stepped,
+    "drawn": lambda: facts(loss_fn=drawing_loss),
+    "drawn-measured": lambda: facts(loss_fn=drawing_loss, metrics={"drawn": over_all(drawing_metric)}),
     "regularized": lambda: facts(
         lambda: net(kernel_regularizer=keras.regularizers.L2(0.1)), gradient_accumulation_steps=2
     ),
