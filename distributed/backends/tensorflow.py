@@ -216,6 +216,8 @@ class TensorFlowBackend(Backend[Any]):
         )
         functions = {n: f for n, f in job.metrics.items() if not over_all.is_whole(f) and not is_of_keras(f)}
         measured = Measured(functions, wholes, over_all.measure_of_function, self.reduce, self._notice)
+        if (before := getattr(self, "_measured", None)) is not None:  # of an evaluation before the first fit
+            measured.form = before.form
         for name, metric in job.metrics.items():
             # The objective measures Keras's means itself, unless a training_step returns their arguments.
             if over_all.is_whole(metric) or (is_of_keras(metric) and job.training_step is not None):

@@ -235,9 +235,12 @@ class TorchBackend(Backend[OptionsT]):
             ENGINE, self, rank=self.context.rank, world_size=self.context.world_size, is_presharded=options.presharded,
             warn=self._warn, keeping_generators=self._keeping_generators,
         )  # fmt: skip
+        before = getattr(self, "_averages", None)  # an evaluation before the first fit has found out what is a mean
         self._averages = Averages(
             self.kind.metrics(job), self.device, wholes=wholes, reduce=self.reduce, notice=self._notice, dtype=self._to_dtype
         )  # fmt: skip
+        if before is not None:
+            self._averages.measured.form = before.measured.form
         self.objective.add_metric = self._averages.add
         self._moves = self.device.type != "cpu" or self._to_dtype is not None
 

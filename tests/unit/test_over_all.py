@@ -147,6 +147,20 @@ def test_a_plain_function_is_found_out_in_the_first_evaluation_and_said_once(tmp
     assert trainer.history.rows[-1]["val_f1"] == pytest.approx(float(f1(outputs, Y)), abs=1e-12)
 
 
+def test_what_an_evaluation_found_out_holds_for_the_fit_after_it_and_is_not_said_again(tmp_path, capsys):
+    trainer = trainer_of(tmp_path, metrics={"f1": f1, "right": accuracy}, verbose=True)
+    trainer.evaluate(DATA)
+    history = trainer.fit(DATA, DATA)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("metric 'f1' gives another value when its batch is split") == 1
+    measured = trainer._session.backend._averages.measured
+    assert (measured.form, measured.is_looking) == ({"f1": False, "right": True}, False)
+    once = trainer_of(tmp_path, "once", metrics={"f1": over_all(f1)}).fit(DATA, DATA)
+    assert [row["f1"] for row in history.rows] == [
+        row["f1"] for row in once.rows
+    ]  # in training, from the first epoch on
+
+
 def test_the_first_value_is_right_where_the_first_batches_prove_nothing(tmp_path):
     """All samples of the first batches are answered alike; the last ones make the difference."""
 

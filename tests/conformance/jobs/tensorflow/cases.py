@@ -103,7 +103,9 @@ def over_all_samples():
     """What a compiled metric, one of the user's own, a function and a plain one that is found out measure, and should."""
     order = over_all(lambda outputs, targets: float(np.dot(outputs[:, 0], np.arange(len(targets)))))
     metrics = {"largest": Largest(), "order": order, "root": lambda o, t: tf.sqrt(tf.reduce_mean(o**2))}
-    trainer, seen = train(measured_by_compile, val=(X, Y), optimizer=None, metrics=metrics)
+    trainer, seen = train(
+        measured_by_compile, val=(X, Y), optimizer=None, metrics=metrics, first=lambda trainer: trainer.evaluate((X, Y))
+    )
     outputs = trainer.predict((X, Y))
     expected = {
         "union": mean_union(outputs), "largest": outputs.max(), "order": np.dot(outputs[:, 0], np.arange(SAMPLES)),
@@ -153,9 +155,10 @@ def weights(model):
     return [float(v) for w in model.trainable_variables for v in w.numpy().ravel()]
 
 
-def train(model=net, data=(X, Y), val=None, optimizer=sgd, **settings):
+def train(model=net, data=(X, Y), val=None, optimizer=sgd, first=lambda trainer: None, **settings):
     watch = Watch()
     trainer = TensorFlowDistributedTrainer(model, optimizer=optimizer, callbacks=[watch], **{**BASE, **settings})
+    first(trainer)
     history = trainer.fit(data, val)
     seen = {
         "weights": weights(trainer.model), "rows": history.rows, "norms": watch.norms, "rates": watch.rates,
