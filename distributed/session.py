@@ -138,7 +138,7 @@ class Session:
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
         run = loop.Run(
             self.backend, config, train, val, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
-            metrics=self.trainer.job.metrics,
+            metrics=self.trainer.job.metrics, has_training_step=self.trainer.job.training_step is not None,
         )  # fmt: skip
         try:
             with (
