@@ -137,10 +137,13 @@ class Wholes:
         return name in self._measures["val"]
 
     def drop(self, name: str) -> None:
-        """Compute `name` no longer."""
+        """Stop computing `name`, and free what is kept for it."""
         for split in SPLITS:
             self._measures[split].pop(name, None)
-            self._pieces[split].pop(name, None)
+            self._kept_bytes[split] -= sum(num_bytes(piece.value) for piece in self._pieces[split].pop(name, []))
+            for result in self._pending[split]:
+                parts = result.deferred.parts if result.deferred else {}
+                self._pending_bytes[split] -= sum(num_bytes(part.value) for part in parts.pop(name, []))
 
     def names(self, split: str) -> list[str]:
         """The metrics that are computed of `split` now."""
@@ -153,7 +156,9 @@ class Wholes:
         only until it is known whether the update was made: until the next result."""
         if self._pending_bytes[split] > _CHUNK_BYTES:
             self._absorb(split)
-        parts: Mapping[str, Sequence[Part]] = result.deferred.parts
+        parts: dict[str, Sequence[Part]] = result.deferred.parts
+        for name in [name for name in parts if name not in self._measures[split]]:
+            del parts[name]  # it was dropped while the step ran
         if parts:
             self._pending[split].append(result)
             self._pending_bytes[split] += sum(num_bytes(part.value) for each in parts.values() for part in each)

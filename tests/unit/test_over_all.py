@@ -595,6 +595,27 @@ def test_large_outputs_are_sent_in_pieces_and_warned_of_once(monkeypatch):
     assert len(warned) == 1 and "GiB" in warned[0] and "transform=" in warned[0]
 
 
+def test_a_metric_that_is_dropped_keeps_no_outputs():
+    def work(wholes, rank):
+        wholes.begin("val")
+        feed(wholes, rank, 1, 0, 21, split="val")
+        late = StepResult([], 0, Deferred("val", [], {"f1": [Part((99, 0), N, Arguments((SCORES, Y), {}))]}))
+        pending = list(wholes._pending["val"])
+        before = wholes._pending_bytes["val"]
+        wholes.drop("f1")
+        names = {name for result in pending for name in result.deferred.parts}
+        halved = wholes._pending_bytes["val"] == before // 2
+        wholes.keep("val", late)  # an engine that had it in its step already
+        alone = dict(late.deferred.parts)
+        wholes.measure("val")
+        kept = wholes._kept_bytes["val"]
+        wholes.drop("ppl")
+        return names, halved, alone, kept > wholes._kept_bytes["val"] == 0
+
+    metrics = {"f1": METRICS["f1"], "ppl": METRICS["ppl"]}
+    assert on_wholes(1, metrics, work) == [({"ppl"}, True, {}, True)]
+
+
 def test_what_a_transform_keeps_is_all_that_is_kept():
     kept = over_all(lambda outputs, targets: float(outputs.numel()), transform="argmax")
 
