@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ from distributed import Callback, EarlyStopping, Trainer
 from distributed.backends import splitting
 from distributed.backends._torch import loading
 from distributed.errors import ConfigError
+from distributed.launcher import Handover
+from distributed.settings import Typed
 from distributed.trainer_files import _Taken
 
 DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 2)
@@ -382,6 +385,11 @@ class FailsLate(Callback):
         raise ZeroDivisionError
 
 
+class StopsAtStart(Callback):
+    def on_train_start(self, state):
+        self.context.stop("no more")
+
+
 class StopsInStep2(Callback):
     def on_step_end(self, state, result):
         self.seen = self.context
@@ -405,6 +413,45 @@ def test_a_run_that_a_callback_stops_is_finished_and_says_why(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"StopsInStep2.context is known while fit"):
         _ = callback.context
     assert fitted.fit(DATA, DATA, epochs=1).steps > 2  # a further fit goes on
+
+
+class DiesInStep3(Callback):
+    def on_step_end(self, state, result):
+        if state.step == 3:
+            raise ZeroDivisionError
+
+
+def attempt(run_dir, restart_count, *callbacks, **settings):
+    """Fit as a worker does in this attempt of a launch with --resume."""
+    _Taken.first, _Taken.count = None, 0
+    runner = trainer(None, *callbacks, epochs=2, **settings)
+    runner._given = Handover(Typed(), str(run_dir), resume=run_dir.exists(), restart_count=restart_count)
+    session = runner._open_session()
+    session.context = session.files._context = dataclasses.replace(session.context, restart_count=restart_count)
+    try:
+        return runner.fit(DATA)
+    finally:
+        session.files._run.unlock()
+
+
+def test_a_restart_stays_stopped_where_this_launch_stopped_and_goes_on_where_an_earlier_one_did(tmp_path):
+    attempt(tmp_path / "run", 0, StopsInStep2())
+    assert attempt(tmp_path / "run", 1).stop_reason == "the loss is low enough"  # of what this launch has stopped
+    with pytest.raises(ZeroDivisionError):
+        attempt(tmp_path / "run", 0, DiesInStep3())  # --resume, and no checkpoint since
+    with pytest.raises(ZeroDivisionError):
+        attempt(tmp_path / "run", 1, DiesInStep3())
+    shutil.copytree(tmp_path / "run", tmp_path / "stopped-again")
+    history = attempt(tmp_path / "run", 2)
+    assert (history.steps, history.stop_reason) == (6, None)
+    # A run that stops again at the very step is stopped by this launch.
+    attempt(tmp_path / "stopped-again", 0, StopsAtStart())
+    assert attempt(tmp_path / "stopped-again", 1).stop_reason == "no more"
+
+
+def test_a_restart_goes_on_from_a_checkpoint_of_another_run_that_was_stopped(tmp_path):
+    attempt(tmp_path / "run", 0, StopsInStep2())
+    assert attempt(tmp_path / "other", 1, resume_from_checkpoint=str(tmp_path / "run")).steps == 6
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
