@@ -143,7 +143,8 @@ def _check_monitors(run: Run, result: StepResult) -> None:
     the first epoch shows whether it is reported.
     """
     wanted, run.uncertain = run.uncertain, ()
-    names = names_of(list(run.backend.collect([result])), is_validated=run.val is not None)
+    trained = dict.fromkeys([*run.backend.collect([result]), *run.backend.names_over_all()])
+    names = names_of(list(trained), is_validated=run.val is not None)
     missing = _missing(run, wanted, names)
     if run.val is not None and run.val.num_samples is not None and any(name.startswith("val_") for name in missing):
         names += _names_of_validation(run)

@@ -247,6 +247,20 @@ def test_early_stopping_and_best_use_it(tmp_path):
     assert max(manifest["monitor_value"] for manifest in manifests) == 0.7
 
 
+def test_one_of_several_values_is_a_monitor(tmp_path):
+    values = iter([0.5, 0.7, 0.6, 0.4, 0.3])
+    scores = over_all(lambda outputs, targets: {"recall": next(values), "precision": 0.1}, training=False)
+    settings = {"metrics": {"scores": scores}, "monitor_mode": "max", "early_stopping_patience": 2, "epochs": 5}
+    history = trainer_of(tmp_path, monitor="val_scores_recall", **settings).fit(DATA, DATA)
+    assert history.stop_reason == "early_stopping" and len(history.rows) == 4
+    assert history.best_metrics["val_scores_recall"] == 0.7
+    values = iter([0.5])
+    with pytest.raises(ConfigError, match=r"'val_scores_recal' is not reported \(did you mean 'val_scores_recall'\?\)"):
+        trainer_of(tmp_path, "typo", monitor="val_scores_recal", **settings).fit(DATA, DATA)
+    with pytest.raises(ConfigError, match=r"'val_score_recall' is not reported"):
+        trainer_of(tmp_path, "early", monitor="val_score_recall", **settings).fit(DATA, DATA)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
