@@ -91,7 +91,7 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Ends training after `patience` epochs without a better `monitor`."""
+    """End training after `patience` epochs without a better `monitor`. An epoch that does not report it is not counted."""
 
     def __init__(self, monitor: str = "val_loss", patience: int = 3, mode: str = "min") -> None:
         self.monitor, self.patience, self.mode = monitor, patience, mode
@@ -100,6 +100,8 @@ class EarlyStopping(Callback):
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         if self.monitor not in metrics:
+            if any(self.monitor in row for row in state.rows):  # reported now and then
+                return
             raise unknown_metric("monitor", self.monitor, metrics)
         value = metrics[self.monitor]
         if math.isnan(self.best) or (value < self.best if self.mode == "min" else value > self.best):

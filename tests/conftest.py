@@ -12,6 +12,7 @@ descendants are found by an environment variable, so also those that made a sess
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import re
 import resource
@@ -180,11 +181,18 @@ def stacks(pids: Sequence[int]) -> str:
 
 def needs_backend(name: str) -> None:
     """Skip the test where a library of backend `name` is missing; fail it where REQUIRE_BACKENDS names that backend."""
-    missing = missing_libraries(backend_row(name))
-    if not missing:
-        return
-    reason = f"backend {name} needs {', '.join(missing)}, which is not installed here"
-    if name in re.split(r"[,\s]+", os.environ.get("REQUIRE_BACKENDS", "")):
+    if missing := missing_libraries(backend_row(name)):
+        _skip_or_fail(name, f"backend {name} needs {', '.join(missing)}, which is not installed here")
+
+
+def needs_library(library: str, backend: str) -> None:
+    """Skip a test of `backend` where `library` of the test extra is missing; fail it where REQUIRE_BACKENDS names the backend."""
+    if importlib.util.find_spec(library) is None:
+        _skip_or_fail(backend, f"this test of backend {backend} needs {library}, which is not installed here")
+
+
+def _skip_or_fail(backend: str, reason: str) -> None:
+    if backend in re.split(r"[,\s]+", os.environ.get("REQUIRE_BACKENDS", "")):
         pytest.fail(f"{reason}, and REQUIRE_BACKENDS names it")
     pytest.skip(reason)
 

@@ -103,7 +103,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "device": (),
     "node_rank": (SEVERAL_NODES, OUR_LAUNCHER),
     "master_addr": (SEVERAL_NODES, OUR_LAUNCHER),
-    "master_port": (OUR_LAUNCHER,),
+    "master_port": (SEVERAL_NODES, OUR_LAUNCHER),
     "address": (of_launcher("a cluster that is joined", lambda request, name: request.launcher_options.get(name)),),
     "communication_backend": (SEVERAL_PROCESSES,),
     "timeout_s": (WAITING,),

@@ -26,6 +26,7 @@ class Measured:
         self._functions, self.wholes, self._make, self._reduce = functions, wholes, make, reduce
         self._splitting = Splitting(functions, notice)
         self.num_evaluated = 0  # batches of this evaluation
+        self._is_evaluating = False  # between `begin` and `measure`: batches beside an evaluation decide nothing
         for name, function in functions.items():  # until it is known to be a mean
             wholes.add(name, lambda function=function: make(function, training=False))  # type: ignore[misc]
 
@@ -33,11 +34,13 @@ class Measured:
         """`Backend.begin`."""
         if split == "val":
             self.num_evaluated = 0
+            self._is_evaluating = True
         self.wholes.begin(split)
 
     def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
         """`Backend.measure`. Of a function that may be a mean, the mean is its value where it is that of all samples, too."""
         found = self.wholes.measure(split)
+        self._is_evaluating = self._is_evaluating and split != "val"
         for name in self._splitting.unknown if split == "val" else ():
             if name in found and near(found[name], means.get(name, math.nan)):
                 del found[name]
@@ -47,8 +50,8 @@ class Measured:
 
     @property
     def is_looking(self) -> bool:
-        """Whether a function is unknown."""
-        return bool(self._splitting.unknown)
+        """Whether the batches of this evaluation are asked which functions are means."""
+        return self._is_evaluating and bool(self._splitting.unknown)
 
     @property
     def unknown(self) -> list[str]:
@@ -57,7 +60,9 @@ class Measured:
 
     def look(self, outputs: Any, targets: Any, num_samples: int, value: Value) -> None:
         """Ask a batch of an evaluation what is a mean. A collective for some batches, see `Splitting.look`."""
-        self._take_up(self._splitting.look(self.num_evaluated, outputs, targets, num_samples, value, self._reduce))
+        with self.wholes.keeping_generators():
+            known = self._splitting.look(self.num_evaluated, outputs, targets, num_samples, value, self._reduce)
+        self._take_up(known)
 
     def functions(self, split: str) -> dict[str, Callable[..., Any]]:
         """Those that are computed batch by batch."""

@@ -5,6 +5,7 @@ No framework: what an engine's tensors are like stands in its `Engine`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,10 @@ _CHUNK_BYTES = 64 << 20  # that all ranks send at once
 Update = list[
     tuple[Any, int]
 ]  # (arguments, samples) of one update: rank r holds every len()-th sample of it, from r on
+
+
+# A block that puts the random generators back to what they were before it.
+KeepingGenerators = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Engine(Protocol):
@@ -89,7 +94,10 @@ class Wholes:
         world_size: int,
         is_presharded: bool,
         warn: Callable[[str], None],
+        keeping_generators: KeepingGenerators = contextlib.nullcontext,
     ) -> None:
+        """`keeping_generators`: the block in which the code of metrics runs, which may draw random numbers."""
+        self.keeping_generators = keeping_generators
         self._engine, self._world, self._warn = engine, world, warn
         self._rank, self._world_size, self._is_presharded = rank, world_size, is_presharded
         self._measures: dict[str, dict[str, Measure]] = {split: {} for split in SPLITS}
@@ -129,10 +137,13 @@ class Wholes:
         return name in self._measures["val"]
 
     def drop(self, name: str) -> None:
-        """Compute `name` no longer."""
+        """Stop computing `name`, and free what is kept for it."""
         for split in SPLITS:
             self._measures[split].pop(name, None)
-            self._pieces[split].pop(name, None)
+            self._kept_bytes[split] -= sum(num_bytes(piece.value) for piece in self._pieces[split].pop(name, []))
+            for result in self._pending[split]:
+                parts = result.deferred.parts if result.deferred else {}
+                self._pending_bytes[split] -= sum(num_bytes(part.value) for part in parts.pop(name, []))
 
     def names(self, split: str) -> list[str]:
         """The metrics that are computed of `split` now."""
@@ -145,7 +156,9 @@ class Wholes:
         only until it is known whether the update was made: until the next result."""
         if self._pending_bytes[split] > _CHUNK_BYTES:
             self._absorb(split)
-        parts: Mapping[str, Sequence[Part]] = result.deferred.parts
+        parts: dict[str, Sequence[Part]] = result.deferred.parts
+        for name in [name for name in parts if name not in self._measures[split]]:
+            del parts[name]  # it was dropped while the step ran
         if parts:
             self._pending[split].append(result)
             self._pending_bytes[split] += sum(num_bytes(part.value) for each in parts.values() for part in each)
@@ -170,8 +183,9 @@ class Wholes:
         self._collect(split)
         states = self._world.gather({name: self._measures[split][name].state() for name in names})
         answer: dict[str, float] = {}
-        for name in names if self._rank == 0 else ():
-            answer |= self._value(split, name, [each[name] for each in states])
+        with self.keeping_generators():
+            for name in names if self._rank == 0 else ():
+                answer |= self._value(split, name, [each[name] for each in states])
         found: dict[str, float] = self._world.broadcast(answer)
         return found
 
@@ -196,15 +210,20 @@ class Wholes:
     # ------------------------------------------------------------------ how it comes together
 
     def _absorb(self, split: str) -> None:
-        for result in self._pending[split]:
-            for name, parts in (result.deferred.parts if result.deferred else {}).items():
-                measure = self._measures[split].get(name)
-                for part in parts if measure is not None else ():
-                    measure.absorb(part)  # type: ignore[union-attr]
-            if result.deferred:
-                result.deferred.parts.clear()  # the loop keeps results for longer, and devices have little memory
+        with self.keeping_generators():
+            for result in self._pending[split]:
+                self._absorb_result(split, result)
         self._pending[split].clear()
         self._pending_bytes[split] = 0
+
+    def _absorb_result(self, split: str, result: Any) -> None:
+        if not result.deferred:
+            return
+        for name, parts in result.deferred.parts.items():
+            measure = self._measures[split].get(name)
+            for part in parts if measure is not None else ():
+                measure.absorb(part)  # type: ignore[union-attr]
+        result.deferred.parts.clear()  # the loop keeps results for longer, and devices have little memory
 
     def _collect(self, split: str) -> None:
         """Bring what the ranks keep to the main process, some of it at a time. A collective."""

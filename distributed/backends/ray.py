@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from distributed.backends._ray.cluster import check_place
 from distributed.backends.base import Backend, Refusals
 from distributed.backends.ddp import OF_HOOKS, DDPBackend
-from distributed.backends.effects import OUR_LAUNCHER, Need, of_launcher
+from distributed.backends.effects import OUR_LAUNCHER, Need, Situation, of_launcher
 from distributed.backends.fsdp import FSDPBackend
 from distributed.backends.torch_base import PROCESS_GROUPS
 from distributed.config.fields import setting
@@ -25,6 +25,15 @@ _PLACES = "Ray chooses the nodes: drop it, and set nproc_per_node to the number 
 
 def _launched_with(name: str) -> Need:
     return of_launcher("workers that Ray Train starts", lambda request, _: request.launcher_options.get(name))
+
+
+def _of_cluster(where: Situation, name: str) -> str:
+    """Return why a cluster is not joined. Workers on a cluster of our own meet in a file."""
+    request = where.request
+    return "" if request is None or request.launcher_options.get("address") else "no cluster is joined"
+
+
+_JOINED = Need("a cluster that is joined", _of_cluster)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +57,7 @@ class _OnRay(Backend[Any]):
     joins_cluster: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {
         "start_timeout": (OUR_LAUNCHER,),
-        "master_port": (Need("nothing, as Ray takes a free port", lambda where, name: "Ray takes a free port"),),
+        "master_port": (_JOINED, OUR_LAUNCHER),
         "ray.cpus_per_worker": (_launched_with("cpus"),),
         "ray.callbacks": (_launched_with("callbacks"),),
     }

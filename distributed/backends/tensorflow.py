@@ -204,11 +204,15 @@ class TensorFlowBackend(Backend[Any]):
             world_size=self.context.world_size,
             is_presharded=False,
             warn=self._warn,
+            keeping_generators=self._generators.untouched,
         )
         functions = {n: f for n, f in job.metrics.items() if not over_all.is_whole(f) and not is_of_keras(f)}
         measured = Measured(functions, wholes, over_all.measure_of_function, self.reduce, self._notice)
+        if (before := getattr(self, "_measured", None)) is not None:  # of an evaluation before the first fit
+            measured.form = before.form
         for name, metric in job.metrics.items():
-            if over_all.is_whole(metric):
+            # The objective measures Keras's means itself, unless a training_step returns their arguments.
+            if over_all.is_whole(metric) or (is_of_keras(metric) and job.training_step is not None):
                 wholes.add(name, lambda metric=metric: over_all.measure_of(metric))  # type: ignore[misc]
         return measured
 

@@ -234,11 +234,14 @@ class TorchBackend(Backend[OptionsT]):
         options: DataOptions = self.config.options("data")
         wholes = Wholes(
             ENGINE, self, rank=self.context.rank, world_size=self.context.world_size, is_presharded=options.presharded,
-            warn=self._warn,
+            warn=self._warn, keeping_generators=self._keeping_generators,
         )  # fmt: skip
+        before = getattr(self, "_averages", None)  # an evaluation before the first fit has found out what is a mean
         self._averages = Averages(
             self.kind.metrics(job), self.device, wholes=wholes, reduce=self.reduce, notice=self._notice, dtype=self._to_dtype
         )  # fmt: skip
+        if before is not None:
+            self._averages.measured.form = before.measured.form
         self.objective.add_metric = self._averages.add
         self._moves = self.device.type != "cpu" or self._to_dtype is not None
 
@@ -251,6 +254,12 @@ class TorchBackend(Backend[OptionsT]):
         from distributed.backends._torch.generators import forked
 
         return forked(self.device)
+
+    @contextlib.contextmanager
+    def _keeping_generators(self) -> Iterator[None]:
+        """Put every generator back after the block: what a metric draws must not change the numbers of training."""
+        with self._generators.untouched(), self.kind.without_draws():
+            yield
 
     def own_generators(self) -> contextlib.AbstractContextManager[None]:
         return self._generators.inside()

@@ -224,11 +224,11 @@ def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str 
 
 
 def _check_port(config: DistributedConfig) -> None:
-    """Raise ResourceError where the launcher of node 0 cannot listen on `master_port`."""
-    if not config.master_port or config.node_rank > 0:
+    """Raise ResourceError where the launcher of node 0 cannot listen on `master_port`. On one node it does not."""
+    if not config.master_port or config.node_rank > 0 or config.num_nodes == 1:
         return
     try:
-        with listen_at(config.master_addr, config.master_port, is_alone=config.num_nodes == 1) as listener:
+        with listen_at(config.master_addr, config.master_port, is_alone=False) as listener:
             listener.listen()
     except socket.gaierror as error:
         raise ResourceError(

@@ -64,7 +64,8 @@ def check_monitor(merged: MergedConfig, val_data: Any, job: Job | None = None) -
         )
     if val_data is not None or not config.monitor.startswith("val_"):
         names = None if job is None else expected_names(job, is_validated=val_data is not None)
-        if names is not None and config.monitor not in names and (config.keep_best or config.early_stopping_patience):
+        is_watched = config.keep_best or config.early_stopping_patience
+        if names is not None and is_watched and not is_among(config.monitor, names, _with_several(job)):
             raise unknown_metric("monitor", config.monitor, names)
         return
     for name in ("early_stopping_patience", "keep_best"):
@@ -78,39 +79,65 @@ def check_monitor(merged: MergedConfig, val_data: Any, job: Job | None = None) -
 def expected_names(job: Job, *, is_validated: bool) -> list[str] | None:
     """The names that rows of this job can have, as far as the arguments of the Trainer tell; None where they do not.
 
-    What `training_step` returns, the metrics of a compiled Keras model and those of an object that keeps a state of its own
-    are known only when they are measured.
+    What `training_step` returns and the metrics of a compiled Keras model are known only when they are measured.
     """
     is_factory = callable(job.model) and not hasattr(job.model, "parameters")  # of a compiled Keras model, perhaps
-    if job.training_step is not None or is_factory or "keras" in sys.modules or not are_functions(job.metrics):
+    if job.training_step is not None or is_factory or "keras" in sys.modules:
         return None
     names = [*dict.fromkeys(["loss", "accuracy", *job.metrics])]  # accuracy: where targets are class indices
     return [*(f"val_{name}" for name in names if is_validated), *names, *_ALWAYS]
 
 
-def are_functions(metrics: Mapping[str, Any]) -> bool:
-    """Whether each metric is a plain function, which is reported under its name; others may report several names."""
-    return not any(
-        isinstance(metric, OverAll) or hasattr(metric, "update") or hasattr(metric, "update_state")
-        for metric in metrics.values()
-    )
+def _with_several(job: Job | None) -> list[str]:
+    """Return the names of the metrics that may report several values, each as NAME_KEY."""
+    metrics = {} if job is None else job.metrics
+    return [name for name, metric in metrics.items() if _may_be_several(metric)]
+
+
+def _may_be_several(metric: Any) -> bool:
+    return isinstance(metric, OverAll) or hasattr(metric, "update") or hasattr(metric, "update_state")
+
+
+def is_among(monitor: str, names: Iterable[str], several: Iterable[str]) -> bool:
+    """Return whether `monitor` is one of `names`, or may be one of the values of the metrics `several`."""
+    own = monitor.removeprefix("val_")
+    return monitor in names or any(own == name or own.startswith(f"{name}_") for name in several)
 
 
 def uncertain(
     monitors: Iterable[str], metrics: Mapping[str, Any], *, is_validated: bool, known: Iterable[str]
 ) -> list[str]:
-    """Those of `monitors` that the first update has yet to show to be reported; `known` are the names of earlier rows."""
-    if not are_functions(metrics):
-        return []
+    """Return those of `monitors` of which the arguments of the Trainer do not say that they are reported.
+
+    The first update has yet to show it. `known` are the names of earlier rows.
+    """
     given = ["loss", *metrics]
     certain = {*given, *_ALWAYS, *known, *(f"val_{name}" for name in given if is_validated)}
     return [name for name in dict.fromkeys(monitors) if name not in certain]
 
 
-def check_reported(config: DistributedConfig, row: Mapping[str, float], is_validated: bool) -> None:
-    """The first row shows whether the monitor is measured at all; without it no best checkpoint could be kept."""
+def names_of(trained: Sequence[str], *, is_validated: bool) -> list[str]:
+    """Return the names that a row has where an update reports `trained`."""
+    return [*(f"val_{name}" for name in trained if is_validated), *trained, *_ALWAYS]
+
+
+def not_yet_reported(name: str, names: Iterable[str]) -> str:
+    """Return the warning for a monitor that the first update does not report, and a later one may."""
+    return (
+        f"monitor={name!r} is not reported by the first update{nearest(name, list(names))}: it reports"
+        f" {', '.join(names)}. Training ends with an error after the first epoch if that does not report it either"
+    )
+
+
+def check_reported(
+    config: DistributedConfig,
+    row: Mapping[str, float],
+    is_validated: bool,
+    earlier: Iterable[Mapping[str, float]] = (),
+) -> None:
+    """Raise ConfigError for a monitor that neither `row` nor an `earlier` one has: no best checkpoint could be kept."""
     is_expected = config.keep_best and (is_validated or not config.monitor.startswith("val_"))
-    if is_expected and config.monitor not in row:
+    if is_expected and not any(config.monitor in each for each in (row, *earlier)):
         raise unknown_metric("monitor", config.monitor, row)
 
 

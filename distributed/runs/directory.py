@@ -142,6 +142,12 @@ class RunDirectory:
                     events.append(json.loads(line))
         return events
 
+    def has_gone_on(self, checkpoint: str) -> bool:
+        """Return whether a launch has gone on from `checkpoint`, at which a callback had stopped the run, since it was saved."""
+        events = [event for event in self.read_events() if event.get("checkpoint") == checkpoint]
+        decisive = [event for event in events if event["event"] == "checkpoint_saved" or "after" in event]
+        return bool(decisive) and "after" in decisive[-1]
+
     def check_resumable(self) -> None:
         """ConfigError where there is no such directory, or it holds files and none of a run.
 

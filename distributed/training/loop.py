@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +14,15 @@ from distributed.backends.base import Backend, ShardedData
 from distributed.callbacks import Callback, EarlyStopping
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, TrainingError
-from distributed.metrics.monitor import best_metrics, check_reported, uncertain, unknown_metric
+from distributed.metrics.monitor import (
+    best_metrics,
+    check_reported,
+    is_among,
+    names_of,
+    not_yet_reported,
+    uncertain,
+    unknown_metric,
+)
 from distributed.runs.summary import was_interrupted
 from distributed.state import Group, MicroBatch, StepResult, TrainState
 from distributed.training.common_step import STOP, CommonStep
@@ -36,7 +45,9 @@ class Run:
     write_checkpoint: Callable[[], bool]  # of this moment, on all ranks; False where the disk refused it
     last_saved: tuple[int, int] = (-1, -1)  # (step, epoch)
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's, by name
+    has_training_step: bool = False  # which may report metrics that the first update does not have
     uncertain: Sequence[str] = ()  # monitors of which the first update is to show that they are reported
+    val_groups: Iterable[Group] | None = None  # the first evaluation's, where a batch of it has been read already
     is_save_due: bool = False  # by the count of steps, once what ends here has been measured
     window: list[StepResult] = dataclasses.field(default_factory=list)  # steps not summed up yet
     window_start: float = 0.0
@@ -126,26 +137,50 @@ def _monitors(run: Run) -> Iterable[str]:
 
 
 def _check_monitors(run: Run, result: StepResult) -> None:
-    """Refuse a monitor that will not be reported after the first update, not after the first epoch. All ranks.
+    """Refuse a monitor that can never be reported, after the first update and not after the first epoch. All ranks.
 
-    A name that this update does not have under `val_` may be one that the model has in evaluation alone: one batch of the
-    validation data tells. A stream is not read for that, as it may be readable only once.
+    A `training_step` may report a metric now and then. A monitor that it has not reported yet is told in a warning; the row of
+    the first epoch shows whether it is reported.
     """
     wanted, run.uncertain = run.uncertain, ()
-    trained = [*run.backend.collect([result]), "learning_rate", "samples_per_second"]
-    names = [f"val_{name}" for name in trained[:-2] if run.val is not None] + trained
-    missing = [name for name in wanted if name not in names]
-    if run.val is not None and any(name.startswith("val_") for name in missing):
-        if run.val.num_samples is None:
-            return
-        first = next(iter(micro_batches(run.val.epoch(0))))
-        with run.backend.own_generators():
-            names += [f"val_{name}" for name in run.backend.collect([run.backend.eval_step(first)])]
-        own = tuple(f"val_{name}" for name in run.backend.names_over_all())
-        missing = [name for name in missing if name not in names and not (own and name.startswith(own))]
-        run.backend.begin("val")
-    if missing:
-        raise unknown_metric("monitor", missing[0], dict.fromkeys(names))
+    trained = dict.fromkeys([*run.backend.collect([result]), *run.backend.names_over_all()])
+    names = names_of(list(trained), is_validated=run.val is not None)
+    missing = _missing(run, wanted, names)
+    if run.val is not None and run.val.num_samples is not None and any(name.startswith("val_") for name in missing):
+        names += _names_of_validation(run)
+        missing = _missing(run, missing, names)
+    for name in missing:
+        if not _may_come(run, name):
+            raise unknown_metric("monitor", name, dict.fromkeys(names))
+        run.backend.report({"kind": "warning", "text": not_yet_reported(name, dict.fromkeys(names))})
+
+
+def _missing(run: Run, wanted: Iterable[str], names: Sequence[str]) -> list[str]:
+    several = run.backend.names_over_all()
+    return [name for name in wanted if not is_among(name, names, several)]
+
+
+def _may_come(run: Run, name: str) -> bool:
+    """Return whether a monitor that the first update did not report may be reported later."""
+    if not name.startswith("val_"):
+        return run.has_training_step
+    return run.val is not None and (run.has_training_step or run.val.num_samples is None)
+
+
+def _names_of_validation(run: Run) -> list[str]:
+    """Evaluate one batch, as a model may have metrics in evaluation alone. All ranks.
+
+    The batch is kept for the first evaluation, so that the loader starts its workers once. A stream is not read for this: it
+    would wait for the end of the epoch.
+    """
+    assert run.val is not None
+    groups = run.val.epoch(0)
+    first = next(groups)
+    run.val_groups = itertools.chain([first], groups)
+    with run.backend.own_generators():
+        names = [f"val_{name}" for name in run.backend.collect([run.backend.eval_step(first.micro_batches[0])])]
+    run.backend.begin("val")  # forget what metrics over all samples have kept of it
+    return names
 
 
 def _act(run: Run, action: str) -> bool:
@@ -259,14 +294,15 @@ def _measure(run: Run) -> dict[str, float] | None:
         **state.over_all,
     }
     if run.val is not None:
-        measured = evaluate(run.backend, run.val, lambda: _tick_in_evaluation(run))
+        groups, run.val_groups = run.val_groups, None
+        measured = evaluate(run.backend, run.val, lambda: _tick_in_evaluation(run), groups)
         if measured is None:
             return None
         for callback in run.callbacks:
             callback.on_log(state, "val", measured)
         row |= {f"val_{name}": value for name, value in measured.items()}
     row["learning_rate"] = run.backend.learning_rates()[0]
-    check_reported(run.config, row, is_validated=run.val is not None)
+    check_reported(run.config, row, is_validated=run.val is not None, earlier=state.rows)
     return row
 
 
@@ -306,9 +342,15 @@ def save(run: Run) -> None:
 
 
 def evaluate(
-    backend: Backend[Any], data: ShardedData, enter: Callable[[], bool] = lambda: True
+    backend: Backend[Any],
+    data: ShardedData,
+    enter: Callable[[], bool] = lambda: True,
+    groups: Iterable[Group] | None = None,
 ) -> dict[str, float] | None:
-    """Loss and metrics over `data`, each sample once, on all ranks; None when `enter()` says to stop before the end."""
+    """Return loss and metrics over `data`, each sample once, on all ranks; None when `enter()` says to stop before the end.
+
+    `groups`: those of `data`, where reading them has begun.
+    """
     backend.begin("val")
     sums: dict[str, list[float]] = {}
     window: list[StepResult] = []
@@ -319,7 +361,7 @@ def evaluate(
             sums[name] = [before[0] + total, before[1] + count]
         window.clear()
 
-    for micro in micro_batches(data.epoch(0)):
+    for micro in micro_batches(data.epoch(0) if groups is None else groups):
         if not enter():
             return None
         window.append(backend.eval_step(micro))

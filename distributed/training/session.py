@@ -139,7 +139,7 @@ class Session:
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
         run = loop.Run(
             self.backend, config, train, val, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
-            metrics=self.setup.job.metrics,
+            metrics=self.setup.job.metrics, has_training_step=self.setup.job.training_step is not None,
         )  # fmt: skip
         try:
             with (
@@ -241,14 +241,26 @@ class Session:
         state = store.load(path)
         self._is_saved = path.parent == store.directory
         self._checkpoint = path if self._is_saved else None
-        if self.context.restart_count == 0 or not is_stopped_by_callback(state):
-            state.stop_reason = None  # a restart of what a callback had stopped has nothing left to do
+        detail = {}
+        if not self._stays_stopped(state, run, path):
+            if is_stopped_by_callback(state):
+                detail["after"] = state.stop_reason  # for a restart of this launch, see `RunDirectory.has_gone_on`
+            state.stop_reason = None
         for name in load_states(callbacks, state.callbacks):
             text = f"{path.name} holds the state of a callback {name}, and this run has none"
             self._reporter({"kind": "warning", "text": text})
         if self.context.is_main_process:
-            run.event("resumed", step=state.step, checkpoint=path.name)
+            run.event("resumed", step=state.step, checkpoint=path.name, **detail)
         return state, path.name
+
+    def _stays_stopped(self, state: TrainState, run: RunDirectory, path: Path) -> bool:
+        """Return whether a callback has stopped this very launch at the checkpoint `path`, so that a restart has nothing to do.
+
+        A stop of an earlier launch, or of another run, does not count: it was resumed to go on. All ranks.
+        """
+        if self.context.restart_count == 0 or not is_stopped_by_callback(state) or not self._is_saved:
+            return False
+        return not self.files.on_main(lambda: run.has_gone_on(path.name))
 
     def _limit(self, merged: MergedConfig, state: TrainState) -> MergedConfig:
         """Count `epochs` and `max_steps` of a further fit from where it started, also when a restart repeats it."""

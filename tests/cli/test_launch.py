@@ -143,7 +143,7 @@ def test_a_torchrun_script_finds_its_world(facts):
     assert [each["environ"]["RANK"] for each in ours] == ["0", "1"]
 
 
-def test_the_workers_meet_at_the_port_that_was_typed(facts):
+def test_a_script_finds_the_port_that_was_typed(facts):
     ours, done = facts[1]["ours"]
     port = done.args[done.args.index("--master-port") + 1]
     assert [each["environ"]["MASTER_PORT"] for each in ours] == [port, port]

@@ -172,8 +172,16 @@ def test_a_port_in_use_is_known_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.py").touch()
     with socket.create_server(("", 0)) as taken, pytest.raises(ResourceError, match="Address already in use"):
-        run([*HERE, "--master-port", str(taken.getsockname()[1])])
+        run([*HERE, "--num-nodes", "2", "--run-dir", "new", "--master-port", str(taken.getsockname()[1])])
     assert names(tmp_path) == ["here.py"]
+
+
+def test_a_port_in_use_is_no_error_on_one_node_which_needs_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").touch()
+    with socket.create_server(("", 0)) as taken:
+        assert run([*HERE, "--dry-run", "--master-port", str(taken.getsockname()[1])]) == 0
+    assert "no effect here unless the script says more: master_port (one node)" in capsys.readouterr().out
 
 
 def test_on_the_command_line_it_is_quick_and_loads_no_framework(run_python, tmp_path):

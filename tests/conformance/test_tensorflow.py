@@ -25,7 +25,18 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(700)
 
 # Another model or order for each rank, or not float64: compared otherwise.
-OWN = {"dropping", "dropping-again", "dropping-resumed", "mixed", "float32", "scaled", "outputs", "nan-warn"}
+OWN = {
+    "drawn",
+    "drawn-measured",
+    "dropping",
+    "dropping-again",
+    "dropping-resumed",
+    "mixed",
+    "float32",
+    "scaled",
+    "outputs",
+    "nan-warn",
+}
 SAME_AS_PLAIN = [
     "compiled", "unbuilt", "softmax", "named", "indexed", "samples", "batches", "loader", "again",
     "loss-object", "step", "accumulated", "deterministic",
@@ -189,14 +200,23 @@ def test_metrics_of_compile_are_measured_and_the_default_losses_said(seen, world
 
 def test_metrics_that_are_no_means_are_those_of_all_samples(worlds, mirrored):
     one = worlds[1][0]["over-all"][0]
+    for _, console, _ in worlds.values():  # said in an evaluation, and not again in the fit after it
+        assert console.count("metric 'root' gives another value when its batch is split") == 1
     for seen in (one, *worlds[2][0]["over-all"], mirrored[0]["over-all"]):
         assert "error" not in seen, seen["error"]
         found = {name: seen["rows"][-1][f"val_{name}"] for name in seen["expected"]}
         assert found == pytest.approx(seen["expected"], abs=1e-6)  # variables of Keras are float32
-        assert {"union", "largest", "order"} <= seen["rows"][0].keys() and "root" in seen["rows"][-1]
+        assert {"union", "largest", "order", "root"} <= seen["rows"][0].keys()
         trained = [{name: row[name] for name in ("union", "largest", "order")} for row in seen["rows"]]
         expected = [{name: row[name] for name in ("union", "largest", "order")} for row in one["rows"]]
         assert all(a == pytest.approx(b, abs=1e-9) for a, b in zip(trained, expected, strict=True))
+
+
+def test_objects_of_keras_measure_what_a_training_step_returns_for_them(worlds):
+    for seen in (worlds[1][0]["step"][0], *worlds[2][0]["step"]):
+        assert "error" not in seen, seen["error"]
+        found = {name: seen["rows"][-1][f"val_{name}"] for name in seen["expected"]}
+        assert found == pytest.approx(seen["expected"], abs=1e-6)  # variables of Keras are float32
 
 
 @pytest.mark.parametrize("case", ["object", "unbuilt"])
@@ -222,6 +242,10 @@ def test_the_seed_decides_the_order_and_a_stream_shuffles_by_its_own(seen):
 def test_the_same_run_twice_gives_the_same_bits(seen, both):
     assert seen["dropping"]["weights"] == seen["dropping-again"]["weights"]
     assert distance(*both["dropping"]) > 1e-3  # each rank drops its own
+
+
+def test_what_a_metric_draws_changes_no_number_of_training(seen):
+    assert seen["drawn-measured"]["weights"] == seen["drawn"]["weights"] != seen["plain"]["weights"]
 
 
 def test_deterministic_is_asked_of_tensorflow(seen):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.conformance import test_whole_model
 from tests.conftest import needs_backend
 
 SLEEP = "import time; time.sleep(100)"
@@ -60,3 +61,15 @@ def test_a_missing_library_skips_unless_the_backend_is_required(monkeypatch):
         needs_backend("fsdp")
     monkeypatch.undo()
     needs_backend("fsdp")  # installed: nothing happens
+
+
+def test_a_case_whose_library_is_missing_is_a_skip_that_says_so(monkeypatch):
+    case = next(each for each in test_whole_model.CHECKED if each[1] == "adapted")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delenv("REQUIRE_BACKENDS", raising=False)
+
+    with pytest.raises(pytest.skip.Exception, match=f"backend {case[0]} needs peft"):
+        test_whole_model.test_a_saved_model_is_the_checkpoint_bit_for_bit(None, *case)
+    monkeypatch.setenv("REQUIRE_BACKENDS", case[0])
+    with pytest.raises(pytest.fail.Exception, match=r"needs peft, .* and REQUIRE_BACKENDS names it"):
+        test_whole_model.test_a_saved_model_is_the_checkpoint_bit_for_bit(None, *case)

@@ -13,7 +13,7 @@ import pytest
 SCRIPT = """
 import json, keras, numpy, torch
 from torch.utils.data import TensorDataset
-from distributed import Trainer, over_all
+from distributed import ConfigError, Trainer, over_all
 from distributed.backends._keras.losses import compiled_metrics, metric_value, of_output
 
 x, one, other = (numpy.random.default_rng(0).normal(size=(7, n)).astype("float32") for n in (4, 1, 2))
@@ -57,6 +57,34 @@ for name, metric in zip(("auc", "rmse", "largest", "given"), [*makes(), keras.me
     theirs[name] = float(metric.result())
 theirs["missed"] = float((y - outputs).abs().mean())
 found["over all"] = [theirs, ours]
+
+def step(model, batch):
+    outputs = model(batch[0])
+    loss = torch.nn.functional.binary_cross_entropy(outputs, batch[1])
+    return {"loss": loss, "auc": (outputs, batch[1]), "mse": (outputs, batch[1])}
+metrics = {"auc": keras.metrics.AUC(), "mse": keras.metrics.MeanSquaredError()}
+plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation="sigmoid")])
+trainer = Trainer(plain, training_step=step, metrics=metrics, batch_size=7, epochs=1, verbose=False)
+row = trainer.fit(TensorDataset(x, y), TensorDataset(x, y)).rows[-1]
+theirs = {}
+for name, metric in {"auc": keras.metrics.AUC(), "mse": keras.metrics.MeanSquaredError()}.items():
+    metric.update_state(y, trainer.predict(TensorDataset(x, y)))
+    theirs[name] = float(metric.result())
+def compiled():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation="sigmoid")])
+    model.compile(loss="binary_crossentropy", metrics=[keras.metrics.AUC(name="auc"), "mae"])
+    return model
+def watched(model, monitor):
+    trainer = Trainer(model, batch_size=7, epochs=1, verbose=False, monitor=monitor, monitor_mode="max")
+    try:
+        best = trainer.fit(TensorDataset(x, y), *([TensorDataset(x, y)] if monitor.startswith("val_") else [])).best_metrics
+        return best[monitor] == max(row[monitor] for row in trainer.history.rows)
+    except ConfigError as error:
+        return f"{error}, after update {trainer.backend._step}"
+found["monitors"] = [
+    [watched(model, monitor) for monitor in ("val_auc", "auc", "val_mae", "val_aux")] for model in (compiled(), compiled)
+]
+found["of a step"] = [theirs, {name: row["val_" + name] for name in theirs}]
 print(json.dumps(found))
 """
 
@@ -69,8 +97,13 @@ def test_each_metric_is_of_its_own_output_and_of_all_samples(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    theirs, ours = found.pop("over all")
-    assert ours == pytest.approx(theirs, abs=1e-6)
+    unknown = "monitor='val_aux' is not reported (did you mean 'val_auc'?): choose one of val_loss, "
+    for *right, wrong in found.pop("monitors"):  # of a model, and of a factory of one
+        assert right == [True] * 3
+        assert wrong.startswith(unknown) and wrong.endswith(", after update 1")
+    for samples in ("over all", "of a step"):
+        theirs, ours = found.pop(samples)
+        assert ours == pytest.approx(theirs, abs=1e-6), samples
     assert set(found["list"][1]) == {"a_mse", "b_mae"}
     for form, (theirs, ours) in found.items():
         assert len(ours) == 2, form

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+
 import pytest
 
+from distributed import over_all
 from distributed.config.merging import Typed, merge
 from distributed.errors import ConfigError
 from distributed.metrics.monitor import best_metrics, check_monitor, check_reported, is_larger_better
+from distributed.state import Job
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,36 @@ def test_a_monitor_that_nobody_reports_is_named_with_the_nearest_that_is():
 
     with pytest.raises(ConfigError, match=r"'val_acuracy' is not reported \(did you mean 'val_accuracy'\?\): choose"):
         check_reported(config, {"epoch": 1, "step": 3, "loss": 1.0, "val_accuracy": 0.5}, is_validated=True)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "is_possible"),
+    [
+        ("val_f1", True),
+        ("val_pr_recall", True),
+        ("pr", True),
+        ("val_loss", True),
+        ("val_los", False),
+        ("val_prx", False),
+        ("val_f1_micro", False),
+    ],
+)
+def test_metrics_that_may_report_several_values_leave_only_their_own_names_open(monitor, is_possible):
+    metrics = {"f1": lambda outputs, targets: 0.0, "pr": over_all(lambda outputs, targets: {"recall": 0.5})}
+    merged = merge(Typed(), {"monitor": monitor, "monitor_mode": "max"})
+    model = type("Model", (), {"parameters": None})()
+    refused = contextlib.nullcontext() if is_possible else pytest.raises(ConfigError, match=f"{monitor!r} is not rep")
+    with pytest.MonkeyPatch.context() as patch, refused:
+        patch.delitem(sys.modules, "keras", raising=False)
+        check_monitor(merged, [1], Job(model, metrics=metrics))
+
+
+def test_a_metric_that_an_earlier_row_has_may_be_absent():
+    config = merge(Typed(), {"monitor": "val_f1", "monitor_mode": "max"}).config
+    row = {"epoch": 2, "step": 6, "val_loss": 1.0}
+    check_reported(config, row, is_validated=True, earlier=[{"epoch": 1, "val_f1": 0.5}])
+    with pytest.raises(ConfigError, match="'val_f1' is not reported"):
+        check_reported(config, row, is_validated=True, earlier=[{"epoch": 1}])
 
 
 def test_the_default_monitor_may_be_absent_where_nothing_is_validated():

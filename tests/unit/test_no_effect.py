@@ -58,24 +58,25 @@ OFF = {
     "scaler_init_scale", "scaler_growth_interval", "scheduler_interval", "mlflow_checkpoint", "profile_wait",
     "profile_warmup", "profile_active", "tensorboard_histograms", "warmup_start",
 }  # fmt: skip
-LAUNCHERS_OWN = {"monitor_interval", "max_restarts", "restart_on_exception", "master_port"}
-ONE_PROCESS = {"communication_backend", "start_timeout", "master_addr", "node_rank"}
+LAUNCHERS_OWN = {"monitor_interval", "max_restarts", "restart_on_exception"}
+# Workers of one node meet in a file: nothing looks for them at an address, and no port is opened.
+ONE_NODE = {"master_addr", "master_port", "node_rank"}
+ONE_PROCESS = {"communication_backend", "start_timeout"} | ONE_NODE
 # (who started the processes, how many nodes, how many processes of each) -> what has no effect there
 PLACES = {
     ("nobody", 1, 1): OFF | LAUNCHERS_OWN | ONE_PROCESS | {"timeout_s"},
     ("ours", 1, 1): OFF | ONE_PROCESS,
     ("ours, before the script", 1, 1): OFF | ONE_PROCESS | LAUNCHERS_OWN | {"timeout_s"},
     ("another", 1, 1): OFF | ONE_PROCESS | LAUNCHERS_OWN | {"timeout_s"},
-    ("ours", 1, 2): OFF | {"master_addr", "node_rank"},
-    ("ours, before the script", 1, 2): OFF | {"master_addr", "node_rank"} | LAUNCHERS_OWN,
-    ("another", 1, 2): OFF | {"master_addr", "node_rank"} | LAUNCHERS_OWN,
+    ("ours", 1, 2): OFF | ONE_NODE,
+    ("ours, before the script", 1, 2): OFF | ONE_NODE | LAUNCHERS_OWN,
+    ("another", 1, 2): OFF | ONE_NODE | LAUNCHERS_OWN,
     ("ours", 2, 2): OFF,
-    ("ours, before the script", 2, 2): OFF | {"master_addr", "node_rank"} | LAUNCHERS_OWN,
-    ("another", 2, 2): OFF | {"master_addr", "node_rank"} | LAUNCHERS_OWN,
+    ("ours, before the script", 2, 2): OFF | ONE_NODE | LAUNCHERS_OWN,
+    ("another", 2, 2): OFF | ONE_NODE | LAUNCHERS_OWN,
 }
 # Where a backend differs: (backend, setting, who started the processes or None for anybody) -> whether it has an effect
 DIFFERENT = {
-    ("ray", "master_port", None): False,
     ("ray", "start_timeout", "ours"): True,
     ("ray", "start_timeout", "ours, before the script"): False,
     ("ray", "start_timeout", "another"): False,
@@ -204,9 +205,16 @@ def test_options_of_another_engine_count_where_that_engine_does_the_step():
 
 
 def test_what_fit_leaves_to_itself_is_no_flag_that_is_missing():
-    backend = situation("pytorch-ddp", {"master_port": 9999, "max_restarts": 3}, "nobody", 1, 2).backend
+    backend = situation("pytorch-ddp", {"master_port": 9999, "max_restarts": 3}, "nobody", 2, 2).backend
     request = LaunchRequest("run", payload="job", max_restarts=3)
     assert without_effect(Situation(backend, request)) == {"master_port": "fit chooses it"}
+
+
+def test_workers_on_a_cluster_that_ray_joined_meet_at_the_port():
+    needs_backend("ray")
+    settings = {"master_port": 29511}
+    assert without_effect(situation("ray", settings, "ours", 1, 2)) == {"master_port": "no cluster is joined"}
+    assert without_effect(situation("ray", {**settings, "address": "10.0.0.1:6379"}, "ours", 1, 2)) == {}
 
 
 def test_what_one_process_of_horovod_cannot_use_is_named():

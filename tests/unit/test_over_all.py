@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import warnings
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from distributed import ConfigError, Trainer, TrainingError, over_all
 from distributed.backends import over_all as wholes_module
+from distributed.backends._torch import averages
 from distributed.backends._torch.averages import _pair
 from distributed.backends._torch.over_all import ENGINE, StateMeasure, measure_of
 from distributed.backends.over_all import Deferred, Wholes
@@ -144,6 +147,20 @@ def test_a_plain_function_is_found_out_in_the_first_evaluation_and_said_once(tmp
     assert trainer.history.rows[-1]["val_f1"] == pytest.approx(float(f1(outputs, Y)), abs=1e-12)
 
 
+def test_what_an_evaluation_found_out_holds_for_the_fit_after_it_and_is_not_said_again(tmp_path, capsys):
+    trainer = trainer_of(tmp_path, metrics={"f1": f1, "right": accuracy}, verbose=True)
+    trainer.evaluate(DATA)
+    history = trainer.fit(DATA, DATA)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("metric 'f1' gives another value when its batch is split") == 1
+    measured = trainer.backend._averages.measured
+    assert (measured.form, measured.is_looking) == ({"f1": False, "right": True}, False)
+    once = trainer_of(tmp_path, "once", metrics={"f1": over_all(f1)}).fit(DATA, DATA)
+    assert [row["f1"] for row in history.rows] == [
+        row["f1"] for row in once.rows
+    ]  # in training, from the first epoch on
+
+
 def test_the_first_value_is_right_where_the_first_batches_prove_nothing(tmp_path):
     """All samples of the first batches are answered alike; the last ones make the difference."""
 
@@ -230,6 +247,20 @@ def test_early_stopping_and_best_use_it(tmp_path):
     assert max(manifest["monitor_value"] for manifest in manifests) == 0.7
 
 
+def test_one_of_several_values_is_a_monitor(tmp_path):
+    values = iter([0.5, 0.7, 0.6, 0.4, 0.3])
+    scores = over_all(lambda outputs, targets: {"recall": next(values), "precision": 0.1}, training=False)
+    settings = {"metrics": {"scores": scores}, "monitor_mode": "max", "early_stopping_patience": 2, "epochs": 5}
+    history = trainer_of(tmp_path, monitor="val_scores_recall", **settings).fit(DATA, DATA)
+    assert history.stop_reason == "early_stopping" and len(history.rows) == 4
+    assert history.best_metrics["val_scores_recall"] == 0.7
+    values = iter([0.5])
+    with pytest.raises(ConfigError, match=r"'val_scores_recal' is not reported \(did you mean 'val_scores_recall'\?\)"):
+        trainer_of(tmp_path, "typo", monitor="val_scores_recal", **settings).fit(DATA, DATA)
+    with pytest.raises(ConfigError, match=r"'val_score_recall' is not reported"):
+        trainer_of(tmp_path, "early", monitor="val_score_recall", **settings).fit(DATA, DATA)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -278,6 +309,66 @@ def test_any_object_that_is_updated(tmp_path):
     expected = float((outputs[:, 1] - Y).abs().max())
     assert (found["largest_gap"], found["largest_twice"]) == (expected, 2 * expected)
     assert trainer.evaluate(DATA) == found
+
+
+class Drawing(torch.nn.Module):
+    """Draws from every global generator while it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        if not self.training:
+            return self.layer(x)
+        return self.layer(F.dropout(x) * (random.random() + numpy.random.random()))
+
+
+def draw():
+    return random.random() + numpy.random.random() + torch.rand(()).item()
+
+
+class DrawingMetric(LargestGap):
+    def update(self, outputs, targets):
+        draw()
+        super().update(outputs, targets)
+
+    def compute(self):
+        return draw()
+
+
+class DrawingStates(torchmetrics.MeanSquaredError):
+    def update(self, outputs, targets):
+        draw()
+        super().update(outputs[:, 0], targets.float())
+
+
+DRAWING = {
+    "mean": lambda o, t: accuracy(o, t) + 0 * draw(),
+    "found out": lambda o, t: f1(o, t) + 0 * draw(),
+    "over all": over_all(lambda o, t: draw()),
+    "transform": over_all(f1, transform=lambda outputs: outputs + 0 * draw()),
+    "object": DrawingMetric(),
+    "states": DrawingStates(),
+}
+
+
+def losses_with(metrics, path):
+    trainer = Trainer(
+        Drawing, metrics=metrics, epochs=2, batch_size=8, log_every_n_steps=1, verbose=False, checkpoint_frequency=None,
+        checkpoint_dir=str(path),
+    )  # fmt: skip
+    return [(row["loss"], row["val_loss"]) for row in trainer.fit(DATA, DATA).rows]
+
+
+def test_what_a_metric_draws_changes_no_number_of_training(tmp_path, monkeypatch):
+    plain = losses_with({}, tmp_path / "plain")
+    found = {name: losses_with({name: metric}, tmp_path / name) for name, metric in DRAWING.items()}
+    assert found == dict.fromkeys(DRAWING, plain)
+    monkeypatch.setattr(averages, "_SMALL_OUTPUTS", 0)  # outputs are large: they are measured at once
+    monkeypatch.setattr(wholes_module, "_CHUNK_BYTES", 1)
+    assert losses_with({}, tmp_path / "large") == plain
+    assert losses_with(DRAWING, tmp_path / "all") == plain
 
 
 def test_a_step_returns_what_metrics_are_called_with(tmp_path):
@@ -516,6 +607,27 @@ def test_large_outputs_are_sent_in_pieces_and_warned_of_once(monkeypatch):
 
     assert on_wholes(2, METRICS, work, warned) == [(True, float(f1(SCORES, Y)))] * 2
     assert len(warned) == 1 and "GiB" in warned[0] and "transform=" in warned[0]
+
+
+def test_a_metric_that_is_dropped_keeps_no_outputs():
+    def work(wholes, rank):
+        wholes.begin("val")
+        feed(wholes, rank, 1, 0, 21, split="val")
+        late = StepResult([], 0, Deferred("val", [], {"f1": [Part((99, 0), N, Arguments((SCORES, Y), {}))]}))
+        pending = list(wholes._pending["val"])
+        before = wholes._pending_bytes["val"]
+        wholes.drop("f1")
+        names = {name for result in pending for name in result.deferred.parts}
+        halved = wholes._pending_bytes["val"] == before // 2
+        wholes.keep("val", late)  # an engine that had it in its step already
+        alone = dict(late.deferred.parts)
+        wholes.measure("val")
+        kept = wholes._kept_bytes["val"]
+        wholes.drop("ppl")
+        return names, halved, alone, kept > wholes._kept_bytes["val"] == 0
+
+    metrics = {"f1": METRICS["f1"], "ppl": METRICS["ppl"]}
+    assert on_wholes(1, metrics, work) == [({"ppl"}, True, {}, True)]
 
 
 def test_what_a_transform_keeps_is_all_that_is_kept():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -16,7 +18,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Callback, EarlyStopping, Trainer
+from distributed.backends import splitting
+from distributed.backends._torch import loading
+from distributed.config.merging import Typed
 from distributed.errors import ConfigError
+from distributed.launching.request import Handover
 from distributed.training.files import _Taken
 
 DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 2)
@@ -45,6 +51,10 @@ def terminal():
         patch.setenv("TERM", "xterm")
         patch.setenv("COLUMNS", "100")
         yield stream
+
+
+def step_of_loss(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def trainer(step=None, *callbacks, **settings):
@@ -219,16 +229,67 @@ def test_another_trainer_has_a_directory_of_its_own(tmp_path):
     assert set(results(tmp_path)) == {runs[0].removeprefix("runs/"), "fit-2"}
 
 
-def test_a_misspelt_monitor_names_the_nearest_after_the_first_update():
-    def no_metric(model):
-        counts.append(model.training)
+def test_a_misspelt_monitor_is_told_after_the_first_update_and_an_error_after_the_first_epoch(capsys):
+    """A training_step may report it later: it is no error before it can be known."""
 
-    counts = []
-    with pytest.raises(
-        ConfigError, match=r"'val_los' is not reported \(did you mean 'val_loss'\?\): choose one of val_loss, loss"
-    ):
-        trainer(no_metric, monitor="val_los", monitor_mode="min", epochs=5).fit(DATA, DATA)
-    assert counts == [True, False]  # one update and one batch of validation, as it may have metrics of its own
+    def count(model):
+        counts.append(model.training)
+        told.append("val_los" in capsys.readouterr().err)
+
+    counts, told = [], []
+    with pytest.raises(ConfigError, match=r"'val_los' is not reported \(did you mean 'val_loss'\?\)"):
+        trainer(count, monitor="val_los", monitor_mode="min", epochs=5).fit(DATA, DATA)
+    # One update and one batch of validation, as that may have metrics of its own; then the rest of the epoch.
+    assert counts == [True, False, True, True, False, False, False]
+    assert told == [False, False, True, False, False, False, False]
+
+
+def test_a_metric_that_the_step_reports_now_and_then_is_a_monitor(capsys):
+    """Not in the first update, and in the evaluation of the first of three epochs only."""
+
+    def training_step(model, batch):
+        calls.append(model.training)
+        loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return {"loss": loss, "f1": loss * 0 + 0.5} if len(calls) == 6 else loss
+
+    calls = []
+    plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, mode="max")
+    runner = Trainer(
+        torch.nn.Linear(2, 2), training_step=training_step, monitor="val_f1", monitor_mode="max", epochs=3, batch_size=4,
+        device="cpu", scheduler=plateau, callbacks=[EarlyStopping("val_f1", 1, "max")],
+    )  # fmt: skip
+    history = runner.fit(DATA, DATA)
+    assert [row.get("val_f1") for row in history.rows] == [0.5, None, None]
+    assert history.stop_reason is None
+    said = capsys.readouterr()
+    assert said.err.count("monitor='val_f1' is not reported by the first update") == 1
+    assert "it reports val_loss, loss" in said.err and "after the first epoch" in said.err
+
+
+def test_a_monitor_of_validation_that_no_data_is_given_for_can_never_come():
+    runner = trainer(None, EarlyStopping("val_f1", mode="max"), epochs=9)
+    with pytest.raises(ConfigError, match="'val_f1' is not reported: choose one of loss"):
+        runner.fit(DATA)
+    assert runner.backend._step == 1
+
+
+def test_the_look_at_a_batch_of_validation_counts_for_nothing_else(monkeypatch):
+    """Mixed targets in training: only the validation has an accuracy."""
+    votes, starts = [], []
+    ask, begin = splitting.vote, loading.MapData.epoch
+    monkeypatch.setattr(splitting, "vote", lambda *args: votes.append(args[3]) or ask(*args))
+    monkeypatch.setattr(
+        loading.MapData, "epoch", lambda data, *args: starts.append(data._source.name) or begin(data, *args)
+    )
+    mixed = TensorDataset(DATA.tensors[0], torch.nn.functional.one_hot(DATA.tensors[1]).float())
+    runner = Trainer(
+        torch.nn.Linear(2, 2), metrics={"sure": lambda o, t: o.softmax(1).amax(1).mean()}, batch_size=4, epochs=1, device="cpu",
+        loss_fn=torch.nn.functional.cross_entropy, monitor="val_accuracy", monitor_mode="max",
+    )  # fmt: skip
+    history = runner.fit(mixed, DATA)
+    assert "val_accuracy" in history.rows[0] and "accuracy" not in history.rows[0]
+    assert votes == [4, 4]  # the first and the second batch of three
+    assert starts.count("evaluation data") == 1  # whose loader starts its workers once
 
 
 def test_a_monitor_that_only_the_evaluation_reports_is_seen():
@@ -240,9 +301,7 @@ def test_a_monitor_that_only_the_evaluation_reports_is_seen():
     model = torch.nn.Linear(2, 2)
     history = Trainer(model, training_step=training_step, monitor="val_f1", **settings).fit(DATA, DATA)
     assert history.best_metrics["val_f1"] == 0.5
-    with pytest.raises(
-        ConfigError, match=r"'val_f2' is not reported .*val_f1.*: choose one of val_loss, loss, learning_rate"
-    ):
+    with pytest.raises(ConfigError, match=r"'val_f2' is not reported .*val_f1.*: choose one of loss, .*val_f1"):
         Trainer(model, training_step=training_step, monitor="val_f2", **settings).fit(DATA, DATA)
 
 
@@ -278,10 +337,15 @@ def test_accuracy_is_no_monitor_where_targets_are_no_classes():
 
 
 def test_the_monitor_of_a_callback_is_checked_too():
-    runner = trainer(None, EarlyStopping("val_f1", mode="max"), epochs=9)
+    settings = {"device": "cpu", "batch_size": 4, "epochs": 9, "callbacks": [EarlyStopping("val_f1", mode="max")]}
+    runner = Trainer(torch.nn.Linear(2, 2), **settings)
     with pytest.raises(ConfigError, match="'val_f1' is not reported"):
         runner.fit(DATA, DATA)
     assert runner.backend._step == 1
+    runner = Trainer(torch.nn.Linear(2, 2), training_step=step_of_loss, **settings)
+    with pytest.raises(ConfigError, match="'val_f1' is not reported"):
+        runner.fit(DATA, DATA)
+    assert runner.backend._step == 3  # a training_step could have reported it until then
 
 
 class Running:
@@ -321,6 +385,11 @@ class FailsLate(Callback):
         raise ZeroDivisionError
 
 
+class StopsAtStart(Callback):
+    def on_train_start(self, state):
+        self.context.stop("no more")
+
+
 class StopsInStep2(Callback):
     def on_step_end(self, state, result):
         self.seen = self.context
@@ -344,6 +413,45 @@ def test_a_run_that_a_callback_stops_is_finished_and_says_why(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"StopsInStep2.context is known while fit"):
         _ = callback.context
     assert fitted.fit(DATA, DATA, epochs=1).steps > 2  # a further fit goes on
+
+
+class DiesInStep3(Callback):
+    def on_step_end(self, state, result):
+        if state.step == 3:
+            raise ZeroDivisionError
+
+
+def attempt(run_dir, restart_count, *callbacks, **settings):
+    """Fit as a worker does in this attempt of a launch with --resume."""
+    _Taken.first, _Taken.count = None, 0
+    runner = trainer(None, *callbacks, epochs=2, **settings)
+    runner._given = Handover(Typed(), str(run_dir), resume=run_dir.exists(), restart_count=restart_count)
+    session = runner._open_session()
+    session.context = session.files._context = dataclasses.replace(session.context, restart_count=restart_count)
+    try:
+        return runner.fit(DATA)
+    finally:
+        session.files._run.unlock()
+
+
+def test_a_restart_stays_stopped_where_this_launch_stopped_and_goes_on_where_an_earlier_one_did(tmp_path):
+    attempt(tmp_path / "run", 0, StopsInStep2())
+    assert attempt(tmp_path / "run", 1).stop_reason == "the loss is low enough"  # of what this launch has stopped
+    with pytest.raises(ZeroDivisionError):
+        attempt(tmp_path / "run", 0, DiesInStep3())  # --resume, and no checkpoint since
+    with pytest.raises(ZeroDivisionError):
+        attempt(tmp_path / "run", 1, DiesInStep3())
+    shutil.copytree(tmp_path / "run", tmp_path / "stopped-again")
+    history = attempt(tmp_path / "run", 2)
+    assert (history.steps, history.stop_reason) == (6, None)
+    # A run that stops again at the very step is stopped by this launch.
+    attempt(tmp_path / "stopped-again", 0, StopsAtStart())
+    assert attempt(tmp_path / "stopped-again", 1).stop_reason == "no more"
+
+
+def test_a_restart_goes_on_from_a_checkpoint_of_another_run_that_was_stopped(tmp_path):
+    attempt(tmp_path / "run", 0, StopsInStep2())
+    assert attempt(tmp_path / "other", 1, resume_from_checkpoint=str(tmp_path / "run")).steps == 6
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])

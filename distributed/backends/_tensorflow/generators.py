@@ -48,6 +48,19 @@ class Generators:
             self._own = random.getstate(), numpy.random.get_state()
             _set(callers)
 
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Put every generator back after the block: what a metric draws must not change the numbers of training."""
+        before = random.getstate(), numpy.random.get_state()
+        copies = [copy for replica in range(self._replicas.number) for copy in self._copies(replica).values()]
+        states = [copy.numpy() for copy in copies]
+        try:
+            yield
+        finally:
+            _set(before)
+            for copy, state in zip(copies, states, strict=True):
+                copy.assign(state)
+
     def seed(self, seed: int, step: int) -> None:
         """Seed all of them for the updates from `step` on."""
         values = [sample_seed(seed, step, stream) for stream in self._streams]

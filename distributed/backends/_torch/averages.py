@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from distributed.backends._torch.generators import forked
 from distributed.backends._torch.objective import (
     Loss,
     as_loss,
@@ -94,8 +93,7 @@ class Averages:
 
     def _look(self, loss: Loss, n: int) -> None:
         if loss.targets is not None and self.measured.is_looking:
-            with forked(self._device):  # a function that draws leaves no trace
-                self.measured.look(loss.outputs, loss.targets, n, _pair)
+            self.measured.look(loss.outputs, loss.targets, n, _pair)
 
     def _keep_parts(self, deferred: Deferred, key: tuple[int, int], n: int, loss: Loss) -> None:
         for name in self.measured.wholes.names(deferred.split):
@@ -185,7 +183,7 @@ class Averages:
         rows: list[Row] = []
         counted = [entry for entry in kept if entry[2]]
         functions = self.measured.functions(split)
-        with torch.no_grad():
+        with torch.no_grad(), self.measured.wholes.keeping_generators():
             for outputs, targets, n in _joined(counted or kept[:1]):
                 rows += evaluate_metrics(functions, outputs, targets, n, default=not self._has_accuracy)
         return rows if counted else without_weight(rows)

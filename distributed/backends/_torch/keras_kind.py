@@ -121,7 +121,10 @@ class KerasKind(TorchKind):
             return KerasObjective(job.loss_fn, job.training_step, own, self.module, notice, self._scope)
 
     def metrics(self, job: Job) -> Mapping[str, Callable[..., Any]]:
-        return {name: _ours(m) for name, m in job.metrics.items() if not _is_metric(m)}
+        # The objective measures Keras's metric objects itself. With a training_step it has no outputs to measure: the step
+        # returns the arguments of each metric, which is then computed over all samples like any other object.
+        has_step = job.training_step is not None
+        return {name: _ours(m) for name, m in job.metrics.items() if has_step or not _is_metric(m)}
 
     def save_model(self, directory: Path) -> dict[str, Any]:
         if self.context.is_main_process:

@@ -67,6 +67,8 @@ class Schedule:
         name = self._merged.config.monitor
         if name not in metrics:
             if self._merged.is_typed("monitor"):
+                if self._scheduler.last_epoch > 0:  # it was reported before: now and then
+                    return
                 raise unknown_metric("monitor", name, metrics)
             name = "loss"
         self.step(metrics[name])

@@ -89,21 +89,38 @@ def of_torch():
     return type("F1", (), {"__module__": "torchmetrics.f1", **methods})()
 
 
-def over_all_samples():
-    """What a compiled metric, one of the user's own, a function and a plain one that is found out measure, and should."""
-    order = over_all(lambda outputs, targets: float(np.dot(outputs[:, 0], np.arange(len(targets)))))
-    metrics = {"largest": Largest(), "order": order, "root": lambda o, t: tf.sqrt(tf.reduce_mean(o**2))}
-    trainer, seen = train(measured_by_compile, val=(X, Y), optimizer=None, metrics=metrics)
-    outputs, unions = trainer.predict((X, Y)), []
+def mean_union(outputs):
+    """The mean over the classes of intersection over union."""
+    unions = []
     for label in range(CLASSES):
         found, wanted = outputs.argmax(1) == label, label == Y
         if (found | wanted).any():
             unions.append((found & wanted).sum() / (found | wanted).sum())
+    return float(np.mean(unions))
+
+
+def over_all_samples():
+    """What a compiled metric, one of the user's own, a function and a plain one that is found out measure, and should."""
+    order = over_all(lambda outputs, targets: float(np.dot(outputs[:, 0], np.arange(len(targets)))))
+    metrics = {"largest": Largest(), "order": order, "root": lambda o, t: tf.sqrt(tf.reduce_mean(o**2))}
+    trainer, seen = train(
+        measured_by_compile, val=(X, Y), optimizer=None, metrics=metrics, first=lambda trainer: trainer.evaluate((X, Y))
+    )
+    outputs = trainer.predict((X, Y))
     expected = {
-        "union": np.mean(unions), "largest": outputs.max(), "order": np.dot(outputs[:, 0], np.arange(SAMPLES)),
+        "union": mean_union(outputs), "largest": outputs.max(), "order": np.dot(outputs[:, 0], np.arange(SAMPLES)),
         "root": np.sqrt((outputs**2).mean()),
     }  # fmt: skip
     return seen | {"expected": {name: float(value) for name, value in expected.items()}}
+
+
+def drawing_loss(outputs, targets):
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs)
+    return tf.reduce_mean(losses * keras.random.uniform((), 0.5, 1.5, dtype="float64"))
+
+
+def drawing_metric(outputs, targets):
+    return float(keras.random.uniform(())) + np.random.random()
 
 
 class Watch(Callback):
@@ -138,9 +155,10 @@ def weights(model):
     return [float(v) for w in model.trainable_variables for v in w.numpy().ravel()]
 
 
-def train(model=net, data=(X, Y), val=None, optimizer=sgd, **settings):
+def train(model=net, data=(X, Y), val=None, optimizer=sgd, first=lambda trainer: None, **settings):
     watch = Watch()
     trainer = TensorFlowDistributedTrainer(model, optimizer=optimizer, callbacks=[watch], **{**BASE, **settings})
+    first(trainer)
     history = trainer.fit(data, val)
     seen = {
         "weights": weights(trainer.model), "rows": history.rows, "norms": watch.norms, "rates": watch.rates,
@@ -229,7 +247,20 @@ def weighted_by_hand(model, x, y):
 def step(model, batch):
     x, y = batch
     outputs = model(x, training=True)
-    return {"loss": tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs)), "size": tf.size(y)}
+    loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs))
+    return {"loss": loss, "size": tf.size(y), "union": (outputs, y), "nll": (outputs, y)}
+
+
+def stepped():
+    """What metric objects of Keras measure of the arguments that a training_step returns for them, and should."""
+    metrics = {
+        "union": keras.metrics.MeanIoU(CLASSES, sparse_y_pred=False),
+        "nll": keras.metrics.SparseCategoricalCrossentropy(from_logits=True),  # a mean over samples
+    }
+    trainer, seen = train(training_step=step, metrics=metrics, val=(X, Y))
+    outputs = trainer.predict((X, Y))
+    nll = np.log(np.exp(outputs).sum(1)) - outputs[np.arange(SAMPLES), Y]
+    return seen | {"expected": {"union": mean_union(outputs), "nll": float(nll.mean())}}
 
 
 def decay(optimizer=None):
@@ -357,7 +388,9 @@ CASES = {
         )
     ),
     "sample-weights": lambda: facts(data=(X, Y, 1.0 + Y)),
-    "step": lambda: facts(training_step=step),
+    "step": stepped,
+    "drawn": lambda: facts(loss_fn=drawing_loss),
+    "drawn-measured": lambda: facts(loss_fn=drawing_loss, metrics={"drawn": over_all(drawing_metric)}),
     "regularized": lambda: facts(
         lambda: net(kernel_regularizer=keras.regularizers.L2(0.1)), gradient_accumulation_steps=2
     ),
