@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import selectors
@@ -165,6 +166,36 @@ def test_who_does_not_finish_the_first_line_in_time_is_sent_away(door):
         serve(door, lambda: door.num_refused == 2)
         half.settimeout(5)
         assert half.recv(10) == b"" and door.patience_s is None and door.admitted == []
+
+
+def test_a_connection_that_is_gone_before_it_is_accepted_sends_nobody_away(door):
+    with socket.create_connection(("127.0.0.1", door.port)):
+        serve(door, lambda: door._strangers)
+        door._accept(door._listener)  # BlockingIOError: nobody waits there
+        assert len(door._strangers) == 1 and door.num_refused == 0
+    serve(door, lambda: door.num_refused == 1)
+
+
+@pytest.mark.parametrize("reason", [errno.EMFILE, errno.ENFILE])
+def test_without_a_descriptor_left_the_oldest_stranger_gives_way(door, monkeypatch, reason):
+    with socket.create_connection(("127.0.0.1", door.port)) as oldest:
+        serve(door, lambda: door._strangers)
+        monkeypatch.setattr(door, "_listener", Full(reason))
+        door._accept(None)
+        oldest.settimeout(5)
+        assert oldest.recv(10) == b"" and door.num_refused == 1
+        door._accept(None)  # and where nobody can give way, nothing happens
+        monkeypatch.undo()
+
+
+class Full:
+    """A listener of a process that has no descriptor left."""
+
+    def __init__(self, reason):
+        self.reason = reason
+
+    def accept(self):
+        raise OSError(self.reason, os.strerror(self.reason))
 
 
 def test_a_first_line_may_come_in_pieces(door):
