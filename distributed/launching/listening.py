@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _ESTABLISHED = "01"
@@ -28,7 +29,8 @@ def listen_at(host: str, port: int, *, is_alone: bool = False) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-    return _bound(socket.AF_INET, socket.SOCK_STREAM, 0, ("", port))
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    return _bound(family, socket.SOCK_STREAM, 0, ("", port))
 
 
 def loopback_interface() -> str | None:
@@ -46,12 +48,12 @@ def loopback_environ() -> dict[str, str]:
 
 
 def is_own_peer(connection: socket.socket) -> bool:
-    """Return whether a process of this user, or of root, is at the other end of a TCP connection over loopback.
+    """Return whether a process of this user, or of root, is at the other end of a TCP connection within this machine.
 
-    True of connections from elsewhere too: who is there cannot be known.
+    True of connections from other machines too: who is there cannot be known.
     """
     peer, here = connection.getpeername(), connection.getsockname()
-    if not ipaddress.ip_address(peer[0].partition("%")[0]).is_loopback:
+    if not _is_of_this_machine(connection.family, peer):
         return True
     owners = {owner for local, remote, owner in _connections() if local == peer[1] and remote == here[1]}
     return owners <= {os.getuid(), 0} and bool(owners)
@@ -67,6 +69,16 @@ def _connections() -> Iterator[tuple[int, int, int]]:
             yield _port(fields[1]), _port(fields[2]), int(fields[7])
 
 
+def _is_of_this_machine(family: int, where: tuple[Any, ...]) -> bool:
+    """Return whether an interface of this machine has the address in `where`: no socket can be bound to another one."""
+    host, _, *rest = where
+    try:
+        _bound(family, socket.SOCK_STREAM, 0, (host, 0, *rest)).close()
+    except OSError:
+        return False
+    return True
+
+
 def _port(address: str) -> int:
     return int(address.rpartition(":")[2], 16)
 
@@ -74,6 +86,8 @@ def _port(address: str) -> int:
 def _bound(family: int, kind: int, protocol: int, where: object) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # "::" is reached over IPv4 too
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)  # type: ignore[arg-type]
     except OSError:
