@@ -14,23 +14,35 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _ESTABLISHED = "01"
 
 
-def listen_at(host: str, port: int, *, is_alone: bool = False) -> socket.socket:
+def listen_at(host: str, port: int, *, is_alone: bool = False, family: int = socket.AF_UNSPEC) -> socket.socket:
     """Return a socket bound to `port` on the interface that has the address of `host`, and on all where none has it.
 
     None has it behind a translation of addresses. A name that means the loopback interface on this machine can mean another
     one elsewhere (Debian's /etc/hosts), so that counts only for localhost itself, or where this node `is_alone`.
     Raises OSError where the port is taken or `host` is not known.
     """
-    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    found, kind, protocol, _, where = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
     address = ipaddress.ip_address(str(where[0]).partition("%")[0])
     if is_alone or host in ("localhost", where[0]) or not address.is_loopback:
         try:
-            return _bound(family, kind, protocol, where)
+            return _bound(found, kind, protocol, where)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    if family == socket.AF_UNSPEC:
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     return _bound(family, socket.SOCK_STREAM, 0, ("", port))
+
+
+def reachable_address(target: str | None) -> str:
+    """Return the address of this machine under which the host `target` reaches it, or loopback's if `target` is None."""
+    if target is None:
+        return "127.0.0.1"
+    family, kind, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # sends nothing
+        probe.connect(where)
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def loopback_interface() -> str | None:

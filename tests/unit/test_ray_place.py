@@ -16,12 +16,12 @@ import pytest
 
 from distributed.backends import backend_row, groups_in_use, make_backend, missing_libraries
 from distributed.backends._ray.cluster import Cluster, check_cpus, check_place
-from distributed.backends._ray.hub import reachable_address
 from distributed.backends.ddp import DDPBackend
 from distributed.backends.fsdp import FSDPBackend
 from distributed.backends.ray import _connected
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import LaunchRequest
+from distributed.launching.listening import reachable_address
 from distributed.plan import ProcessPlan
 from distributed.settings import Typed, merge
 from tests.conftest import needs_backend

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends._ray.cluster import Cluster
-from distributed.backends._ray.hub import Guest, Hub, attach, reachable_address
+from distributed.backends._ray.hub import Guest, Hub, attach
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launcher import THREAD_VARIABLES, LaunchRequest, check_script, set_thread_variables
 from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.epochs import Epochs, Row, write_row
 from distributed.launching.guarded import Guarded, Report
-from distributed.launching.listening import loopback_environ
+from distributed.launching.listening import loopback_environ, reachable_address
 from distributed.launching.output import WorkerOutput
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.verdicts import Verdict, Verdicts, in_words

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.backends._ray.hub import STREAMS, Seat, connect, reachable_address
+from distributed.backends._ray.hub import STREAMS, Seat, connect
+from distributed.launching.listening import reachable_address
 from distributed.storage.temporary import temporary_directory
 
 _READ_S = 10.0  # for the launcher to read a process' last output

@@ -26,6 +26,7 @@ from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import LaunchRequest, WorkerEnvironment
 from distributed.launching.environment import TFCluster, read_tf_config
+from distributed.launching.listening import reachable_address
 from distributed.launching.secret import messages
 
 WORDS, FLAGS = "backend='tensorflow'", "--backend tensorflow"  # how it is set, and how workers that have it are started
@@ -150,13 +151,10 @@ def _addresses(found: WorkerEnvironment, store: Any) -> Iterator[None]:
 
 
 def _own_host(found: WorkerEnvironment) -> str:
-    """The address under which the others reach this machine: the one from which it would talk to rank 0's."""
-    if found.local_world_size == found.world_size:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((found.master_addr, found.master_port or 1))  # sends nothing
-        host: str = probe.getsockname()[0]
-        return host
+    """Return the address under which the others reach this machine, as it stands before a port."""
+    is_alone = found.local_world_size == found.world_size
+    address = reachable_address(None if is_alone else found.master_addr)
+    return f"[{address}]" if ":" in address else address
 
 
 def _strategy() -> Any:

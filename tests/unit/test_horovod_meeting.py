@@ -1,0 +1,55 @@
+"""Where Horovod's workers find each other, and where a store of ours beside them listens."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from distributed.backends import make_backend
+from distributed.backends._horovod.rendezvous import Rendezvous
+from distributed.errors import ConfigError, ResourceError
+from distributed.launching import listening
+from distributed.plan import plan_processes
+from distributed.settings import Typed, merge
+from tests.conftest import needs_backend
+
+
+def made(**settings: Any) -> Any:
+    merged = merge(Typed(flag={"backend": "horovod", "nproc_per_node": 2, "device": "cpu", **settings}), {})
+    return make_backend(merged, plan_processes(merged.config))
+
+
+def test_an_ipv6_address_is_refused_where_horovods_workers_would_look_for_it() -> None:
+    needs_backend("horovod")
+    with pytest.raises(ConfigError, match=r"master_addr='fd00::1' .* on several nodes .* give its IPv4 address"):
+        made(num_nodes=2, master_addr="fd00::1", master_port=29500)
+    made(master_addr="fd00::1")
+    made(num_nodes=2, master_addr="node0", master_port=29500)
+
+
+def test_it_serves_at_the_ipv4_address_of_a_name_that_has_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_backend("horovod")
+
+    def both(host: str, port: int, family: int = 0, kind: int = 0) -> list[Any]:
+        found = [
+            (socket.AF_INET6, kind, 6, "", ("::1", port, 0, 0)),
+            (socket.AF_INET, kind, 6, "", ("127.0.0.1", port)),
+        ]
+        return [each for each in found if family in (0, each[0])]
+
+    monkeypatch.setattr(listening.socket, "getaddrinfo", both)
+    server = Rendezvous()
+    port = server.open("localhost", is_alone=True)
+    monkeypatch.undo()
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    finally:
+        server.close()
+
+
+def test_a_host_without_an_ipv4_address_is_said() -> None:
+    needs_backend("horovod")
+    with pytest.raises(ResourceError, match="over IPv4, and '::1' has no IPv4 address"):
+        Rendezvous().open("::1", is_alone=False)
