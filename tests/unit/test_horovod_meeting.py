@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import types
 from typing import Any
 
 import pytest
 
 from distributed.backends import make_backend
+from distributed.backends._horovod import world
 from distributed.backends._horovod.rendezvous import Rendezvous
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching import listening
 from distributed.plan import plan_processes
 from distributed.settings import Typed, merge
+from distributed.state import WorkerContext
 from tests.conftest import needs_backend
 
 
@@ -53,3 +57,30 @@ def test_a_host_without_an_ipv4_address_is_said() -> None:
     needs_backend("horovod")
     with pytest.raises(ResourceError, match="over IPv4, and '::1' has no IPv4 address"):
         Rendezvous().open("::1", is_alone=False)
+
+
+def test_the_store_beside_a_foreign_launcher_listens_at_the_node_of_rank_0_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As under mpirun and horovodrun on several nodes, where each rank is told of it through Horovod."""
+    monkeypatch.setattr(world.os, "uname", lambda: types.SimpleNamespace(nodename="127.0.0.1"))
+    first, second = World(0), World(1)
+    store = first._open_store()
+    host, port = second.told = first.told
+    with socket.socket() as elsewhere:
+        assert elsewhere.connect_ex(("127.0.0.2", port)) == errno.ECONNREFUSED
+    store.set("key", "value")
+    assert host == "127.0.0.1" and second._open_store().get("key") == b"value"
+
+
+class World(world.HorovodWorld):
+    """One rank of two, on a node of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.context = WorkerContext(rank, 2, 0, 1, rank, "cpu", 0)
+        self._hvd = types.SimpleNamespace(cross_size=lambda: 2)
+        self.told: Any = None
+
+    def broadcast(self, value: Any, src: int) -> Any:
+        self.told = value if self.context.rank == src else self.told
+        return self.told

@@ -23,6 +23,7 @@ from distributed.backends._torch.world import Pending, World
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, ResourceError, TrainingError
 from distributed.launcher import WorkerEnvironment, link, worker_environment
+from distributed.launching.listening import listen_at
 from distributed.launching.secret import messages
 from distributed.plan import ProcessPlan
 from distributed.state import WorkerContext
@@ -170,8 +171,11 @@ class HorovodWorld(World):
         opened, place = None, None
         if self.context.is_main_process:
             host = os.uname().nodename
-            opened = dist.TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-            place = (host, opened.port)
+            listener = listen_at(host, 0)
+            place = (host, listener.getsockname()[1])
+            opened = dist.TCPStore(
+                *place, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach()
+            )
         host, port = self.broadcast(place, 0)
         return opened or dist.TCPStore(host, port, None, False, timedelta(seconds=60))
 
