@@ -27,6 +27,7 @@ from distributed.errors import ConfigError, DistributedError, TrainingInterrupte
 from distributed.interrupts import save_by_the_clock, stop_on_signals
 from distributed.launcher import launched_by, link
 from distributed.launching.epochs import Caller, Epochs
+from distributed.launching.exposure import launcher_warnings
 from distributed.launching.processes import raise_kept
 from distributed.loggers import LoggedFit, Logger, loggers_of
 from distributed.monitor import check_monitor
@@ -82,6 +83,8 @@ class Session:
         self._reporter = Reporter(is_shown, trainer.merged.config.verbose)
         self.backend.report = self._reporter
         raise_kept()  # a Ctrl-C that an import of the script swallowed: the other ranks may have left
+        for text in launcher_warnings(trainer._worker) if trainer.is_main_process else ():
+            self._reporter({"kind": "warning", "text": text})
         self.context: WorkerContext = self.backend.setup()
         atexit.register(_teardown, weakref.ref(self.backend))
         self.files = TrainerFiles(trainer, self.backend, self.context, self._reporter)

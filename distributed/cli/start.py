@@ -31,7 +31,7 @@ from distributed.launcher import (
     thread_count,
     worker_environment,
 )
-from distributed.launching.exposure import warnings_of
+from distributed.launching.exposure import launcher_warnings, warnings_of
 from distributed.launching.listening import listen_at
 from distributed.plan import ProcessPlan, choose_backend, plan_batch, plan_processes, starting_line
 from distributed.run_dir import RunDirectory, choose_run_dir
@@ -194,6 +194,8 @@ def _run_as_worker(
         set_missing(environ_for(Path(script), row.environ))
     from distributed.launching.worker import run_here
 
+    for text in launcher_warnings(environment) if environment.rank == 0 else ():
+        sys.stderr.write(f"warning: {text}\n")
     given = Handover(typed, run_dir, resume, environment.restart_count)
     return run_here(given, environment, row.before_script)
 

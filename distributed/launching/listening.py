@@ -22,8 +22,7 @@ def listen_at(host: str, port: int, *, is_alone: bool = False, family: int = soc
     Raises OSError where the port is taken or `host` is not known.
     """
     found, kind, protocol, _, where = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
-    address = ipaddress.ip_address(str(where[0]).partition("%")[0])
-    if is_alone or host in ("localhost", where[0]) or not address.is_loopback:
+    if is_alone or host in ("localhost", where[0]) or not is_loopback(str(where[0])):
         try:
             return _bound(found, kind, protocol, where)
         except OSError as error:
@@ -32,6 +31,11 @@ def listen_at(host: str, port: int, *, is_alone: bool = False, family: int = soc
     if family == socket.AF_UNSPEC:
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     return _bound(family, socket.SOCK_STREAM, 0, ("", port))
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only processes of this machine reach `address`."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def reachable_address(target: str | None) -> str:

@@ -9,12 +9,14 @@ import dataclasses
 import importlib
 import itertools
 import os
+import sys
 import urllib.parse
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from distributed.launching.listening import listen_at
+from distributed.launching.exposure import script_warnings
+from distributed.launching.listening import is_loopback, listen_at
 
 _Method = Callable[..., Iterator[Any]]  # of torch.distributed.rendezvous: (url, timeout=) -> (store, rank, world size)
 _PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -119,6 +121,8 @@ def _hosted(url: str, timeout: timedelta) -> Any:
     except (KeyError, ValueError, OSError):
         return None
     address = listener.getsockname()[0]
+    for text in script_warnings(host, port) if not is_loopback(address) else ():
+        sys.stderr.write(f"warning: {text}\n")
     own = "localhost" if address in ("0.0.0.0", "::") else address
     return dist.TCPStore(
         own, port, None, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()

@@ -64,13 +64,16 @@ def test_the_store_beside_a_foreign_launcher_listens_at_the_node_of_rank_0_alone
 ) -> None:
     """As under mpirun and horovodrun on several nodes, where each rank is told of it through Horovod."""
     monkeypatch.setattr(world.os, "uname", lambda: types.SimpleNamespace(nodename="127.0.0.1"))
+    monkeypatch.delenv("DISTRIBUTED_TOKEN", raising=False)
     first, second = World(0), World(1)
-    store = first._open_store()
+    said: list[str] = []
+    store = first._open_store(said.append)
     host, port = second.told = first.told
     with socket.socket() as elsewhere:
         assert elsewhere.connect_ex(("127.0.0.2", port)) == errno.ECONNREFUSED
     store.set("key", "value")
-    assert host == "127.0.0.1" and second._open_store().get("key") == b"value"
+    assert host == "127.0.0.1" and second._open_store(said.append).get("key") == b"value"
+    assert len(said) == 1 and f"meet at 127.0.0.1:{port} without a secret" in said[0]
 
 
 class World(world.HorovodWorld):

@@ -12,7 +12,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from distributed.launching import worker_store
+from distributed.launcher import LaunchRequest
+from distributed.launching import exposure, worker_store
+from tests.unit.test_listening import OWN_ADDRESS, needs_own_address
 
 _S = timedelta(seconds=20)
 
@@ -55,6 +57,20 @@ def test_torchs_store_listens_at_the_address_that_it_is_given_alone(method: str,
     assert dist.TCPStore("127.0.0.1", port, None, False, _S).get("key") == b"value"
     del store
     assert not is_open("127.0.0.1", port)
+
+
+@needs_own_address
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_store_that_other_machines_reach_is_a_warning_in_workers_of_another_launcher(
+    is_ours: bool, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exposure, "_this", exposure._ThisProcess())
+    monkeypatch.setattr(exposure, "launched_by", lambda: LaunchRequest("run") if is_ours else None)
+    for address in ("127.0.0.1", OWN_ADDRESS, OWN_ADDRESS):
+        monkeypatch.setenv("MASTER_ADDR", address)
+        next(dist.rendezvous("env://", timeout=_S))
+    warning = f"warning: the store of torch.distributed listens at {OWN_ADDRESS}:{port} without a secret"
+    assert capsys.readouterr().err.count(warning) == (0 if is_ours else 1)
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", None])

@@ -23,6 +23,7 @@ from distributed.backends._torch.world import Pending, World
 from distributed.config import DistributedConfig
 from distributed.errors import ConfigError, ResourceError, TrainingError
 from distributed.launcher import WorkerEnvironment, link, worker_environment
+from distributed.launching.exposure import store_warnings
 from distributed.launching.listening import listen_at
 from distributed.launching.secret import messages
 from distributed.plan import ProcessPlan
@@ -79,7 +80,7 @@ class HorovodWorld(World):
             self.transport = "mpi" if hvd.mpi_enabled() else "gloo"
         self._num_pending = 0
         if _this.store is None and size > 1:
-            _this.store = self._open_store()
+            _this.store = self._open_store(warn)
 
     def is_alive(self) -> bool:
         return bool(self._hvd.is_initialized()) and not _this.is_left
@@ -164,7 +165,7 @@ class HorovodWorld(World):
         joined: torch.Tensor = finished(self._hvd, self._hvd.allgather_async(tensor, name=name))
         return joined
 
-    def _open_store(self) -> Any:
+    def _open_store(self, warn: Callable[[str], None]) -> Any:
         """Open a store for a world that another launcher made. Its place is told through Horovod."""
         if self._hvd.cross_size() == 1:
             return self._open_file_store()
@@ -173,6 +174,8 @@ class HorovodWorld(World):
             host = os.uname().nodename
             listener = listen_at(host, 0)
             place = (host, listener.getsockname()[1])
+            for text in store_warnings(*place):
+                warn(text)
             opened = dist.TCPStore(
                 *place, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach()
             )

@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distributed.backends import import_library
+from distributed.backends import backend_row, import_library
 from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher import LaunchRequest, WorkerEnvironment
 from distributed.launching.environment import TFCluster, read_tf_config
+from distributed.launching.exposure import engine_warnings
 from distributed.launching.listening import reachable_address
 from distributed.launching.secret import messages
 
@@ -126,6 +127,8 @@ def join(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
         from distributed.backends._torch.meeting import meet
 
         _refuse_late()
+        for text in engine_warnings(backend_row("tensorflow").listens) if found.rank == 0 else ():
+            warn(text)
         store = meet(found, start_timeout, warn, "fit()")
         with _addresses(found, messages(store, "tensorflow")):
             _ThisProcess.joined = Joined(_strategy(), store)
