@@ -22,7 +22,7 @@ from distributed.config.plan import ProcessPlan, choose_backend, plan_batch, pla
 from distributed.config.registry import groups_in_use, row_in_use
 from distributed.config.settings import GROUPS, DistributedConfig, nproc_of_world
 from distributed.errors import ConfigError, ResourceError
-from distributed.launching.exposure import warnings_of
+from distributed.launching.exposure import launcher_warnings, warnings_of
 from distributed.launching.listening import listen_at
 from distributed.launching.request import (
     Handover,
@@ -195,6 +195,8 @@ def _run_as_worker(
         set_missing(environ_for(Path(script), row.environ))
     from distributed.launching.worker import run_here
 
+    for text in launcher_warnings(environment) if environment.rank == 0 else ():
+        sys.stderr.write(f"warning: {text}\n")
     given = Handover(typed, run_dir, resume, environment.restart_count)
     return run_here(given, environment, row.before_script)
 

@@ -298,7 +298,7 @@ def _from_tensorflow(environ: Mapping[str, str]) -> WorkerEnvironment | None:
     cluster = read_tf_config(text) if text else None
     if not isinstance(cluster, TFCluster) or len(cluster.addresses) < 2:
         return None
-    hosts = [address.rpartition(":")[0] for address in cluster.addresses]
+    hosts = [address.rpartition(":")[0].strip("[]") for address in cluster.addresses]
     here = [rank for rank, host in enumerate(hosts) if host == hosts[cluster.rank]]
     port = number(environ, "MASTER_PORT", _derived_port(",".join(cluster.addresses)))
     return WorkerEnvironment(

@@ -80,6 +80,7 @@ def run_here(given: Handover, environment: WorkerEnvironment, before_script: str
     )  # fmt: skip
     if importlib.util.find_spec("torch") is not None:
         importlib.import_module("torch")  # its generator is seeded below, as in the workers that we start
+        worker_store.use(None)
     _seed_generators(given.typed)
 
     def report(event: dict[str, Any]) -> None:

@@ -9,11 +9,16 @@ import dataclasses
 import importlib
 import itertools
 import os
+import sys
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from distributed.launching.exposure import script_warnings
+from distributed.launching.listening import is_loopback, listen_at
+
+_Method = Callable[..., Iterator[Any]]  # of torch.distributed.rendezvous: (url, timeout=) -> (store, rank, world size)
 _PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -28,11 +33,11 @@ _this = _ThisProcess()
 def use(path: str | None) -> None:
     """Make the file `path` the store of this worker, also for `init_process_group()` of its script. Entry of a worker only.
 
-    None, on several nodes, leaves torch's ways as they are.
+    If `path` is None, as on several nodes, the script's own store stays one of torch. In both cases the stores that torch
+    opens listen on the interface of the given address alone.
     """
     _this.path = path
-    if path is not None:
-        _serve_env_method()
+    _serve_torchs_methods()
 
 
 def worker_store(timeout_s: float) -> Any:
@@ -49,19 +54,26 @@ def worker_store(timeout_s: float) -> Any:
     return store
 
 
-def _serve_env_method() -> None:
-    """Let torch's `env://` use the file where the environment is still the one that the launcher made.
+def _serve_torchs_methods() -> None:
+    """Replace torch's `env://` and `tcp://`.
 
     Torch has no public way to replace the method of a scheme (2.13: `register_rendezvous_handler` refuses a known one).
     """
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    for scheme in ("env", "tcp"):
+        handlers[scheme] = _on_one_interface(handlers[scheme])
+    if _this.path is not None:
+        handlers["env"] = _by_file(handlers["env"])
+
+
+def _by_file(by_port: _Method) -> _Method:
+    """Return a method that uses the file if the environment is still the one that the launcher made, else `by_port`."""
     import torch.distributed as dist
 
-    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    by_port = handlers["env"]
     place = _place()
     numbers = itertools.count()
 
-    def by_file(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -> Iterator[Any]:
+    def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -> Iterator[Any]:
         if _this.path is None or _place() != place or not _is_of(url, place):
             yield from by_port(url, timeout=timeout, **options)
             return
@@ -70,7 +82,51 @@ def _serve_env_method() -> None:
         yield store, int(place["RANK"]), int(place["WORLD_SIZE"])
         raise RuntimeError("env:// rendezvous: processes cannot join a second time")
 
-    handlers["env"] = by_file
+    return rendezvous
+
+
+def _on_one_interface(by_port: _Method) -> _Method:
+    """Return `by_port` with its store on the interface of the given address. By itself torch opens it on all interfaces.
+
+    Torch takes up a store that this process already has at the port.
+    """
+
+    def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -> Iterator[Any]:
+        hosted = _hosted(url, timeout)
+        found = by_port(url, timeout=timeout, **options)
+        first = next(found)
+        del hosted  # torch's store keeps the server
+        yield first
+        yield from found
+
+    return rendezvous
+
+
+def _hosted(url: str, timeout: timedelta) -> Any:
+    """Return the store of `url` if this process is its host. None if it is not, or if torch is to say what is wrong."""
+    import torch.distributed as dist
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    parts = urllib.parse.urlparse(url)
+    try:
+        rank = dict(urllib.parse.parse_qsl(parts.query)).get("rank") or os.environ["RANK"]
+        host, port = parts.hostname, parts.port
+        if host is None:  # env://
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if rank != "0" or not port:
+            return None
+        is_alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+        listener = listen_at(host, port, is_alone=is_alone)
+    except (KeyError, ValueError, OSError):
+        return None
+    address = listener.getsockname()[0]
+    for text in script_warnings(host, port) if not is_loopback(address) else ():
+        sys.stderr.write(f"warning: {text}\n")
+    own = "localhost" if address in ("0.0.0.0", "::") else address
+    return dist.TCPStore(
+        own, port, None, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )
 
 
 def _place() -> dict[str, str]:

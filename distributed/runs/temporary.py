@@ -6,7 +6,9 @@ The owner is a process. It is written into the directory with the time at which 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -15,6 +17,8 @@ from pathlib import Path
 
 _PREFIXES = ("distributed-", "ray-")
 _OWNER = "owner"
+_MACHINE_ID = Path("/etc/machine-id")
+_FIRST_NAMESPACE = f"pid:[{0xEFFFFFFC}]"  # of processes outside of containers, on every Linux: PROC_PID_INIT_INO
 _OWNER_BYTES = 256
 
 
@@ -33,7 +37,7 @@ def claim(path: Path) -> Path:
     """Make the directory `path`, mode 0700, as this process' own. Remove what killed processes left beside it."""
     sweep(path.parent)
     path.mkdir(mode=0o700)
-    (path / _OWNER).write_text(_identity(os.getpid()) or "")
+    (path / _OWNER).write_text(f"{_identity(os.getpid()) or ''} {_machine() or '-'}")
     return path
 
 
@@ -84,11 +88,31 @@ def _identity(pid: int) -> str | None:
     return None if fields[0] in ("Z", "X") else f"{boot} {namespace} {pid} {fields[19]}"  # proc(5): state, starttime
 
 
+def _machine() -> str | None:
+    """Return what tells this machine from every other one that is running, the same after a reboot; None if nothing does.
+
+    Machines that boot the same image may have one machine id (machine-id(5)), but not one host name too. Containers may have
+    both in common, so what they left before a reboot is never removed.
+    """
+    try:
+        machine_id, namespace = _MACHINE_ID.read_text().strip(), str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return None
+    if namespace != _FIRST_NAMESPACE or re.fullmatch("[0-9a-f]{32}", machine_id) is None:
+        return None
+    return hashlib.sha256(f"{machine_id} {os.uname().nodename}".encode()).hexdigest()
+
+
 def _has_ended(owner: str) -> bool:
-    """Whether the process that wrote `owner` has ended. False where that cannot be known from here: of another machine or container."""
-    here = _identity(os.getpid())
-    place, _, _ = owner.rpartition(" ")
-    place, _, pid = place.rpartition(" ")
-    if here is None or not pid.isdecimal() or place != here.rsplit(" ", 2)[0]:
+    """Return whether the process that wrote `owner` has ended. False if that cannot be known from here.
+
+    It is known of a process of the same boot and namespace, and of an earlier boot of this machine.
+    """
+    identity, _, machine = owner.rpartition(" ")
+    fields, here = identity.split(" "), _identity(os.getpid())
+    if here is None or len(fields) != 4 or not fields[2].isdecimal():
         return False
-    return _identity(int(pid)) != owner
+    boot, namespace, _, _ = here.split(" ")
+    if fields[0] != boot:
+        return machine == _machine()
+    return fields[1] == namespace and _identity(int(fields[2])) != identity

@@ -27,6 +27,7 @@ from distributed.config.plan import BatchPlan, in_effect, plan_batch
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
 from distributed.launching.epochs import Caller, Epochs
+from distributed.launching.exposure import launcher_warnings
 from distributed.launching.reporter import Reporter
 from distributed.launching.request import launched_by, link
 from distributed.loggers import loggers_of
@@ -82,6 +83,8 @@ class Session:
         self._reporter = Reporter(is_shown, setup.merged.config.verbose)
         self.backend.report = self._reporter
         raise_kept()  # a Ctrl-C that an import of the script swallowed: the other ranks may have left
+        for text in launcher_warnings(setup.worker) if setup.is_main_process else ():
+            self._reporter({"kind": "warning", "text": text})
         self.context: WorkerContext = self.backend.setup()
         atexit.register(_teardown, weakref.ref(self.backend))
         self.files = TrainerFiles(setup, self.backend, self.context, self._reporter)

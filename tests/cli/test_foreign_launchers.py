@@ -57,6 +57,7 @@ def test_under_torchrun_a_killed_run_goes_on_and_every_rank_has_a_log(script, ru
     assert done.returncode == 0, done.output
     assert "resumed from step-00000003: step 3, epoch 1" in done.stdout
     assert done.stdout.count("finished at step") == 1
+    assert done.output.count("warning: torchrun listens on all interfaces") == 1  # not again in the second attempt
     assert "out of rank 0" in done.stdout and "out of rank 1" not in done.stdout
     (run_dir,) = (tmp_path / "runs").iterdir()  # one for both attempts, though nobody named it
     for rank in (0, 1):
@@ -73,6 +74,7 @@ def test_under_torchrun_a_killed_run_goes_on_and_every_rank_has_a_log(script, ru
         env=environment,
     )
     assert inside.returncode == 0, inside.output
+    assert inside.output.count("warning: torchrun listens on all interfaces") == 1
     assert "epoch 1, in" in inside.stdout and (tmp_path / "inside" / "result.json").exists()
 
 
@@ -100,6 +102,8 @@ def test_a_run_directory_that_only_rank_0_looks_at_ends_all_ranks_with_one_messa
     done = [rank.finish(120) for rank in ranks]
 
     assert [each.returncode for each in done] == [2, 2], done[0].output + done[1].output
+    warned = [line for each in done for line in each.output.splitlines() if "without a secret" in line]
+    assert len(warned) == 1 and f"warning: the processes meet at 127.0.0.1:{port} without a secret" in warned[0]
     (message,) = [line for each in done for line in each.stderr.splitlines() if line.startswith("error: ")]
     assert message.startswith("error: run directory 'run' is not empty: add --resume")
 

@@ -69,24 +69,31 @@ def plain(out, mode, *flags):
     ]  # fmt: skip
 
 
-def check_plain(done, out, world, threads):
+def check_plain(done, out, world, threads, *first):
     """What a torchrun script finds, and what the console and the logs show of it."""
     assert done.returncode == 0, done.output
     *shown, seen = done.stdout.splitlines()
     assert json.loads(seen) == {
         "sum": sum(range(world + 1)), "argv": ["go"], "is_main": True, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0", "OMP_NUM_THREADS": threads, "TORCHELASTIC_RESTART_COUNT": "0",
+        "secret_length": 64, "num_secrets": 1,
     }  # fmt: skip
-    begins = (f"{world} processes", "run directory", f"starting {world} workers (ray, cpu)", "rank 0 is here")
+    begins = (*first, f"{world} processes", "run directory", f"starting {world} workers (ray, cpu)", "rank 0 is here")
     assert len(shown) == len(begins) and all(map(str.startswith, shown, begins)), shown
     assert done.stderr == ""
     assert re.fullmatch(r"\[rank 1 \S+\] rank 1 is here\n", (out / "run" / "logs" / "rank-1.log").read_text())
 
 
 def test_an_existing_cluster_is_joined_by_its_address(run_cli, tmp_path, cluster):
-    """By three processes, which it has place for at half a CPU each, with the threads that the user said."""
+    """By three processes, which it has place for at half a CPU each, with the threads that the user said. What they write into
+    their store is signed with a secret of this run, and the caller's own, which Ray would show to others, stays here."""
     flags = plain(tmp_path, "go", "--address", cluster[0], "--nproc-per-node", "3", "--set", "ray.cpus_per_worker=0.5")
-    check_plain(run_cli(flags, env={**OPEN, "OMP_NUM_THREADS": "3"}, timeout=180), tmp_path, 3, "3")
+    environ = {**OPEN, "OMP_NUM_THREADS": "3", "DISTRIBUTED_TOKEN": "0123456789abcdef"}
+    done = run_cli(flags, env=environ, timeout=180)
+    check_plain(done, tmp_path, 3, "3", "no effect over Ray: DISTRIBUTED_TOKEN (")
+    assert environ["DISTRIBUTED_TOKEN"] not in "".join(
+        path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()
+    )
 
 
 def test_a_sharded_model_is_whole_after_a_fit(run_cli, tmp_path, cluster):

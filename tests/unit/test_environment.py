@@ -193,6 +193,7 @@ def test_a_tf_config_of_several_workers_makes_this_process_one_of_them():
     assert third.master_addr == "a" and third.source == "TF_CONFIG"
     assert found("chief", 0, chief=["a:1"], worker=workers[1:]).rank == 0
     assert {found("worker", rank, worker=workers).master_port for rank in range(3)} == {third.master_port}
+    assert found("worker", 1, worker=["[fd00::1]:1", "[fd00::2]:1"]).master_addr == "fd00::1"
     assert found("worker", 0, worker=["a:1"]) is None
     assert found("worker", 0, ps=["a:1"], worker=workers) is None  # the backend says why
     assert worker_environment({"TF_CONFIG": "{", "RANK": "1", "WORLD_SIZE": "2"}, []).rank == 1

@@ -7,7 +7,9 @@ import pytest
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
-from distributed.launching.exposure import warnings_of
+from distributed.launching import exposure
+from distributed.launching.exposure import engine_warnings, launcher_warnings, store_warnings, warnings_of
+from distributed.launching.request import LaunchRequest, WorkerEnvironment
 
 SECRET = "0123456789abcdef0123"
 
@@ -18,8 +20,10 @@ def warnings(backend: str, num_nodes: int, nproc_per_node: int) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DISTRIBUTED_TOKEN", raising=False)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DISTRIBUTED_TOKEN", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(exposure, "_this", exposure._ThisProcess())
 
 
 @pytest.mark.parametrize("backend", ["single", "pytorch-ddp", "fsdp", "deepspeed", "horovod", "ray"])
@@ -44,3 +48,53 @@ def test_a_secret_that_can_be_guessed_is_refused_before_anything_starts(monkeypa
     monkeypatch.setenv("DISTRIBUTED_TOKEN", "short")
     with pytest.raises(ConfigError, match="needs at least 16"):
         warnings("pytorch-ddp", 2, 1)
+
+
+def worker(source: str, world_size: int = 2, restart_count: int = 0) -> WorkerEnvironment:
+    return WorkerEnvironment(0, 0, world_size, 1, 0, "node0", 29500, restart_count, source)
+
+
+@pytest.mark.parametrize("source", ["environment", "slurm", "TF_CONFIG", "pod"])
+def test_launchers_without_an_open_port_are_no_warning(source: str) -> None:
+    assert launcher_warnings(worker(source)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "start"),
+    [
+        (
+            "environment",
+            "torchrun listens on all interfaces without a secret, and whoever connects to its c10d rendezvous",
+        ),
+        ("openmpi", "mpirun listens on all interfaces: run where"),
+        ("horovodrun", "horovodrun listens on all interfaces without a secret, and"),
+    ],
+)
+def test_another_launchers_ports_are_a_warning_that_each_process_gets_once(
+    source: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if source == "environment":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert (
+        launcher_warnings(None) == launcher_warnings(worker(source, 1)) == launcher_warnings(worker(source, 2, 1)) == []
+    )
+    [text] = launcher_warnings(worker(source))
+    assert text.startswith(start) and "only people you trust" in text
+    assert launcher_warnings(worker(source)) == []
+
+
+def test_a_store_that_a_worker_hosts_without_a_secret_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTRIBUTED_TOKEN", SECRET)
+    assert store_warnings("node0", 29500) == []
+    monkeypatch.delenv("DISTRIBUTED_TOKEN")
+    [text] = store_warnings("fd00::1", 29500)
+    assert text.startswith("the processes meet at [fd00::1]:29500 without a secret") and "not run code" in text
+    assert store_warnings("fd00::1", 29500) == []
+
+
+def test_workers_of_our_launcher_say_nothing_that_it_said_before_it_started_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exposure, "launched_by", lambda: LaunchRequest("run"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert launcher_warnings(worker("environment")) + store_warnings("node0", 29500) + engine_warnings("all") == []

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import select
 import selectors
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from distributed.backends._ray import door as doors
+from distributed.backends._ray import seal
 from distributed.backends._ray.door import HELLO, Door
 from distributed.backends._ray.hub import STREAMS, Seat, connect, seals
 from distributed.backends._ray.seal import Seal
@@ -167,6 +171,36 @@ def test_who_does_not_finish_the_first_line_in_time_is_sent_away(door):
         assert half.recv(10) == b"" and door.patience_s is None and door.admitted == []
 
 
+def test_a_connection_that_is_gone_before_it_is_accepted_sends_nobody_away(door):
+    with socket.create_connection(("127.0.0.1", door.port)):
+        serve(door, lambda: door._strangers)
+        door._accept(door._listener)  # BlockingIOError: nobody waits there
+        assert len(door._strangers) == 1 and door.num_refused == 0
+    serve(door, lambda: door.num_refused == 1)
+
+
+@pytest.mark.parametrize("reason", [errno.EMFILE, errno.ENFILE])
+def test_without_a_descriptor_left_the_oldest_stranger_gives_way(door, monkeypatch, reason):
+    with socket.create_connection(("127.0.0.1", door.port)) as oldest:
+        serve(door, lambda: door._strangers)
+        monkeypatch.setattr(door, "_listener", Full(reason))
+        door._accept(None)
+        oldest.settimeout(5)
+        assert oldest.recv(10) == b"" and door.num_refused == 1
+        door._accept(None)  # and where nobody can give way, nothing happens
+        monkeypatch.undo()
+
+
+class Full:
+    """A listener of a process that has no descriptor left."""
+
+    def __init__(self, reason):
+        self.reason = reason
+
+    def accept(self):
+        raise OSError(self.reason, os.strerror(self.reason))
+
+
 def test_a_first_line_may_come_in_pieces(door):
     line = Seal("secret", HELLO).close({"kind": "orders"})
     with socket.create_connection(("127.0.0.1", door.port)) as slow:
@@ -196,6 +230,45 @@ def test_lines_cannot_be_changed_moved_repeated_or_sent_back():
     assert seals("other secret", "guest")[0].open(first) is None
     reader, _ = seals("secret", "guest")
     assert [reader.open(first), reader.open(second)] == [{"op": "kill"}, {"op": "end"}]
+
+
+@pytest.mark.parametrize("depth", [65, 4000])
+def test_a_line_of_brackets_is_refused_and_not_parsed(door, monkeypatch, depth):
+    monkeypatch.setattr(seal.json, "loads", lambda _: pytest.fail("it was parsed"))
+    brackets = b"[" * depth
+    with contextlib.ExitStack() as strangers:
+        for line in (brackets, b"0" * 64 + b" " + brackets, b'{"kind": ' + brackets):
+            stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", door.port)))
+            stranger.sendall(line + b"\n")
+        serve(door, lambda: door.num_refused == 3)
+    assert door.admitted == []
+
+
+def test_a_first_line_that_was_heard_before_is_refused(door):
+    """As somebody sends it who has listened to the network, at once or much later, alone or with more behind it."""
+    line = Seal("secret", HELLO).close({"kind": "orders", "guest": "1-a"})
+    replays = [line, line + b"\n", line.replace(b"orders", b"stdout"), line.upper(), b" " + line]
+    with contextlib.ExitStack() as connections:
+        for each in (line, *replays):
+            connection = connections.enter_context(socket.create_connection(("127.0.0.1", door.port)))
+            connection.sendall(each)
+            serve(door, lambda: len(door.admitted) == 1)
+        serve(door, lambda: door.num_refused == len(replays))
+    assert len(door.admitted) == 1
+    other = Seal("secret", HELLO).close({"kind": "orders", "guest": "1-b"})
+    with socket.create_connection(("127.0.0.1", door.port)) as worker:
+        worker.sendall(other)
+        serve(door, lambda: len(door.admitted) == 2)
+
+
+@pytest.mark.parametrize(("depth", "is_read"), [(65, True), (100_000, False)])
+def test_a_worker_that_nests_its_words_does_not_end_the_hub(depth, is_read):
+    """In a thread, as the hub reads them: its stack is smaller."""
+    deep = b'{"status":' + b"[" * depth + b"]" * depth + b"}"
+    line = Seal("secret", "name")._next_proof(deep) + b" " + deep + b"\n"
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(Seal("secret", "name").open, line).result()
+    assert (found is not None) == is_read
 
 
 def test_what_is_nested_too_deep_is_not_parsed():

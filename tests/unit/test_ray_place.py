@@ -16,7 +16,6 @@ import pytest
 
 from distributed.backends import make_backend
 from distributed.backends._ray.cluster import Cluster, check_cpus, check_place
-from distributed.backends._ray.hub import reachable_address
 from distributed.backends.ddp import DDPBackend
 from distributed.backends.fsdp import FSDPBackend
 from distributed.backends.ray import _connected
@@ -24,6 +23,7 @@ from distributed.config.merging import Typed, merge
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import backend_row, groups_in_use, missing_libraries
 from distributed.errors import ConfigError, ResourceError
+from distributed.launching.listening import reachable_address
 from distributed.launching.request import LaunchRequest
 from tests.conftest import needs_backend
 

@@ -33,6 +33,7 @@ dist.destroy_process_group()
 assert has_joined(), "and left again"
 assert "ray" not in sys.modules and "tensorflow" not in sys.modules
 """
+_C10D = "torch.distributed.distributed_c10d"  # joined or not, by other tests of this process
 STORE = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
 FILE = (
     "import tempfile; dist.init_process_group('gloo', init_method='file://' + tempfile.mktemp(), rank=0, world_size=1)"
@@ -49,7 +50,7 @@ def test_a_group_of_torch_is_seen_also_after_it_was_left(join):
 def test_engines_that_only_a_script_imports_count_by_their_presence(monkeypatch, module):
     from distributed.launching.joined import has_joined
 
-    for name in ("horovod.common.basics", "ray", "mpi4py.MPI", "torch.distributed", "tensorflow.python.eager.context"):
+    for name in ("horovod.common.basics", "ray", "mpi4py.MPI", _C10D, "tensorflow.python.eager.context"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert not has_joined()
     monkeypatch.setitem(sys.modules, module, object())
@@ -71,7 +72,7 @@ class _Context:
 def test_a_strategy_counts_where_its_cluster_has_others_and_the_script_made_it(monkeypatch, tasks, own, joined):
     from distributed.launching.joined import has_joined
 
-    for name in ("horovod.common.basics", "ray", "mpi4py.MPI", "torch.distributed"):
+    for name in ("horovod.common.basics", "ray", "mpi4py.MPI", _C10D):
         monkeypatch.delitem(sys.modules, name, raising=False)
     context = type(sys)("context")
     context._context = _Context(tasks)

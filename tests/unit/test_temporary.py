@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_every_launch_sweeps(left, tmp_path, monkeypatch):
 def made_by(tmp_path, name, owner):
     path = tmp_path / name
     path.mkdir(mode=0o700)
-    (path / "owner").write_text(owner)
+    (path / "owner").write_text(f"{owner} -")
     (path / "data").touch()
     return path
 
@@ -91,6 +92,73 @@ def test_one_that_only_waits_to_be_reaped_has_ended(tmp_path):
     os.waitpid(child, 0)
 
 
+MACHINE_ID = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine, whatever this test runs in. Change it by its `id` file, its `name`, and with `as_container`."""
+    here = types.SimpleNamespace(id=tmp_path / "machine-id", name="node0")
+    here.as_container = lambda: monkeypatch.setattr(temporary, "_FIRST_NAMESPACE", "pid:[1]")
+    here.id.write_text(f"{MACHINE_ID}\n")
+    monkeypatch.setattr(temporary, "_MACHINE_ID", here.id)
+    monkeypatch.setattr(temporary, "_FIRST_NAMESPACE", str(Path("/proc/self/ns/pid").readlink()))
+    monkeypatch.setattr(temporary.os, "uname", lambda: types.SimpleNamespace(nodename=here.name))
+    return here
+
+
+def left_before_a_reboot(tmp_path):
+    """A directory of this process as it is found after a reboot."""
+    path = claim(tmp_path / "ray-earlier")
+    boot, rest = (path / "owner").read_text().split(" ", 1)
+    (path / "owner").write_text(f"another-{boot} {rest}")
+    return path
+
+
+def test_what_a_process_before_a_reboot_left_is_removed(tmp_path, machine):
+    path = left_before_a_reboot(tmp_path)
+    sweep(tmp_path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("change", ["id", "name", "container"])
+def test_what_may_be_of_another_machine_or_container_stays(tmp_path, machine, change):
+    path = left_before_a_reboot(tmp_path)
+    if change == "id":
+        machine.id.write_text("f" * 32)
+    elif change == "name":
+        machine.name = "node1"
+    else:
+        machine.as_container()
+    sweep(tmp_path)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("text", [None, "", "uninitialized\n"])
+def test_without_an_identity_of_the_machine_it_stays(tmp_path, machine, text):
+    machine.id.unlink()
+    if text is not None:
+        machine.id.write_text(text)
+    path = left_before_a_reboot(tmp_path)
+    sweep(tmp_path)
+    assert path.exists()
+
+
+def test_what_a_container_left_stays_where_the_machine_looks(tmp_path, machine, monkeypatch):
+    with monkeypatch.context() as inside:
+        inside.setattr(temporary, "_FIRST_NAMESPACE", "pid:[1]")
+        path = left_before_a_reboot(tmp_path)
+    sweep(tmp_path)
+    assert path.exists()
+
+
+def test_a_process_lives_on_when_its_machine_gets_another_name(tmp_path, machine):
+    path = claim(tmp_path / "ray-mine")
+    machine.name = "node1"
+    sweep(tmp_path)
+    assert path.exists()
+
+
 def test_what_is_not_surely_ours_stays(tmp_path):
     own = temporary._identity(os.getpid())
     boot, namespace, _, _ = own.split()
@@ -102,6 +170,7 @@ def test_what_is_not_surely_ours_stays(tmp_path):
         "words",
         "999999999",
         "a b c d e",
+        f"{boot} {namespace} 999999999 1 - -",
     ]
     stays = [made_by(tmp_path, f"distributed-{number}", owner) for number, owner in enumerate(elsewhere)]
     stays.append(made_by(tmp_path, "another-name", ended))

@@ -10,12 +10,13 @@ import pytest
 from distributed import Trainer
 from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends._tensorflow.scripts import refuse_torch_script
-from distributed.backends._tensorflow.start import set_environment
+from distributed.backends._tensorflow.start import _own_host, set_environment
 from distributed.config.merging import Typed
 from distributed.config.registry import REGISTRY
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher.start import launch_request
 from distributed.launching.request import WorkerEnvironment
+from tests.unit.test_listening import needs_ipv6
 
 
 def worker(local_rank, world=2):
@@ -28,6 +29,13 @@ def test_a_worker_sees_its_own_gpu(monkeypatch, visible, own):
     set_environment(worker(1), "cuda")
     set_environment(worker(1), "cuda")  # before the script, and by its Trainer
     assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+
+
+@pytest.mark.parametrize(
+    ("master_addr", "own"), [("127.0.0.1", "127.0.0.1"), pytest.param("::1", "[::1]", marks=needs_ipv6)]
+)
+def test_a_worker_is_reached_over_the_way_to_rank_0(master_addr, own):
+    assert _own_host(WorkerEnvironment(1, 0, 2, 1, 1, master_addr, 29500, 0, "environment")) == own
 
 
 def test_a_worker_without_a_gpu_of_its_own_is_told_how_many_are_named(monkeypatch):

@@ -7,9 +7,11 @@ for each attempt (a restarted worker would read the addresses of the dead). Load
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from typing import Any
 
+from distributed.errors import ResourceError
 from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.listening import is_own_peer, listen_at, loopback_interface
 
@@ -29,7 +31,13 @@ class Rendezvous:
         """
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-        listener = listen_at(host, 0, is_alone=is_alone)
+        try:
+            listener = listen_at(host, 0, is_alone=is_alone, family=socket.AF_INET)
+        except socket.gaierror as error:
+            raise ResourceError(
+                f"Horovod's workers find each other over IPv4, and {host!r} has no IPv4 address ({error.strerror}): set"
+                " master_addr, or MASTER_ADDR, to one of the machine of rank 0"
+            ) from None
 
         class Server(RendezvousHTTPServer):  # type: ignore[misc]
             def server_bind(self) -> None:

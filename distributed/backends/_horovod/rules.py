@@ -82,6 +82,13 @@ REFUSES: Refusals = {
             "write mpirun -np N python -m distributed.cli train ... --backend horovod",
         ),
     ),
+    "master_addr": (
+        If(
+            "on several nodes as an IPv6 address",
+            lambda own: own.plan.num_nodes > 1 and ":" in own.config.master_addr,
+            "Horovod's workers find each other over IPv4: name node 0, or give its IPv4 address",
+        ),
+    ),
     "dtype=float64": (
         If(
             "with horovod.compression='fp16'",

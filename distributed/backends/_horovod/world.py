@@ -23,6 +23,8 @@ from distributed.backends._torch.world import Pending, World
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError, TrainingError
+from distributed.launching.exposure import store_warnings
+from distributed.launching.listening import listen_at
 from distributed.launching.request import WorkerEnvironment, link, worker_environment
 from distributed.launching.secret import messages
 from distributed.runs.temporary import temporary_directory
@@ -78,7 +80,7 @@ class HorovodWorld(World):
             self.transport = "mpi" if hvd.mpi_enabled() else "gloo"
         self._num_pending = 0
         if _this.store is None and size > 1:
-            _this.store = self._open_store()
+            _this.store = self._open_store(warn)
 
     def is_alive(self) -> bool:
         return bool(self._hvd.is_initialized()) and not _this.is_left
@@ -163,15 +165,20 @@ class HorovodWorld(World):
         joined: torch.Tensor = finished(self._hvd, self._hvd.allgather_async(tensor, name=name))
         return joined
 
-    def _open_store(self) -> Any:
+    def _open_store(self, warn: Callable[[str], None]) -> Any:
         """Open a store for a world that another launcher made. Its place is told through Horovod."""
         if self._hvd.cross_size() == 1:
             return self._open_file_store()
         opened, place = None, None
         if self.context.is_main_process:
             host = os.uname().nodename
-            opened = dist.TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-            place = (host, opened.port)
+            listener = listen_at(host, 0)
+            place = (host, listener.getsockname()[1])
+            for text in store_warnings(*place):
+                warn(text)
+            opened = dist.TCPStore(
+                *place, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach()
+            )
         host, port = self.broadcast(place, 0)
         return opened or dist.TCPStore(host, port, None, False, timedelta(seconds=60))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import errno
 import selectors
 import socket
 import time
@@ -15,6 +15,7 @@ from distributed.backends._ray.seal import Seal
 HELLO = "hello"  # the name of the seal of a first line
 _LINE_BYTES = 4096
 _LINE_S = 10.0  # for the first line
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _MOST_STRANGERS = 256  # connections that have not proved anything yet
 
 
@@ -70,13 +71,14 @@ class Door:
             self._refuse(connection)
 
     def _accept(self, _: Any) -> None:
-        connection = None
-        with contextlib.suppress(OSError):  # it has gone again, or this process has no descriptor left
+        try:
             connection, _ = self._listener.accept()
-        if self._strangers and (connection is None or len(self._strangers) >= _MOST_STRANGERS):
-            self._refuse(next(iter(self._strangers)))
-        if connection is None:
-            return
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTOR:
+                self._refuse_oldest()
+            return  # any other error: the connection was closed before it was accepted
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._refuse_oldest()
         connection.setblocking(False)
         self._strangers[connection] = _Stranger(time.monotonic() + _LINE_S)
         self._selector.register(connection, selectors.EVENT_READ, self._introduce)
@@ -109,6 +111,11 @@ class Door:
         self._selector.unregister(connection)
         connection.setblocking(True)
         self._admit(connection, hello)
+
+    def _refuse_oldest(self) -> None:
+        oldest = next(iter(self._strangers), None)
+        if oldest is not None:
+            self._refuse(oldest)
 
     def _refuse(self, connection: socket.socket) -> None:
         del self._strangers[connection]

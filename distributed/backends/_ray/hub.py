@@ -195,17 +195,6 @@ def attach(output: WorkerOutput, guests: Mapping[int, Guest]) -> None:
         output.attach(rank, rank, *(guest.sockets[kind].detach() for kind in STREAMS))
 
 
-def reachable_address(target: str | None) -> str:
-    """This machine's address as the host `target` sees it; the loopback interface where there is none."""
-    if target is None:
-        return "127.0.0.1"
-    family, kind, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # sends nothing
-        probe.connect(where)
-        address: str = probe.getsockname()[0]
-        return address
-
-
 def seals(token: str, guest: str) -> tuple[Seal, Seal]:
     """Of the orders to a worker, and of its answers. Both sides make them."""
     return Seal(token, f"orders to {guest}"), Seal(token, f"answers of {guest}")

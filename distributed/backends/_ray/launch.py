@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import queue
+import secrets
 import socket
 import uuid
 from collections.abc import Iterable
@@ -18,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends._ray.cluster import Cluster
-from distributed.backends._ray.hub import Guest, Hub, attach, reachable_address
+from distributed.backends._ray.hub import Guest, Hub, attach
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.epochs import Epochs, Row, write_row
 from distributed.launching.guarded import Guarded, Report
-from distributed.launching.listening import loopback_environ
+from distributed.launching.listening import loopback_environ, reachable_address
 from distributed.launching.output import WorkerOutput, display_of
 from distributed.launching.request import THREAD_VARIABLES, LaunchRequest, check_script, set_thread_variables
+from distributed.launching.secret import VARIABLE
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers import end_elsewhere
@@ -86,8 +88,8 @@ class _Launch:
 
     def run(self) -> int:
         """To the end."""
-        if self._request.started_lines:
-            self._display.handle({"kind": "started", "lines": list(self._request.started_lines)})
+        if lines := [*self._notices(), *self._request.started_lines]:
+            self._display.handle({"kind": "started", "lines": lines})
         ray = Guarded(self._ray, self._run.logs / "ray.log", self._cluster.scratch)
         try:
             self._output.start()
@@ -99,6 +101,14 @@ class _Launch:
             ray.end()
         self._tell_of_strangers()
         return self._judged() if is_judged else self._never_begun()
+
+    def _notices(self) -> list[str]:
+        if self._request.launcher_options.get("address") is None or not os.environ.get(VARIABLE):
+            return []
+        return [
+            f"no effect over Ray: {VARIABLE} (Ray's own token protects the cluster; the workers sign with a secret that is drawn"
+            " for this run)"
+        ]
 
     def _watch(self) -> bool:
         """Until the run is over. False where that came before any verdict: stopped, or never started."""
@@ -187,6 +197,8 @@ class _Launch:
         request = dataclasses.replace(self._request, started_lines=())
         return {
             "address": address, "port": self._hub.door.port, "token": self._hub.token,
+            # The user's own secret stays here: whoever may use the cluster can read what Ray carries.
+            "secret": secrets.token_hex(32),
             "request": json.loads(request.to_json()), "payload": payload, "cwd": str(Path.cwd()), "run_dir": request.run_dir,
         }  # fmt: skip
 

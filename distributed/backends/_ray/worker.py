@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.backends._ray.hub import STREAMS, Seat, connect, reachable_address
+from distributed.backends._ray.hub import STREAMS, Seat, connect
+from distributed.launching.listening import reachable_address
+from distributed.launching.secret import VARIABLE
 from distributed.runs.temporary import temporary_directory
 
 _READ_S = 10.0  # for the launcher to read a process' last output
@@ -138,7 +140,11 @@ def _start(order: Mapping[str, Any], start: Mapping[str, Any], streams: list[soc
         )  # fmt: skip
     assert process.stdin is not None
     with process.stdin:
-        process.stdin.write(json.dumps({"request": request, "fds": fds, **start}).encode())
+        environ = {
+            **start["environ"],
+            VARIABLE: order["secret"],
+        }  # with which the workers sign what they write into their store
+        process.stdin.write(json.dumps({"request": request, "fds": fds, **start, "environ": environ}).encode())
     return process
 
 

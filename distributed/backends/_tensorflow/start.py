@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends._tensorflow.scripts import refuse_torch_script
-from distributed.config.registry import import_library
+from distributed.config.registry import backend_row, import_library
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.environment import TFCluster, read_tf_config
+from distributed.launching.exposure import engine_warnings
+from distributed.launching.listening import reachable_address
 from distributed.launching.request import LaunchRequest, WorkerEnvironment
 from distributed.launching.secret import messages
 
@@ -125,6 +127,8 @@ def join(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
         from distributed.backends._torch.meeting import meet
 
         _refuse_late()
+        for text in engine_warnings(backend_row("tensorflow").listens) if found.rank == 0 else ():
+            warn(text)
         store = meet(found, start_timeout, warn, "fit()")
         with _addresses(found, messages(store, "tensorflow")):
             _ThisProcess.joined = Joined(_strategy(), store)
@@ -150,13 +154,10 @@ def _addresses(found: WorkerEnvironment, store: Any) -> Iterator[None]:
 
 
 def _own_host(found: WorkerEnvironment) -> str:
-    """The address under which the others reach this machine: the one from which it would talk to rank 0's."""
-    if found.local_world_size == found.world_size:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((found.master_addr, found.master_port or 1))  # sends nothing
-        host: str = probe.getsockname()[0]
-        return host
+    """Return the address under which the others reach this machine, as it stands before a port."""
+    is_alone = found.local_world_size == found.world_size
+    address = reachable_address(None if is_alone else found.master_addr)
+    return f"[{address}]" if ":" in address else address
 
 
 def _strategy() -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distributed.errors import ResourceError
+from distributed.launching.exposure import store_warnings
 from distributed.launching.listening import listen_at
 from distributed.launching.request import WorkerEnvironment
 from distributed.launching.secret import messages
@@ -51,6 +52,8 @@ def _connect(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str
     is_host = found.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not is_host:
         _await_listener(host, port, start_timeout, warn, call)
+    for text in store_warnings(host, port) if is_host else ():
+        warn(text)
     try:
         return dist.TCPStore(
             host, port, found.world_size, is_host, timedelta(seconds=start_timeout), wait_for_workers=False, multi_tenant=True,

@@ -25,6 +25,9 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     ranks = torch.tensor([rank + 1.0])
     dist.all_reduce(ranks)
+    secret = os.environ.get("DISTRIBUTED_TOKEN", "0")
+    others = [torch.tensor([0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, torch.tensor([int(secret[:12], 16)]))
     if sys.argv[1] == "fail" and rank == 1:
         raise ValueError("of rank 1")
     if sys.argv[1] == "die" and rank == 1:
@@ -32,6 +35,7 @@ if __name__ == "__main__":
     dist.barrier()
     if rank == 0:
         seen = {name: os.environ.get(name) for name in NAMES}
+        secrets = {"secret_length": len(secret), "num_secrets": len({int(each) for each in others})}
         is_main = threading.current_thread() is threading.main_thread()
-        print(json.dumps({"sum": ranks.item(), "argv": sys.argv[1:], "is_main": is_main, **seen}))
+        print(json.dumps({"sum": ranks.item(), "argv": sys.argv[1:], "is_main": is_main, **seen, **secrets}))
     dist.destroy_process_group()
