@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from distributed.backends._horovod.world import Reduction, finished
+from distributed.backends._horovod.exchange import Reduction, finished
 from distributed.errors import ConfigError
 
 CAPACITY_MB = 25.0  # of a bucket, as torch's DDP has it

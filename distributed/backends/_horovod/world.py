@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from distributed.backends import wire
+from distributed.backends._horovod.exchange import Reduction, finished, this_process
 from distributed.backends._horovod.rendezvous import ADDRESS, Rendezvous
 from distributed.backends._horovod.timeline import is_prepared
 from distributed.backends._torch.meeting import meet
 from distributed.backends._torch.world import Pending, World
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
-from distributed.errors import ConfigError, ResourceError, TrainingError
+from distributed.errors import ConfigError, ResourceError
 from distributed.launching.exposure import store_warnings
 from distributed.launching.listening import listen_at
 from distributed.launching.request import WorkerEnvironment, link, worker_environment
@@ -30,22 +29,7 @@ from distributed.launching.secret import messages
 from distributed.runs.temporary import temporary_directory
 from distributed.state import WorkerContext
 
-_POLL_S = 0.0001
-_GRACE_S = 1.0  # in which others come to the end of their patience too
 _REDUCED = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)  # what Horovod adds up
-
-
-@dataclasses.dataclass
-class _ThisProcess:
-    """Horovod starts once in a process and lives as long: a rank that shuts it down ends it for all."""
-
-    store: Any = None
-    timeout_s: float = math.inf
-    server: Rendezvous | None = None
-    is_left: bool = False
-
-
-_this = _ThisProcess()
 
 
 class HorovodWorld(World):
@@ -61,10 +45,10 @@ class HorovodWorld(World):
     ) -> None:
         self._hvd = hvd = load()
         found = found or worker_environment()
-        _this.timeout_s = config.timeout_s
-        self._is_ours = _this.is_left or not hvd.is_initialized()
+        this_process.timeout_s = config.timeout_s
+        self._is_ours = this_process.is_left or not hvd.is_initialized()
         _initialise(hvd, found, config, warn, call)
-        _this.is_left = False
+        this_process.is_left = False
         size, rank, local_rank, local_size = hvd.size(), hvd.rank(), hvd.local_rank(), hvd.local_size()
         if found is not None and found.world_size != size:
             raise ConfigError(
@@ -79,11 +63,11 @@ class HorovodWorld(World):
         if size > 1:
             self.transport = "mpi" if hvd.mpi_enabled() else "gloo"
         self._num_pending = 0
-        if _this.store is None and size > 1:
-            _this.store = self._open_store(warn)
+        if this_process.store is None and size > 1:
+            this_process.store = self._open_store(warn)
 
     def is_alive(self) -> bool:
-        return bool(self._hvd.is_initialized()) and not _this.is_left
+        return bool(self._hvd.is_initialized()) and not this_process.is_left
 
     def combine(self, tensor: torch.Tensor, operation: str) -> Pending:
         wire = tensor if tensor.dtype in _REDUCED else tensor.to(_wire_type(tensor.dtype))
@@ -152,14 +136,14 @@ class HorovodWorld(World):
         self.combine(torch.zeros(1), "sum").wait()
 
     def store(self) -> Any:
-        return messages(_this.store, "common-step") if _this.store is not None else None
+        return messages(this_process.store, "common-step") if this_process.store is not None else None
 
     def leave(self) -> None:
         if self._is_ours:
             self.end()
 
     def end(self) -> None:
-        _this.is_left = True
+        this_process.is_left = True
 
     def _allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         joined: torch.Tensor = finished(self._hvd, self._hvd.allgather_async(tensor, name=name))
@@ -192,48 +176,6 @@ class HorovodWorld(World):
         return dist.FileStore(f"{self.broadcast(directory, 0)}/store", -1)
 
 
-class Reduction:
-    """An all-reduce under way."""
-
-    def __init__(self, hvd: Any, handle: int, finish: Callable[[], None]) -> None:
-        self._hvd, self._handle, self._finish = hvd, handle, finish
-
-    def wait(self) -> None:
-        """Until the result is there."""
-        finished(self._hvd, self._handle)
-        self._finish()
-
-
-def finished(hvd: Any, handle: int) -> Any:
-    """The result of `handle`, when it is there. Horovod's own wait spins, which takes the core from the thread that does the
-    work where there are no more cores than processes (46 s instead of 5 s on two).
-
-    Raises TrainingError with the ranks that did not come for `timeout_s` seconds.
-    """
-    deadline = time.monotonic() + _this.timeout_s
-    while not hvd.poll(handle):
-        time.sleep(_POLL_S)
-        if time.monotonic() > deadline:
-            raise _stalled(hvd)
-    return hvd.synchronize(handle)
-
-
-def _stalled(hvd: Any) -> TrainingError:
-    """Whoever waits too says so in the store, so that the others are known. Horovod's own message does not leave its log."""
-    absent = "another rank has"
-    if _this.store is not None:
-        waiting = messages(_this.store, "stalled")
-        waiting.set(str(hvd.rank()), "")
-        time.sleep(_GRACE_S)
-        ranks = [rank for rank in range(hvd.size()) if not waiting.check([str(rank)])]
-        if ranks:
-            absent = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'has' if len(ranks) == 1 else 'have'}"
-    return TrainingError(
-        f"{absent} not come to an exchange that the others have waited in for {_this.timeout_s:g} s (timeout_s): it hangs, or"
-        " it needs more time for a step"
-    )
-
-
 def load() -> Any:
     """horovod.torch. Raises ResourceError where it is missing or was built for another torch."""
     try:
@@ -252,7 +194,7 @@ def load() -> Any:
 
 def is_left() -> bool:
     """Whether this process has left Horovod, which runs on."""
-    return _this.is_left
+    return this_process.is_left
 
 
 def _initialise(
@@ -261,7 +203,7 @@ def _initialise(
     if hvd.is_initialized():
         return
     _refuse_second()
-    if _this.store is not None:
+    if this_process.store is not None:
         raise ResourceError("hvd.shutdown() was called in this process, and Horovod starts once: drop that call")
     transport = config.communication_backend
     is_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ and hvd.mpi_built() and transport != "gloo"
@@ -273,7 +215,7 @@ def _initialise(
     _set_defaults(config)
     is_horovodrun = ADDRESS in os.environ and link() is None
     if not is_mpi and not is_horovodrun and found is not None:
-        _this.store = _meet(found, config, warn, call)
+        this_process.store = _meet(found, config, warn, call)
     hvd.init()
 
 
@@ -293,9 +235,9 @@ def _meet(found: WorkerEnvironment, config: DistributedConfig, warn: Callable[[s
     if ADDRESS not in os.environ:
         told = messages(store, "horovod")
         if found.rank == 0:
-            _this.server = Rendezvous()  # listens as long as this process lives
+            this_process.server = Rendezvous()  # listens as long as this process lives
             is_alone = found.local_world_size == found.world_size
-            told.set("port", str(_this.server.open(found.master_addr, is_alone=is_alone)))
+            told.set("port", str(this_process.server.open(found.master_addr, is_alone=is_alone)))
         os.environ.update(Rendezvous.environ(found, int(told.get("port"))))
     return store
 
