@@ -1,7 +1,7 @@
-"""What each setting needs for an effect, and the line that names those that were given and have none in this run.
+"""What each setting needs to have an effect, and the line that names given settings without an effect in this run.
 
-A configuration may serve several places: a laptop, a cluster, several launchers. A setting that has no effect in one of them is
-therefore no error. Settings that contradict each other are refused where they are checked.
+One configuration may serve a laptop, a cluster and several launchers, so a setting that has no effect in one of these places is
+no error. Settings that contradict each other are refused where they are checked.
 """
 
 from __future__ import annotations
@@ -21,24 +21,28 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """Where a run takes place."""
+    """Describe where a run takes place."""
 
     backend: Backend[Any]  # its settings, options, device and number of processes
-    request: LaunchRequest | None  # what our launcher was asked for; None where it did not start the workers
+    request: LaunchRequest | None  # the request to our launcher; None where our launcher did not start the workers
     is_worker: bool = True  # whether any launcher started this process
-    has_schedule: bool | None = None  # whether a schedule counts updates or epochs; None: not known yet
+    has_schedule: bool | None = None  # whether there is a schedule that counts updates or epochs; None: not known yet
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What a setting needs for an effect."""
+    """Describe what a setting needs to have an effect."""
 
-    what: str  # "several processes"
-    lacks: Callable[[Situation, str], str]  # of (situation, setting): why it is not there, or ""
+    what: str  # in words, such as "several processes"
+    lacks: Callable[[Situation, str], str]  # (situation, setting) -> why the need is not met, or ""
 
 
 def of_launcher(what: str, value: Callable[[LaunchRequest, str], Any]) -> Need:
-    """The need of a setting that our launcher itself reads; `value` is what the launcher was given of it."""
+    """Return the need of a setting that our launcher reads.
+
+    `value` returns the value that a request gives to the launcher. Where that differs from the setting, the setting came too
+    late: the launcher was started without it.
+    """
 
     def lacks(where: Situation, name: str) -> str:
         if where.request is None:
@@ -73,7 +77,7 @@ OUR_LAUNCHER = of_launcher("workers that `train` or `fit` starts", getattr)
 SEVERAL_PROCESSES = Need("several processes", _unless("one process", lambda where: where.backend.plan.world_size > 1))
 NODES = Need("as many nodes as run", lambda where, name: _of_nodes(where))
 SEVERAL_NODES = Need("several nodes", _unless("one node", lambda where: where.backend.plan.num_nodes > 1))
-# A launcher gives its workers as long to stop, and workers wait as long for each other.
+# The launcher waits this long for its workers to stop, and the workers wait this long for each other.
 WAITING = Need(
     "several processes, or workers that `train` or `fit` starts",
     lambda where, name: SEVERAL_PROCESSES.lacks(where, name) and OUR_LAUNCHER.lacks(where, name),
@@ -92,8 +96,8 @@ PROFILE = Need("profile", _unless("profile is off", lambda where: where.backend.
 WARMUP = Need("warmup_steps", _unless("warmup_steps is 0", lambda where: where.backend.config.warmup_steps))
 
 
-# setting -> what it needs, all of it; () where it has an effect in every run. The options of a backend need that backend, and
-# what `Backend.needs` says; that may replace a row of this table too.
+# setting -> all of its needs; () where the setting has an effect in every run. An option of a backend needs that backend, and what
+# `Backend.needs` says of it. `Backend.needs` may also replace a row of this table.
 EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "backend": (),
     "num_gpus": (),
@@ -161,13 +165,13 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
 
 
 def without_effect(where: Situation) -> dict[str, str]:
-    """Setting -> why it has no effect in this run, for those that were given."""
+    """Return setting -> why it has no effect in this run, for the settings that were given."""
     found = {name: _why(name, where) for name in _given(where)}
     return {name: why for name, why in found.items() if why}
 
 
 def lines_of(found: Mapping[str, str], unless: str = "") -> list[str]:
-    """The line that names the settings of `without_effect` by their reasons; nothing where there are none."""
+    """Return the line that names the settings of `without_effect`, grouped by reason, or an empty list where there are none."""
     by_reason: dict[str, list[str]] = {}
     for name, why in found.items():
         by_reason.setdefault(why, []).append(name)
@@ -176,12 +180,12 @@ def lines_of(found: Mapping[str, str], unless: str = "") -> list[str]:
 
 
 def needs_of(backend: type[Backend[Any]], name: str) -> tuple[Need, ...]:
-    """What the setting `name`, or the backend's own option, needs under `backend`."""
+    """Return what the setting `name`, or an option of the backend's own, needs under `backend`."""
     return backend.needs.get(name, EFFECTS.get(name, ()))
 
 
 def _given(where: Situation) -> Iterator[str]:
-    """Every setting that was given, groups of options by their options."""
+    """Yield every setting that was given; of a group of options, each option."""
     return (name for name in where.backend.merged.sources if name not in GROUPS)
 
 

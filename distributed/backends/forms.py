@@ -1,4 +1,4 @@
-"""What was passed as data and is no data set, told by its form. Loads no framework."""
+"""Recognise by its form what was passed as data and is no data set. Loads no framework."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _TABLES = ("pandas", "polars")
 
 
 def fault_of(data: Any, pair: str, *, train: bool) -> str | None:
-    """Why `data` is no data set, and what to pass; None where its form is right. `pair`: how inputs and targets are passed."""
+    """Return why `data` is no data set and what to pass instead, or None where its form is right.
+
+    `pair` is what the message suggests for a pair of inputs and targets.
+    """
     kind = type(data).__name__
     if data is None:
         return f"None is not a data set: give {pair}, or a DataLoader"
@@ -20,7 +23,7 @@ def fault_of(data: Any, pair: str, *, train: bool) -> str | None:
     if isinstance(data, types.FunctionType | types.MethodType):
         return f"{data.__name__} is a function: call it, or give an IterableDataset whose __iter__ does"
     if isinstance(data, str | bytes | os.PathLike):
-        return f"{kind} is not a data set: read what it names and give {pair}"
+        return f"{kind} is not a data set: load the data that it names and give {pair}"
     if isinstance(data, set | frozenset):
         return "a set has no order: give a list of its samples"
     if type(data).__module__.partition(".")[0] in _TABLES:
@@ -33,10 +36,10 @@ def fault_of(data: Any, pair: str, *, train: bool) -> str | None:
 
 
 def is_columns(data: Sequence[Any], *, train: bool) -> bool:
-    """Whether `[x, y]` means arrays of inputs and targets and not two samples.
+    """Return whether `data` is a list of columns, such as `[inputs, targets]`, and not a list of samples.
 
-    Arrays of as many rows each that have different shapes make no batch. Two of one shape may be samples to predict, but no
-    data set to train on.
+    Arrays with the same number of rows and different shapes cannot be samples, because they make no batch. Two arrays of the
+    same shape may be two samples to predict, but they are no data set to train on.
     """
     if len(data) < 2 or not all(is_array(each) for each in data):
         return False
@@ -47,10 +50,10 @@ def is_columns(data: Sequence[Any], *, train: bool) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is a tensor or an array of any library."""
+    """Return whether `value` is a tensor or an array of any library."""
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
 
 
 def is_mapping_of_arrays(data: Any) -> bool:
-    """Whether `data` holds columns by name."""
+    """Return whether `data` is a mapping from names to columns."""
     return isinstance(data, Mapping) and bool(data) and all(map(is_array, data.values()))

@@ -1,4 +1,4 @@
-"""Which metrics of a trainer are means, computed batch by batch, and which are computed over all samples. No framework."""
+"""Decide which metrics of a trainer are means over samples, and which must be computed over all samples. No framework."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 from distributed.backends.over_all import Measure, Wholes
 from distributed.backends.splitting import Reduce, Splitting, Value, near
 
-Make = Callable[..., Measure]  # (function, training=) -> what computes it over all samples
+Make = Callable[..., Measure]  # (function, training=) -> the Measure that computes the function over all samples
 
 
 class Measured:
-    """Decides about plain functions; the others, which say what they are, stand in `wholes` alone."""
+    """Keep, for each plain metric function, whether it is a mean over samples.
+
+    Means are computed batch by batch, all other metrics over all samples by `wholes`. Metrics that declare what they are
+    (`over_all`, objects) are in `wholes` from the start and are not examined here.
+    """
 
     def __init__(
         self,
@@ -26,19 +30,23 @@ class Measured:
         self._functions, self.wholes, self._make, self._reduce = functions, wholes, make, reduce
         self._splitting = Splitting(functions, notice)
         self.num_evaluated = 0  # batches of this evaluation
-        self._is_evaluating = False  # between `begin` and `measure`: batches beside an evaluation decide nothing
-        for name, function in functions.items():  # until it is known to be a mean
+        self._is_evaluating = False  # whether an evaluation is running: other batches are not examined
+        for name, function in functions.items():  # over all samples until it is known to be a mean
             wholes.add(name, lambda function=function: make(function, training=False))  # type: ignore[misc]
 
     def begin(self, split: str) -> None:
-        """`Backend.begin`."""
+        """Forget what was kept of `split`, as `Backend.begin` does."""
         if split == "val":
             self.num_evaluated = 0
             self._is_evaluating = True
         self.wholes.begin(split)
 
     def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
-        """`Backend.measure`. Of a function that may be a mean, the mean is its value where it is that of all samples, too."""
+        """Return the values over all samples, as `Backend.measure` does.
+
+        A function that may be a mean is computed both ways. Where both values agree the mean in `means` stands; where they
+        differ the function is no mean.
+        """
         found = self.wholes.measure(split)
         self._is_evaluating = self._is_evaluating and split != "val"
         for name in self._splitting.unknown if split == "val" else ():
@@ -50,36 +58,36 @@ class Measured:
 
     @property
     def is_looking(self) -> bool:
-        """Whether the batches of this evaluation are asked which functions are means."""
+        """Return whether a batch that is evaluated now must be passed to `look`."""
         return self._is_evaluating and bool(self._splitting.unknown)
 
     @property
     def unknown(self) -> list[str]:
-        """Functions that may be means."""
+        """Return the names of the functions that may be means."""
         return self._splitting.unknown
 
     def look(self, outputs: Any, targets: Any, num_samples: int, value: Value) -> None:
-        """Ask a batch of an evaluation what is a mean. A collective for some batches, see `Splitting.look`."""
+        """Examine the unknown functions on one batch of an evaluation. A collective for some batches, see `Splitting.look`."""
         with self.wholes.keeping_generators():
             known = self._splitting.look(self.num_evaluated, outputs, targets, num_samples, value, self._reduce)
         self._take_up(known)
 
     def functions(self, split: str) -> dict[str, Callable[..., Any]]:
-        """Those that are computed batch by batch."""
+        """Return the functions that are computed batch by batch in `split`."""
         other = self.wholes.names("train") if split == "train" else self._splitting.not_means
         return {name: function for name, function in self._functions.items() if name not in other}
 
     def is_call(self, name: str) -> bool:
-        """Whether what a `training_step` returns as `name` are the arguments of a metric."""
+        """Return whether the entry `name` in the result of a `training_step` holds the arguments of a metric."""
         return self.wholes.has(name) and name not in self._functions
 
     def is_declared(self, name: str) -> bool:
-        """Whether the user says that `name` is computed over all samples."""
+        """Return whether the user declared that `name` is computed over all samples."""
         return name not in self._functions
 
     @property
     def form(self) -> dict[str, bool]:
-        """name -> whether it is a mean, for the functions of which that is known. JSON."""
+        """Return, for each function of which it is known, whether it is a mean. JSON-able."""
         return self._splitting.known
 
     @form.setter

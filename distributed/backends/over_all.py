@@ -1,12 +1,11 @@
-"""Metrics over all samples: what each rank keeps of them, how it comes together, and what of it a checkpoint holds.
+"""Compute metrics over all samples: keep their arguments on each rank, gather them, and store them in checkpoints.
 
-No framework: what an engine's tensors are like stands in its `Engine`.
+No framework: an `Engine` knows the tensors of each engine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +17,10 @@ from distributed.errors import ConfigError, TrainingError
 
 SPLITS = ("train", "val")
 _WARN_BYTES = 1 << 30
-_CHUNK_BYTES = 64 << 20  # that all ranks send at once
+_CHUNK_BYTES = 64 << 20  # what one collective sends, from each rank
 
-Update = list[
-    tuple[Any, int]
-]  # (arguments, samples) of one update: rank r holds every len()-th sample of it, from r on
+# (arguments, samples) from each rank, for one micro-batch of the world. Of n ranks, rank r has every n-th sample from the r-th on.
+Update = list[tuple[Any, int]]
 
 
 # A block that puts the random generators back to what they were before it.
@@ -30,60 +28,60 @@ KeepingGenerators = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Engine(Protocol):
-    """What the metrics need to know of an engine's tensors."""
+    """Convert the tensors of an engine for the metrics."""
 
     def joined(self, updates: Sequence[Update]) -> Arguments:
-        """The arguments for all samples of `updates`, in their order, as the user's function takes them."""
+        """Return the arguments for all samples of `updates`, in their order, as the user's function takes them."""
 
     def to_raw(self, name: str, leaf: Any) -> Any:
-        """A `RawTensor` of a tensor on the host, or None for what is none."""
+        """Return a tensor on the host as a `RawTensor`, or None for what is no tensor."""
 
     def from_raw(self, word: str, shape: tuple[int, ...], data: Any) -> Any:
-        """The tensor that `to_raw` was given."""
+        """Return the tensor that `to_raw` was given."""
 
     def number(self, name: str, value: Any) -> float:
-        """What a metric returned, as a number. TrainingError naming the metric where it is none."""
+        """Return what a metric returned as a number. Raises TrainingError, with the metric's name, where it is none."""
 
 
 class Collectives(Protocol):
-    """Of the ranks, which all call them."""
+    """Exchange values between the ranks. All ranks call each method."""
 
     def reduce(self, sums: Mapping[Any, float]) -> dict[Any, float]:
-        """Sums over all ranks."""
+        """Return the sums over all ranks."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+        """Return every rank's value, in the order of ranks."""
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """The value of rank `src`."""
+        """Return the value of rank `src`."""
 
 
 class Measure(Protocol):
-    """One metric, and what this rank has seen for it."""
+    """Compute one metric from what this rank and the others have seen."""
 
-    training: bool  # whether it is computed in training too
+    training: bool  # whether the metric is computed in training too
 
     def absorb(self, part: Part) -> None:
-        """Take in a micro-batch. Called in the order of the samples."""
+        """Add a micro-batch. Called in the order of the samples."""
 
     def take(self) -> list[Part]:
-        """What the main process is to have, on the host; it is forgotten here."""
+        """Return, on the host, the parts that the main process needs, and forget them here."""
 
     def state(self) -> Any:
-        """What stays on this rank, on the host: containers of tensors, numbers and words; None for nothing."""
+        """Return a copy of the state that stays on this rank: containers of tensors on the host, numbers and words, or None."""
 
     def restore(self, states: Sequence[Any]) -> None:
-        """Go on from what `state` gave on one rank, or on several that this one stands for."""
+        """Continue from `states`, which `state` returned on one rank, or on several ranks that this rank replaces."""
 
     def value(self, updates: Sequence[Update], states: Sequence[Any]) -> Any:
-        """The metric of everything that `take` and `state` gave on all ranks."""
+        """Return the metric of everything that `take` and `state` returned on all ranks."""
 
     def reset(self) -> None:
         """Forget everything."""
 
 
 class Wholes:
-    """The metrics over all samples of one trainer, separately for training and for evaluation."""
+    """Hold the metrics over all samples of one trainer, separately for training and for evaluation."""
 
     def __init__(
         self,
@@ -96,25 +94,23 @@ class Wholes:
         warn: Callable[[str], None],
         keeping_generators: KeepingGenerators = contextlib.nullcontext,
     ) -> None:
-        """`keeping_generators`: the block in which the code of metrics runs, which may draw random numbers."""
+        """`keeping_generators` returns a block for the code of metrics. What they draw in it must not change training."""
         self.keeping_generators = keeping_generators
         self._engine, self._world, self._warn = engine, world, warn
         self._rank, self._world_size, self._is_presharded = rank, world_size, is_presharded
         self._measures: dict[str, dict[str, Measure]] = {split: {} for split in SPLITS}
-        self._closed: set[str] = set()  # of training: not before the next epoch
+        self._closed: set[str] = set()  # metrics of training that begin with the next epoch
         self._pieces: dict[str, dict[str, list[Piece]]] = {split: {} for split in SPLITS}  # on the main process
-        self._pending: dict[str, list[Any]] = {
-            split: [] for split in SPLITS
-        }  # results whose parts are not absorbed yet
+        self._pending: dict[str, list[Any]] = {split: [] for split in SPLITS}  # results with parts to absorb
         self._pending_bytes = dict.fromkeys(SPLITS, 0)
         self._kept_bytes, self._has_warned = dict.fromkeys(SPLITS, 0), False
-        self._stored: dict[str, Any] = {}  # of a checkpoint: of metrics that are not known yet
-        self._is_resumed = False  # in the running epoch
+        self._stored: dict[str, Any] = {}  # what a checkpoint holds for metrics that are not known yet
+        self._is_resumed = False  # whether the running epoch was resumed from a checkpoint
 
     # ------------------------------------------------------------------ which metrics
 
     def add(self, name: str, make: Callable[[], Measure]) -> None:
-        """Compute `name` from now on; nothing for one that is known already."""
+        """Compute `name` from now on. Does nothing if it is known already."""
         if self.has(name):
             return
         self._measures["val"][name] = make()
@@ -126,14 +122,14 @@ class Wholes:
                 self._closed.add(name)
 
     def train(self, name: str, measure: Measure) -> None:
-        """Compute `name`, which is computed in evaluation, in training too: from the next epoch on."""
+        """Compute `name`, which is computed in evaluation, in training too, from the next epoch on."""
         self._measures["train"][name] = measure
         self._closed.add(name)
         if name in self._stored:
             self._open(name)
 
     def has(self, name: str) -> bool:
-        """Whether `name` is computed over all samples."""
+        """Return whether `name` is computed over all samples."""
         return name in self._measures["val"]
 
     def drop(self, name: str) -> None:
@@ -146,14 +142,17 @@ class Wholes:
                 self._pending_bytes[split] -= sum(num_bytes(part.value) for part in parts.pop(name, []))
 
     def names(self, split: str) -> list[str]:
-        """The metrics that are computed of `split` now."""
+        """Return the names of the metrics that are computed in `split` now."""
         return [name for name in self._measures[split] if split != "train" or name not in self._closed]
 
     # ------------------------------------------------------------------ what they see
 
     def keep(self, split: str, result: Any) -> None:
-        """Remember a step's result, whose `deferred` holds parts by name. What is large does not wait for the next log line,
-        only until it is known whether the update was made: until the next result."""
+        """Keep the result of a step, whose `deferred` holds parts by name.
+
+        Parts are absorbed at the next log line, large ones with the next result: not before, because only then is it known
+        whether the update was made.
+        """
         if self._pending_bytes[split] > _CHUNK_BYTES:
             self._absorb(split)
         parts: dict[str, Sequence[Part]] = result.deferred.parts
@@ -176,7 +175,7 @@ class Wholes:
             self._is_resumed = False
 
     def measure(self, split: str) -> dict[str, float]:
-        """name -> value over all samples since `begin`. A collective; the main process computes."""
+        """Return name -> value over all samples since `begin`. A collective; the main process computes the values."""
         names = self.names(split)
         if not names:
             return {}
@@ -223,10 +222,10 @@ class Wholes:
             measure = self._measures[split].get(name)
             for part in parts if measure is not None else ():
                 measure.absorb(part)  # type: ignore[union-attr]
-        result.deferred.parts.clear()  # the loop keeps results for longer, and devices have little memory
+        result.deferred.parts.clear()  # the loop keeps results for longer, and outputs take memory of the device
 
     def _collect(self, split: str) -> None:
-        """Bring what the ranks keep to the main process, some of it at a time. A collective."""
+        """Send the parts of all ranks to the main process, in chunks. A collective."""
         self._absorb(split)
         mine = [(name, part) for name, measure in self._measures[split].items() for part in measure.take()]
         size = float(sum(num_bytes(part.value) for _, part in mine))
@@ -257,7 +256,7 @@ class Wholes:
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, directory: Path) -> dict[str, Any] | None:
-        """Write what was kept of the running epoch into `directory`; returns what of it is JSON. A collective."""
+        """Write what was kept of the running epoch into `directory`. Returns the JSON-able rest. A collective."""
         if not self._measures["val"]:
             return None
         names = self.names("train")
@@ -269,7 +268,7 @@ class Wholes:
         return {"open": names}
 
     def load(self, directory: Path, saved: Mapping[str, Any] | None) -> None:
-        """Go on from what `save` wrote, with any number of ranks. What was not open then waits for the next epoch."""
+        """Continue from what `save` wrote, with any number of ranks. A metric that was not computed then begins with the next epoch."""
         self.begin("train")
         self._is_resumed = True
         content = read_metrics(directory, self._engine) if saved else {}
@@ -280,7 +279,7 @@ class Wholes:
                 self._open(name)
 
     def _open(self, name: str) -> None:
-        """Go on from what a checkpoint has of `name`."""
+        """Compute `name` in this epoch, from what the checkpoint holds of it."""
         states, pieces = self._stored.pop(name)
         self._closed.discard(name)
         if self._rank == 0:
@@ -294,7 +293,7 @@ class Wholes:
 
 
 class Kept:
-    """A metric that is computed from all outputs: a function, or an object whose states cannot be added up."""
+    """Compute a metric from all outputs: a function, or an object whose states cannot be combined."""
 
     def __init__(
         self,
@@ -303,28 +302,28 @@ class Kept:
         *,
         training: bool = True,
     ) -> None:
-        """`prepare`: what is kept of the arguments for a micro-batch, on the host."""
+        """`prepare` returns what is kept, on the host, of the arguments for a micro-batch."""
         self._compute, self._prepare, self.training = compute, prepare, training
         self._parts: list[Part] = []
 
     def absorb(self, part: Part) -> None:
-        """Take in a micro-batch."""
+        """Keep the arguments for a micro-batch."""
         self._parts.append(part._replace(value=self._prepare(part.value)))
 
     def take(self) -> list[Part]:
-        """Everything."""
+        """Return all parts, and forget them."""
         taken, self._parts = self._parts, []
         return taken
 
     def state(self) -> Any:
-        """Nothing."""
+        """Return None: nothing stays on a rank."""
         return None
 
     def restore(self, states: Sequence[Any]) -> None:
-        """Nothing."""
+        """Do nothing, as there is no state."""
 
     def value(self, updates: Sequence[Update], states: Sequence[Any]) -> Any:
-        """What the function gives for all samples."""
+        """Return the value for all samples."""
         return self._compute(updates)
 
     def reset(self) -> None:
@@ -333,7 +332,10 @@ class Kept:
 
 
 def driven(metric: Any, updates: Sequence[Update], engine: Engine, words: tuple[str, str, str]) -> Any:
-    """The value of an object that gets one global batch after the other. `words`: its methods to reset, update and compute."""
+    """Return the value of an object after it was updated with each of `updates` in turn.
+
+    `words` are the names of its methods to reset, update and compute.
+    """
     reset, update, compute = (getattr(metric, word) for word in words)
     reset()
     for each in updates:
@@ -342,21 +344,16 @@ def driven(metric: Any, updates: Sequence[Update], engine: Engine, words: tuple[
     return compute()
 
 
-def flat(updates: Iterable[Update]) -> list[Any]:
-    """The values of `updates`, one after the other."""
-    return [value for value, _ in itertools.chain.from_iterable(updates)]
-
-
 class Deferred(NamedTuple):
-    """What a step leaves for later."""
+    """Hold what a step leaves for later."""
 
     split: str
-    kept: list[Any]  # outputs for the metrics that are means
-    parts: dict[str, list[Part]]  # by metric over all samples
+    kept: list[Any]  # outputs, for the metrics that are means
+    parts: dict[str, list[Part]]  # name of a metric over all samples -> its parts
 
 
 def no_arguments(name: str) -> ConfigError:
-    """The error for a metric of which nothing says what it is computed from."""
+    """Return the error for a metric whose arguments are not known."""
     return ConfigError(
         f"metric {name!r} is computed over all samples, and it is not known from what: return its arguments from"
         f" training_step, {{'loss': loss, {name!r}: (outputs, targets)}}"
@@ -364,7 +361,7 @@ def no_arguments(name: str) -> ConfigError:
 
 
 def not_a_number(name: str, value: Any) -> TrainingError:
-    """The error for a metric that returned something else."""
+    """Return the error for a metric that returned something other than a number."""
     what = f"a {type(value).__name__}"
     if hasattr(value, "shape"):
         what += f" of shape {list(value.shape)}"

@@ -1,4 +1,4 @@
-"""Arguments of metrics, batch by batch: what is kept of them and how the ranks' parts follow each other. No framework."""
+"""Arguments of metrics, batch by batch: how they are kept, cut, and put into the order of the samples. No framework."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 
 class Fields(dict[str, Any]):
-    """A plain mapping whose entries are attributes too, in the place of a model's own class of outputs."""
+    """Hold the fields of a model's outputs, as entries and as attributes.
+
+    It replaces the model's own class of outputs, which need not be known where the outputs are read.
+    """
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -19,23 +22,23 @@ class Fields(dict[str, Any]):
 
 
 class Arguments(NamedTuple):
-    """What a metric is called with for one micro-batch."""
+    """Hold what a metric is called with for one micro-batch."""
 
     args: tuple[Any, ...]
     named: dict[str, Any]
 
 
 class Part(NamedTuple):
-    """One micro-batch of one rank."""
+    """Hold what a metric keeps of one micro-batch of one rank."""
 
-    key: tuple[int, int]  # where its update begins in the order of the epoch, and its number in the update
+    key: tuple[int, int]  # (position of its update in the order of the epoch, its number in the update)
     num_samples: int
     value: Any
-    replica: int = 0  # of a rank's devices, where the rank is the only one
+    replica: int = 0  # the device, where one process drives several
 
 
 class Piece(NamedTuple):
-    """A `Part` of a known rank."""
+    """Hold a `Part` together with its rank."""
 
     key: tuple[int, int]
     rank: int
@@ -44,7 +47,10 @@ class Piece(NamedTuple):
 
 
 def arguments(value: Any) -> Arguments:
-    """What a `training_step` returned for a metric: a tuple or list of arguments, a dict of named ones, or one argument."""
+    """Return the arguments that a `training_step` returned for a metric.
+
+    `value` is a tuple or list of arguments, a dict of named ones, or a single argument.
+    """
     if isinstance(value, Arguments):
         return value
     if isinstance(value, (tuple, list)):
@@ -53,7 +59,7 @@ def arguments(value: Any) -> Arguments:
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`function` of everything in the containers of `value`; mappings and data classes become `Fields`."""
+    """Return `value` with `function` applied to each leaf in its containers. Mappings and data classes become `Fields`."""
     if isinstance(value, Arguments):
         return Arguments(mapped(value.args, function), mapped(value.named, function))
     if isinstance(value, (tuple, list)):
@@ -62,14 +68,14 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        if type(value) is not Fields:  # what Hugging Face's models keep for generating more is no output
+        if type(value) is not Fields:  # Hugging Face's cache for generating more tokens is no output
             value = {key: each for key, each in value.items() if key != "past_key_values"}
         return Fields({key: mapped(each, function) for key, each in value.items()})
     return function(value)
 
 
 def cut(value: Any, begin: int, end: int, num_samples: int) -> Any:
-    """Samples `begin` to `end` of `num_samples`. What has no rows for them stays whole."""
+    """Return the samples from `begin` to `end` of `num_samples`. A leaf that has no rows for samples stays whole."""
 
     def rows(leaf: Any) -> Any:
         length = _length(leaf)
@@ -78,7 +84,7 @@ def cut(value: Any, begin: int, end: int, num_samples: int) -> Any:
         each = length // num_samples
         return leaf[begin * each : end * each]
 
-    if isinstance(value, list) and len(value) == num_samples:  # an entry for each sample: texts, boxes
+    if isinstance(value, list) and len(value) == num_samples:  # one entry per sample, such as texts or boxes
         return value[begin:end]
     if isinstance(value, (tuple, list)):
         return type(value)([cut(each, begin, end, num_samples) for each in value])
@@ -88,7 +94,7 @@ def cut(value: Any, begin: int, end: int, num_samples: int) -> Any:
 
 
 def has_rows(value: Any, num_samples: int) -> bool:
-    """Whether something in `value` has rows for each of `num_samples`."""
+    """Return whether a leaf of `value` has the same number of rows for each of `num_samples`."""
     if isinstance(value, list) and len(value) == num_samples:
         return True
     if isinstance(value, (tuple, list, Mapping)):
@@ -102,7 +108,7 @@ def _length(leaf: Any) -> int:
 
 
 def num_bytes(value: Any) -> int:
-    """What the tensors inside `value` take."""
+    """Return how many bytes the tensors inside `value` take."""
     if isinstance(value, Mapping):
         return sum(map(num_bytes, value.values()))
     if isinstance(value, (tuple, list)):
@@ -111,9 +117,10 @@ def num_bytes(value: Any) -> int:
 
 
 def by_update(pieces: Sequence[Piece], is_presharded: bool) -> list[list[tuple[Any, int]]]:
-    """(value, samples) in the order of the samples: of one micro-batch rank r holds every world-th sample from r on.
+    """Return the (value, samples) of `pieces` in the order of the samples, one list per micro-batch of the whole world.
 
-    `is_presharded`: the samples of one rank come after those of another, as each brought its own.
+    In such a list rank r holds every world-th sample, from the r-th on. With `is_presharded` each rank has data of its own;
+    then the pieces of a rank follow those of the rank before it, each in a list of its own.
     """
     if is_presharded:
         return [[(p.value, p.num_samples)] for p in sorted(pieces, key=lambda p: (p.rank, p.key))]

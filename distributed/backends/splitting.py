@@ -1,4 +1,4 @@
-"""Is a metric function a mean over samples? Asked once, in the first evaluation, by cutting a batch. No framework."""
+"""Find out whether a metric function is a mean over samples, by splitting batches of the first evaluation. No framework."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Value = Callable[
 ]  # (function, outputs, targets, samples) -> (sum, count)
 Reduce = Callable[[Mapping[Any, float]], dict[Any, float]]
 
-# Means agree up to rounding: 16-bit floats are widened first, a mean over a batch in float32 is exact to about 1e-6.
+# Two values count as equal within these bounds. Floats of 16 bits are widened first; a mean in float32 is exact to about 1e-6.
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-7
-# Of batches whose parts had other values than the whole, and the same mean: samples, or batches. A metric with few values, as F1
-# of four samples, agrees by chance now and then.
+# A function counts as a mean once so many samples, or batches, have voted for it: a metric that takes few values, such as F1 of
+# four samples, passes the test of a single batch by chance now and then.
 _ENOUGH_SAMPLES, _ENOUGH_BATCHES = 64.0, 4.0
-# What functions raise for a part that they do not take, as scikit-learn for one class alone.
+# Errors that a function raises for a part that it does not accept, such as scikit-learn for a part with one class only.
 _REFUSES = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class Splitting:
-    """The functions of which it is not known yet, and what was found of the others.
+    """Collect the votes on each function until it is known whether the function is a mean.
 
-    Until it is known a function is computed over all samples, which is right for a mean, too.
+    Until then a function is computed over all samples, which gives the right value for a mean too.
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], notice: Callable[[str], None]) -> None:
@@ -39,14 +39,17 @@ class Splitting:
 
     @property
     def unknown(self) -> list[str]:
-        """The names of which it is not known yet."""
+        """Return the names of the functions that may be means."""
         return list(self._unknown)
 
     def look(
         self, number: int, outputs: Any, targets: Any, num_samples: int, value: Value, reduce: Reduce
     ) -> dict[str, bool]:
-        """Cut the batch `number` of an evaluation, counted from 1, and compare. Returns name -> whether it is a mean, for what
-        has become known. A collective for the 1st, 2nd, 4th, 8th, ... batch while something is unknown."""
+        """Split the batch `number` of an evaluation, counted from 1, and compare the value of the whole with its parts.
+
+        Returns name -> whether it is a mean, for each function of which that has become known. While a function is unknown this
+        is a collective for the 1st, 2nd, 4th, 8th, ... batch; other batches are not examined.
+        """
         if not self._unknown or number & (number - 1):
             return {}
         votes: dict[tuple[str, str], float] = {}
@@ -69,30 +72,33 @@ class Splitting:
         return known
 
     def refute(self, name: str) -> dict[str, bool]:
-        """Take up that `name` is no mean, and say it. Returns {name: False}."""
+        """Record that `name` is no mean and tell the user. Returns {name: False}."""
         self._notice(_text(name, self._unknown[name]))
         self.settle({name: False})
         return {name: False}
 
     def settle(self, known: Mapping[str, bool]) -> None:
-        """Take up what is known, from a checkpoint too."""
+        """Record what is known: name -> whether it is a mean, found here or read from a checkpoint."""
         for name, is_mean in known.items():
             if self._unknown.pop(name, None) is not None and not is_mean:
                 self.not_means.add(name)
 
     @property
     def known(self) -> dict[str, bool]:
-        """name -> whether it is a mean, as JSON."""
+        """Return name -> whether it is a mean, for each function of which that is known. JSON-able."""
         return {name: name not in self.not_means for name in self._samples if name not in self._unknown}
 
 
 def vote(function: Callable[..., Any], outputs: Any, targets: Any, num_samples: int, value: Value) -> bool | None:
-    """Whether the mean over three parts of a batch is the value of the whole; None where that proves nothing, because the
-    batch is too small, or all parts have the value of the whole."""
+    """Return whether the mean of the values of three parts of a batch is the value of the whole batch.
+
+    Returns None where the batch proves nothing: it has fewer than two samples, no rows for its samples, or parts that all have
+    the value of the whole.
+    """
     if num_samples < 2 or not (has_rows(outputs, num_samples) and has_rows(targets, num_samples)):
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of parts that are too small to be measured
+        warnings.simplefilter("ignore")  # a part may be too small for the function
         whole = value(function, outputs, targets, num_samples)
         parts: list[tuple[float, float]] = []
         with contextlib.suppress(*_REFUSES):
@@ -108,7 +114,10 @@ def vote(function: Callable[..., Any], outputs: Any, targets: Any, num_samples: 
 
 
 def _places(num_samples: int) -> list[tuple[int, int]]:
-    """Three parts of different sizes, or fewer: equal ones agree by chance where a metric has few values."""
+    """Return where three parts of different sizes begin and end, or fewer parts of a small batch.
+
+    Parts of equal sizes would agree by chance more often where a metric takes few values.
+    """
     ends = sorted({0, num_samples // 2, num_samples // 2 + num_samples // 3, num_samples})
     return list(itertools.pairwise(ends))
 
@@ -118,7 +127,7 @@ def _mean(pair: tuple[float, float]) -> float:
 
 
 def near(one: float, other: float) -> bool:
-    """Whether two values are the same but for rounding; NaN is NaN."""
+    """Return whether two values are equal up to rounding. NaN equals NaN."""
     if math.isnan(one) or math.isnan(other):
         return math.isnan(one) and math.isnan(other)
     return one == other or abs(one - other) <= _RELATIVE * max(abs(one), abs(other)) + _ABSOLUTE

@@ -1,4 +1,4 @@
-"""Metrics that are judged: which values are better, which were the best, and whether the monitored one can be there."""
+"""Judge metrics: which values are better, which were best, and whether the monitored metric is reported."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SMALLER_IS_BETTER = {
     "perplexity", "ppl", "bpc", "bpb", "entropy", "crossentropy", "divergence", "kl", "distance", "regret",
     "wer", "cer", "ter", "eer", "ece", "brier", "fid", "kid", "lpips",
 }  # fmt: skip
-# What a row of a run says beside the metrics of its user.
+# Names that rows of a run use for something other than a metric of the user.
 _OWN = frozenset({"loss", "learning_rate", "grad_norm", "samples_per_second", "step", "epoch", "time", "split"})
-_ALWAYS = ("learning_rate", "samples_per_second")  # of every row, beside the loss
+_ALWAYS = ("learning_rate", "samples_per_second")  # in every row, beside the loss
 _NOT_JUDGED = {"epoch", "step", "learning_rate", "samples_per_second"}
-# A word in a name: of one case, or with a capital first.
+# A word in a name: all capitals, or lower case with or without a first capital.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def check_names(names: Iterable[str]) -> None:
-    """ConfigError for a metric of the user's that is named as something else in the rows of a run."""
+    """Raise ConfigError for a metric whose name the rows of a run use for something else."""
     if taken := sorted(_OWN.intersection(names)):
         raise ConfigError(
             f"a metric cannot be called {taken[0]!r}, which rows of a run use for something else"
@@ -39,12 +39,18 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def is_larger_better(name: str) -> bool:
-    """Whether a larger value of `name` is better: not where one of its words says loss, error, distance and the like."""
+    """Return whether a larger value of `name` is better.
+
+    It is not where a word of the name says so: loss, error, distance and the like.
+    """
     return not _SMALLER_IS_BETTER.intersection(word.lower() for word in _WORD.findall(name))
 
 
 def best_metrics(rows: Sequence[Mapping[str, float]], config: DistributedConfig) -> dict[str, float]:
-    """name -> its best value in `rows`; for the monitored metric `monitor_mode` says which that is."""
+    """Return name -> the best of its values in `rows`.
+
+    `monitor_mode` says what is best for the monitored metric, `is_larger_better` for all others.
+    """
     best: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():
@@ -56,7 +62,7 @@ def best_metrics(rows: Sequence[Mapping[str, float]], config: DistributedConfig)
 
 
 def check_monitor(merged: MergedConfig, val_data: Any, job: Job | None = None) -> None:
-    """Check what is known of the monitor before training. Raises ConfigError."""
+    """Check the monitor as far as it is known before training. Raises ConfigError."""
     config = merged.config
     if is_larger_better(config.monitor) and config.monitor_mode == "min" and not merged.is_typed("monitor_mode"):
         raise ConfigError(
@@ -77,14 +83,14 @@ def check_monitor(merged: MergedConfig, val_data: Any, job: Job | None = None) -
 
 
 def expected_names(job: Job, *, is_validated: bool) -> list[str] | None:
-    """The names that rows of this job can have, as far as the arguments of the Trainer tell; None where they do not.
+    """Return the names that rows of this job can have, or None where the arguments of the Trainer do not tell.
 
     What `training_step` returns and the metrics of a compiled Keras model are known only when they are measured.
     """
-    is_factory = callable(job.model) and not hasattr(job.model, "parameters")  # of a compiled Keras model, perhaps
+    is_factory = callable(job.model) and not hasattr(job.model, "parameters")  # it may make a compiled Keras model
     if job.training_step is not None or is_factory or "keras" in sys.modules:
         return None
-    names = [*dict.fromkeys(["loss", "accuracy", *job.metrics])]  # accuracy: where targets are class indices
+    names = [*dict.fromkeys(["loss", "accuracy", *job.metrics])]  # accuracy is reported for class indices
     return [*(f"val_{name}" for name in names if is_validated), *names, *_ALWAYS]
 
 
@@ -107,9 +113,9 @@ def is_among(monitor: str, names: Iterable[str], several: Iterable[str]) -> bool
 def uncertain(
     monitors: Iterable[str], metrics: Mapping[str, Any], *, is_validated: bool, known: Iterable[str]
 ) -> list[str]:
-    """Return those of `monitors` of which the arguments of the Trainer do not say that they are reported.
+    """Return those of `monitors` that only the first update can show to be reported.
 
-    The first update has yet to show it. `known` are the names of earlier rows.
+    The others are named in the arguments of the Trainer, or in `known`, the names of earlier rows.
     """
     given = ["loss", *metrics]
     certain = {*given, *_ALWAYS, *known, *(f"val_{name}" for name in given if is_validated)}
@@ -117,15 +123,15 @@ def uncertain(
 
 
 def names_of(trained: Sequence[str], *, is_validated: bool) -> list[str]:
-    """Return the names that a row has where an update reports `trained`."""
+    """Return the names that a row can have if training reports `trained`."""
     return [*(f"val_{name}" for name in trained if is_validated), *trained, *_ALWAYS]
 
 
 def not_yet_reported(name: str, names: Iterable[str]) -> str:
-    """Return the warning for a monitor that the first update does not report, and a later one may."""
+    """Return the warning for a monitor that the first update does not report and a later one may report."""
     return (
         f"monitor={name!r} is not reported by the first update{nearest(name, list(names))}: it reports"
-        f" {', '.join(names)}. Training ends with an error after the first epoch if that does not report it either"
+        f" {', '.join(names)}. Training ends with an error after the first epoch if that epoch does not report it either"
     )
 
 
@@ -142,7 +148,7 @@ def check_reported(
 
 
 def unknown_metric(field: str, name: str, metrics: Iterable[str]) -> ConfigError:
-    """The error for a metric that nobody reports, with the nearest and all of those that are reported."""
+    """Return the error for a metric that is not reported. It names the nearest reported metric, and all of them."""
     reported = [key for key in metrics if key not in ("epoch", "step")]
     return ConfigError(
         f"{field}={name!r} is not reported{nearest(name, reported)}: choose one of {', '.join(reported)}"

@@ -504,7 +504,7 @@ BAD = [
     (DataLoader([torch.ones(3, 2), torch.ones(3)]), {}, "a list of 2 arrays is not a data set"),  # type: ignore[arg-type]
     ([numpy.ones((3, 2)), numpy.ones((3, 1)), numpy.ones(3)], {}, "a list of 3 arrays is not a data set"),
     (None, {}, "training data: None is not a data set: give TensorDataset"),
-    (Path("file.csv"), {}, "PosixPath is not a data set: read what it names and give TensorDataset"),
+    (Path("file.csv"), {}, "PosixPath is not a data set: load the data that it names and give TensorDataset"),
     (TensorDataset, {}, "TensorDataset is a class: make an object of it"),
     (stream_of_pairs, {}, "stream_of_pairs is a function: call it, or give an IterableDataset"),
     ({1, 2}, {}, "a set has no order: give a list"),

@@ -1,4 +1,4 @@
-"""Metrics over all samples on torch: functions of all outputs, objects of torchmetrics by their states, other objects."""
+"""Compute metrics over all samples on torch: functions, objects of torchmetrics by their states, and other objects."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class TorchEngine:
-    """Tensors of torch."""
+    """Convert the tensors of torch, see `distributed.backends.over_all.Engine`."""
 
     def joined(self, updates: Sequence[Update]) -> Arguments:
-        """The arguments for all samples of `updates`."""
+        """Return the arguments for all samples of `updates`."""
         args, named = joined([[Outputs(tuple(value), n) for value, n in update] for update in updates])
         whole: Arguments = widened(Arguments(args, named))
         return whole
 
     def to_raw(self, name: str, leaf: Any) -> RawTensor | None:
-        """A tensor as bytes."""
+        """Return a tensor, or an array of numbers, as bytes; None for anything else."""
         if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
             leaf = torch.from_numpy(leaf)
         if not isinstance(leaf, torch.Tensor):
@@ -47,11 +47,11 @@ class TorchEngine:
         return RawTensor(name, dtype_word("a metric's tensor", leaf), tuple(leaf.shape), lambda: raw_bytes(leaf))
 
     def from_raw(self, word: str, shape: tuple[int, ...], data: Any) -> torch.Tensor:
-        """The tensor of `to_raw`."""
+        """Return the tensor that `to_raw` was given."""
         return tensor_of(word, shape, data).clone()
 
     def number(self, name: str, value: Any) -> float:
-        """A number, or a tensor or array with one element."""
+        """Return a number, or the element of a tensor or array that has just one."""
         if isinstance(value, torch.Tensor) or (hasattr(value, "item") and getattr(value, "size", 0) == 1):
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise not_a_number(name, value)
@@ -65,17 +65,17 @@ ENGINE = TorchEngine()
 
 
 def is_whole(metric: Any) -> bool:
-    """Whether `metric` is computed over all samples."""
+    """Return whether `metric` is declared to be computed over all samples."""
     return isinstance(metric, OverAll) or has_state(metric)
 
 
 def measure_of_function(function: Callable[..., Any], *, training: bool) -> Measure:
-    """What computes a plain function over all samples."""
+    """Return the Measure that computes a plain function over all samples."""
     return measure_of(OverAll(function, training=training), torch.device("cpu"), None)
 
 
 def measure_of(metric: Any, device: torch.device, dtype: torch.dtype | None) -> Measure:
-    """What computes `metric`; `dtype` is the run's where that is not torch's usual one."""
+    """Return the Measure that computes `metric`. `dtype` is that of the run, or None for torch's default."""
     if isinstance(metric, OverAll):
         prepare = functools.partial(_prepared, functools.partial(_transformed, metric.transform))
         return Kept(functools.partial(_called, metric), prepare, training=metric.training)
@@ -103,7 +103,7 @@ def _called(metric: OverAll, updates: Sequence[Update]) -> Any:
         return call_sklearn(metric, mapped(args, _array), mapped(named, _array))
     with torch.no_grad():
         value = metric.function(*args, **named, **metric.arguments)
-    is_each = isinstance(value, torch.Tensor) and value.numel() != 1  # the forms of a loss
+    is_each = isinstance(value, torch.Tensor) and value.numel() != 1  # a value per sample, which is meaned
     return (value.sum(), value.numel()) if is_each else value
 
 
@@ -115,7 +115,7 @@ def _array(leaf: Any) -> Any:
 
 
 def _transformed(transform: Callable[[Any], Any] | str | None, call: Arguments) -> Arguments:
-    """With what `transform` makes of the outputs, the first argument."""
+    """Return `call` with its first argument, the outputs, replaced by what `transform` makes of them."""
     if transform is None or not call.args:
         return call
     outputs, *more = call.args
@@ -126,7 +126,7 @@ def _transformed(transform: Callable[[Any], Any] | str | None, call: Arguments) 
 
 
 def with_scores(call: Arguments) -> Arguments:
-    """With the scores inside a model's outputs in the place of these, as objects take them."""
+    """Return `call` with the scores in place of a model's outputs that contain them, because metric objects take scores."""
     return call._replace(args=tuple(scores(each) for each in call.args))
 
 
@@ -137,7 +137,7 @@ def _prepared(change: Callable[[Arguments], Arguments], call: Arguments) -> Argu
 
 
 def _on_host(leaf: Any) -> Any:
-    """A tensor of its own memory, as a row of a large one would keep all of that alive."""
+    """Return the tensor on the host, in memory of its own: a row of a large tensor would keep all of that alive."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = leaf.detach()
@@ -145,7 +145,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def widened(call: Any) -> Any:
-    """With floats of 16 bits as float32, in which sums of them are computed."""
+    """Return `call` with floats of 16 bits converted to float32, in which their sums are computed."""
     return mapped(call, lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in _HALVES else x)
 
 
@@ -153,10 +153,11 @@ def widened(call: Any) -> Any:
 
 
 def declared_states(metric: Any) -> dict[str, Any] | None:
-    """path -> module of the metrics inside `metric`, where all that they declare of their states can be put together.
+    """Return path -> module of the metrics inside `metric`, or None where a declared state cannot be combined over ranks.
 
-    That is what torchmetrics' own synchronisation does, but for any world, and without the ranks that saw nothing: sums, least
-    and greatest values, lists, and what is the same on every rank ("mean", of a constant).
+    Sums, minima, maxima and lists can be combined. So can "mean" in metrics of torchmetrics itself, which declare it for
+    constants, with the same value on every rank. This is what torchmetrics' own synchronisation does, but ranks that saw nothing
+    are left out, and the states may come from another number of ranks.
     """
     members = dict(metric.named_modules()) if isinstance(metric, torch.nn.Module) else {"": metric}
     found = {path: each for path, each in members.items() if _declares(each)}
@@ -188,16 +189,17 @@ def _can_be_merged(metric: Any) -> bool:
 
 
 def _word(reduction: Any) -> str:
-    """torchmetrics' word for the function that it keeps of a declared reduction."""
+    """Return the word with which a metric of torchmetrics declared `reduction`."""
     if reduction is None:
         return "none"
     return str(getattr(reduction, "__name__", "")).removeprefix("dim_zero_")
 
 
 class StateMeasure:
-    """A metric of torchmetrics. What its list states get is kept like outputs, everything else stays in the metric.
+    """Compute a metric of torchmetrics from its states.
 
-    Sums, least and greatest values of each rank come together at each `value`, in the order of ranks.
+    Entries of list states are kept like outputs; all other states stay in the metric. `value` combines the states of all ranks,
+    in the order of ranks.
     """
 
     training = True
@@ -211,7 +213,7 @@ class StateMeasure:
             for member in self._members.values():
                 member.set_dtype(dtype)
         for member in self._members.values():
-            member.sync_on_compute = member._to_sync = False  # the ranks' states are brought together here
+            member.sync_on_compute = member._to_sync = False  # `value` combines the states of the ranks
             member.distributed_available_fn = _never
         self._collected = _members_of(metric)
         self._parts: list[Part] = []
@@ -238,13 +240,13 @@ class StateMeasure:
         ]
 
     def take(self) -> list[Part]:
-        """What list states got."""
+        """Return the new entries of list states, and forget them."""
         taken = [part._replace(value=mapped(part.value, _on_host)) for part in self._parts]
         self._parts = []
         return taken
 
     def state(self) -> dict[str, Any] | None:
-        """path -> (number of updates, states that are no lists), where there was an update."""
+        """Return path -> (number of updates, states that are no lists), or None where there was no update."""
         if not any(member._update_count for member in self._members.values()):
             return None
         return {
@@ -260,7 +262,7 @@ class StateMeasure:
         }
 
     def restore(self, states: Sequence[Any]) -> None:
-        """Put the states of one or several ranks into the metric."""
+        """Replace the states of the metric by those of one or several ranks, combined."""
         self._metric.reset()
         if not states:
             return
@@ -274,7 +276,7 @@ class StateMeasure:
                     setattr(member, name, merged.to(getattr(member, name).device))
 
     def value(self, updates: Sequence[Update], states: Sequence[Any]) -> Any:
-        """The metric of everything."""
+        """Return the metric of the states and list entries of all ranks."""
         own = self.state()
         try:
             self.restore(states)
@@ -296,7 +298,10 @@ class StateMeasure:
 
 
 def _members_of(metric: Any) -> dict[str, Any]:
-    """name -> metric that is updated and computed by itself: those of a collection, which else shares states between them."""
+    """Return name -> metric, each of which is updated and computed by itself.
+
+    A collection would otherwise share states between its metrics.
+    """
     return dict(metric.items(keep_base=False, copy_state=True)) if _is_collection(metric) else {"": metric}
 
 
@@ -320,7 +325,10 @@ def _merged(values: Sequence[torch.Tensor], word: str, default: torch.Tensor) ->
 
 
 def _entries(updates: Sequence[Update]) -> list[list[Any]]:
-    """The list states in the order of the samples, where each entry has a row for each of them; else rank by rank."""
+    """Return the entries of each list state.
+
+    They are in the order of the samples where each entry has a row for each sample, else rank by rank.
+    """
     if all(
         all(isinstance(e, torch.Tensor) and e.dim() and len(e) == n for entries in value for e in entries)
         and len({len(entries) for entries in value}) == 1 == len(value[0])

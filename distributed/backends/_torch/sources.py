@@ -99,7 +99,7 @@ def _read_loader(
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
         raise ConfigError(
-            f"{name}: {kind.__name__} has its own __iter__, which the order of samples would bypass:"
+            f"{name}: {kind.__name__} has its own __iter__, which would not be called, because the batches are made here:"
             " give its data set with a plain DataLoader(dataset, batch_size=..., collate_fn=...)"
         )
     own_batches = loader.batch_sampler if loader.batch_size is None else None
