@@ -1,12 +1,12 @@
-"""Which sockets a run of each backend listens on, who can reach them and what they could do there.
+"""Print which sockets a run of each backend listens on, who can reach them and what a stranger could do there.
 
     python scripts/listeners.py                 print the table
-    python scripts/listeners.py --write         put it into docs/security.md
-    python scripts/listeners.py ray fsdp        of these alone
+    python scripts/listeners.py --write         write the table into docs/security.md
+    python scripts/listeners.py ray fsdp        print the rows of these starts only
 
-Starts every backend on two processes of this machine (and one as `fit()` of a plain script, and one as two nodes), stops it in the
-middle of training and reads /proc for the sockets that its processes listen on: what `ss -tlnp` and `ss -xlp` show. Run it as
-the user who may read /proc/PID/fd of those processes: the same one, or root.
+The script starts every backend with two processes on this machine, `fit()` in a plain script, and two nodes. It pauses each run in
+the middle of training and reads from /proc which sockets its processes listen on, as `ss -tlnp` and `ss -xlp` show them. It has to
+run as the same user as these processes or as root, because it reads /proc/PID/fd.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ START_S = 240.0  # until training has begun, on a busy machine too
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """What is known of something that listens. What is not among SERVICES must not listen."""
+    """A known kind of listener. Every listener must be one of SERVICES."""
 
     whose: str
-    can: str  # what somebody who reaches the socket can do there
+    can: str  # what a stranger who reaches the socket can do
 
 
 _TAKE_A_PLACE = "while the run starts, take the place of a rank: end, hang or falsify the run; run no code"
-_WITH_TOKEN = "nothing without the run's token, which is in the environment of its processes alone"
+_WITH_TOKEN = "nothing without the run's token, which only the environment of its processes contains"
 SERVICES = {
     "launcher": Service(
-        "ours", "nothing: a line without a valid HMAC is not parsed, its connection closed and counted"
+        "ours", "nothing: a line without a valid HMAC is not parsed, and its connection is closed and counted"
     ),
     "Ray's gRPC": Service("Ray", _WITH_TOKEN),
     "Ray's HTTP": Service("Ray", _WITH_TOKEN),
@@ -57,7 +57,7 @@ SERVICES = {
     "gloo": Service("torch", _TAKE_A_PLACE),
     "Horovod's rendezvous": Service("Horovod", _TAKE_A_PLACE),
     "TensorFlow's gRPC": Service(
-        "TensorFlow", "**run code as the owner of the run**: its servers run any graph that they are sent"
+        "TensorFlow", "**run code as the owner of the run**: its servers run any graph that they receive"
     ),
 }
 
@@ -74,7 +74,7 @@ class Start:
     is_fit: bool = False
 
     def commands(self, directory: Path) -> list[list[str]]:
-        """One for each node. `directory` is where the job is and leaves its files."""
+        """Return one command for each node. The job writes its files to `directory`."""
         job = [str(JOB), self.model, str(directory)]
         if self.is_fit:
             return [[sys.executable, *job, f"backend={self.backend}", f"nproc_per_node={self.processes}"]]
@@ -109,7 +109,7 @@ STARTS = {
 class Listener:
     """A socket that a run listens on."""
 
-    service: str  # of SERVICES, or what the process is that nobody expected to listen
+    service: str  # a key of SERVICES, or a description of a process that was not expected to listen
     process: str
     address: str  # "*" for all interfaces; the path of a unix socket
     port: int | None = None  # None for a unix socket
@@ -117,12 +117,12 @@ class Listener:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be reached from other machines."""
+        """Return whether other machines can reach it."""
         return self.port is not None and not _is_loopback(self.address)
 
 
 class Run:
-    """A run that waits in the middle of its training. Leave the `with` to end it."""
+    """A context manager that starts a run, which pauses in the middle of its training. The run is killed at the end."""
 
     def __init__(self, start: Start, directory: Path, environ: Mapping[str, str] | None = None) -> None:
         self.start, self.directory, self.mark = start, directory, uuid.uuid4().hex
@@ -151,43 +151,43 @@ class Run:
 
     @property
     def output(self) -> str:
-        """All that it wrote."""
+        """Return everything that the run has printed."""
         return "".join(path.read_text(errors="replace") for path in self._outputs)
 
     def pids(self) -> list[int]:
-        """Its processes, however they detached themselves: those whose environment carries the mark of this run, and their children."""
+        """Return the processes of the run, also detached ones: they, or a parent, have the mark of this run in their environment."""
         wanted, found, parents = f"{MARK}={self.mark}".encode(), set(), {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 parents[int(entry.name)] = _parent(int(entry.name))
-                with contextlib.suppress(OSError):  # ended while we looked, or not ours
+                with contextlib.suppress(OSError):  # the process has just ended, or belongs to another user
                     if wanted in (entry / "environ").read_bytes().split(b"\0"):
                         found.add(int(entry.name))
         while more := {pid for pid, parent in parents.items() if parent in found} - found:
-            found |= more  # whose title lies where the environment was
+            found |= more  # processes that overwrite their environment with a title
         return sorted(found)
 
     def wait(self) -> list[dict[str, object]]:
-        """What each rank says of itself, once all of them wait in their training."""
+        """Wait until all ranks have paused in their training. Return what each rank reports about itself."""
         files = [self.directory / f"at-{rank}.json" for rank in range(self.start.processes)]
         deadline = time.monotonic() + START_S
         while not all(file.exists() for file in files):
             if time.monotonic() > deadline or any(process.poll() is not None for process in self.processes):
-                raise RuntimeError(f"{self.start.name} did not come to its training\n{self.output[-3000:]}")
+                raise RuntimeError(f"{self.start.name} did not reach its training\n{self.output[-3000:]}")
             time.sleep(0.05)
         return [json.loads(file.read_text()) for file in files]
 
     def go_on(self) -> None:
-        """Let it train on."""
+        """Let the run continue its training."""
         (self.directory / "go").touch()
 
     def end(self, limit_s: float) -> int:
-        """The exit code, the worst one where it has several nodes. Raises TimeoutExpired."""
+        """Wait for the end of the run and return its exit code, of several nodes the highest. Raises TimeoutExpired."""
         deadline = time.monotonic() + limit_s
         return max(abs(process.wait(max(0.1, deadline - time.monotonic()))) for process in self.processes)
 
     def listeners(self) -> list[Listener]:
-        """The sockets that it listens on while its ranks wait."""
+        """Return the sockets that the run listens on while its ranks are paused."""
         ranks = self.wait()
         sockets = {**_tcp_listeners(), **_unix_listeners()}
         found: dict[str, list[int]] = {}
@@ -202,7 +202,7 @@ class Run:
         return sorted(listeners, key=lambda each: (each.process, each.service, each.address, each.port or 0))
 
     def _known(self, pid: int, port: int | None, ranks: Sequence[Mapping[str, object]]) -> tuple[str, str]:
-        """What process this is, and what listens there."""
+        """Return names for the process and for the service that listens on `port`."""
         words = _command(pid)
         named = {number: name for rank in ranks for name, number in dict(rank["ports"]).items()}  # type: ignore[call-overload]
         rank = next((each["rank"] for each in ranks if each["pid"] == pid), None)
@@ -223,7 +223,7 @@ class Run:
 
 
 def _tcp_listeners() -> dict[str, tuple[str, int | None]]:
-    """inode -> address and port of every TCP socket of this machine that listens."""
+    """Return the address and port of every TCP socket of this machine that listens, by inode."""
     found: dict[str, tuple[str, int | None]] = {}
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with contextlib.suppress(OSError):  # a machine without IPv6
@@ -236,14 +236,14 @@ def _tcp_listeners() -> dict[str, tuple[str, int | None]]:
 
 
 def _address(digits: str, family: int) -> str:
-    """Of words in the machine's order, as /proc/net writes them."""
+    """Return the address that /proc/net writes as `digits`: words in the byte order of the machine."""
     words = [int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)]
     text = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")
     return "*" if text in ("0.0.0.0", "::") else text
 
 
 def _unix_listeners() -> dict[str, tuple[str, int | None]]:
-    """inode -> path of every unix socket that listens; an abstract one begins with @."""
+    """Return the path of every unix socket that listens, by inode. The path of an abstract socket begins with @."""
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return {fields[6]: (fields[7], None) for fields in lines if len(fields) > 7 and int(fields[3], 16) & 1 << 16}
 
@@ -277,7 +277,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def can_enter(path: str) -> bool:
-    """Whether any user of this machine can connect to this unix socket."""
+    """Return whether every user of this machine can connect to the unix socket at `path`."""
     if path.startswith("@"):
         return True
     return all(parent.stat().st_mode & 0o001 for parent in Path(path).parents) and bool(
@@ -286,7 +286,7 @@ def can_enter(path: str) -> bool:
 
 
 def free_port() -> int:
-    """A port that was free just now."""
+    """Return a port that is free at the moment of the call."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
@@ -296,7 +296,7 @@ def free_port() -> int:
 
 
 def rows(start: Start, listeners: Sequence[Listener]) -> Iterator[tuple[str, ...]]:
-    """Of the table: equal ones are counted."""
+    """Yield the rows of the table for one start. Equal listeners share a row with their number."""
     counted = Counter(
         dataclasses.replace(each, port=each.port and 1, pid=0) for each in listeners if each.port is not None
     )
@@ -321,13 +321,13 @@ HEADS = ("run", "process", "what listens", "who reaches it", "whose", "what a st
 
 
 def table(found: Sequence[tuple[str, ...]]) -> str:
-    """Markdown."""
+    """Return the rows `found` as a Markdown table."""
     lines = [HEADS, tuple("---" for _ in HEADS), *found]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def measure(start: Start) -> tuple[list[tuple[str, ...]], list[str]]:
-    """The rows of one start, and its unix sockets that everyone can enter."""
+    """Return the rows of one start and its unix sockets to which every user can connect."""
     with tempfile.TemporaryDirectory() as directory, Run(start, Path(directory)) as run:
         listeners = run.listeners()
         open_sockets = [each.address for each in listeners if each.port is None and can_enter(each.address)]
@@ -335,15 +335,15 @@ def measure(start: Start) -> tuple[list[tuple[str, ...]], list[str]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what was asked for and show it."""
+    """Measure the starts that are named in `argv`, print the table and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("starts", nargs="*", metavar="START", help=f"of: {', '.join(STARTS)}")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/security.md")
+    parser.add_argument("starts", nargs="*", metavar="START", help=f"one of: {', '.join(STARTS)}")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/security.md")
     asked = parser.parse_args(argv)
     if unknown := [name for name in asked.starts if name not in STARTS]:
         parser.error(f"no such start: {', '.join(unknown)}")
     if asked.write and asked.starts:
-        parser.error("--write needs all of them")
+        parser.error("--write writes the whole table: drop the names of starts")
     found: list[tuple[str, ...]] = []
     for name in asked.starts or STARTS:
         sys.stderr.write(f"{name}\n")

@@ -1,4 +1,4 @@
-"""Values as bytes that ranks send to each other. Reading them runs no code, whoever sent them: nothing is a pickle."""
+"""The encoding of values that ranks send to each other. No pickle is used, so reading a value runs no code, whoever sent it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return what `to_bytes` was given. Tensors are on the CPU and own their memory.
+    """Return the value that `to_bytes` encoded in `data`. Tensors are on the CPU and own their memory.
 
-    Raises ConfigError where `data` was not written by `to_bytes`.
+    Raises ConfigError if `data` was not written by `to_bytes`.
     """
     try:
         start = _LENGTH.size + _LENGTH.unpack_from(data)[0]
@@ -55,8 +55,8 @@ def from_bytes(data: bytes) -> Any:
         struct.error,
     ) as error:
         raise ConfigError(
-            f"a message that came from another rank is not one of ours ({type(error).__name__}: {error}): another program"
-            " may have connected to this run"
+            f"a message from another rank cannot be read ({type(error).__name__}: {error}): another program may have connected"
+            " to this run"
         ) from None
 
 
@@ -94,7 +94,7 @@ def _described_array(value: Any, buffers: list[bytes]) -> Any:
     if value.dtype.fields is not None:
         raise _not_sendable(value)
     name = "scalar" if isinstance(value, numpy.generic) else "array"
-    # Types of other libraries, as bfloat16 of ml_dtypes, are void to `str`; they have a name.
+    # `dtype.str` of types of other libraries (bfloat16 of ml_dtypes) says void; `dtype.name` identifies them.
     kind = value.dtype.name if value.dtype.kind == "V" else value.dtype.str
     return [name, kind, list(value.shape), _kept(value.tobytes(), buffers)]
 
@@ -115,7 +115,7 @@ def _described_tensor(value: Any, buffers: list[bytes]) -> Any:
 
 
 def _described_container(value: Any, buffers: list[bytes]) -> Any:
-    """A data container of a class of its own: its class by name and what it holds."""
+    """Describe a container of another class by the name of its class and its items."""
     kind = type(value)
     name = [kind.__module__, kind.__qualname__]
     if not _is_found(kind):
@@ -187,7 +187,7 @@ def _restored_sequence(buffers: list[bytes], module: str, name: str, items: list
 
 
 def _restored_mapping(buffers: list[bytes], module: str, name: str, pairs: list[Any]) -> Any:
-    """A mapping that is neither a dict nor a UserDict becomes a dict."""
+    """Restore a mapping. One that is neither a dict nor a UserDict becomes a dict."""
     kind, held = _class(module, name), _restored_dict(buffers, pairs)
     if issubclass(kind, collections.UserDict):
         made = object.__new__(kind)
@@ -199,7 +199,7 @@ def _restored_mapping(buffers: list[bytes], module: str, name: str, pairs: list[
     made = base.__new__(kind)
     for key, value in held.items():
         base.__setitem__(made, key, value)
-    if dataclasses.is_dataclass(kind):  # a model's outputs of Hugging Face: what it holds are attributes too
+    if dataclasses.is_dataclass(kind):  # outputs of Hugging Face models: each item is an attribute too
         for field in dataclasses.fields(kind):
             object.__setattr__(made, field.name, held.get(field.name))
     return made
@@ -216,7 +216,7 @@ def _restored_fields(buffers: list[bytes], module: str, name: str, pairs: list[A
 
 
 def _is_found(kind: type) -> bool:
-    """Whether the other ranks find `kind` by its name: not a class that was made in a function."""
+    """Return whether the other ranks can find the class `kind` by its name. They cannot if it was defined in a function."""
     try:
         return _class(kind.__module__, kind.__qualname__) is kind
     except (KeyError, ValueError):
@@ -224,7 +224,7 @@ def _is_found(kind: type) -> bool:
 
 
 def _class(module: str, name: str) -> Any:
-    """The class of that name in a module that this process has loaded: nothing is imported for a message."""
+    """Return the class `name` of `module`, which must be loaded: a message must not cause an import."""
     found: Any = sys.modules[module]
     for part in name.split("."):
         found = found.__dict__[part]

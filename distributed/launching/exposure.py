@@ -1,4 +1,4 @@
-"""Warnings about ports that a run leaves open to others and cannot close."""
+"""Warnings about ports of a run that others can reach and that this package cannot close."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from distributed.config.registry import row_in_use
 from distributed.launching.request import WorkerEnvironment, launched_by
 from distributed.launching.secret import VARIABLE, shared_secret
 
-# What other launchers listen on, by the source of a WorkerEnvironment. srun's ports check who connects.
+# The ports of other launchers, by `WorkerEnvironment.source`. srun is missing because its ports authenticate who connects.
 _LAUNCHERS = {
     "torchrun": (
-        "torchrun listens on all interfaces without a secret, and whoever connects to its c10d rendezvous, the default on one"
-        " node, can run code as you"
+        "torchrun listens on all interfaces without a secret, and anyone who connects to its c10d rendezvous (the default on one"
+        " node) can run code as you"
     ),
     "openmpi": "mpirun listens on all interfaces",
     "horovodrun": (
-        "horovodrun listens on all interfaces without a secret, and whoever connects while the run starts can take the place"
+        "horovodrun listens on all interfaces without a secret, and anyone who connects while the run starts can take the place"
         " of a rank"
     ),
 }
@@ -34,9 +34,9 @@ _this = _ThisProcess()
 
 
 def warnings_of(config: DistributedConfig, plan: ProcessPlan) -> list[str]:
-    """Return one warning for each kind of port that others can reach in workers that our launcher starts.
+    """Return the warnings about a run whose workers our launcher starts, one for each kind of open port.
 
-    Raises ConfigError if the secret can be guessed.
+    Raises ConfigError if the secret is too short.
     """
     found = []
     listens = row_in_use(config, plan.backend).listens
@@ -48,9 +48,9 @@ def warnings_of(config: DistributedConfig, plan: ProcessPlan) -> list[str]:
 
 
 def launcher_warnings(found: WorkerEnvironment | None) -> list[str]:
-    """Return a warning if another launcher started this worker and listens where others can reach it.
+    """Return a warning if another launcher started this worker and listens on all interfaces. Main process only.
 
-    A process gets each of these warnings, and of those below, once. Main process only.
+    This function and the ones below return each warning once per process, and none in workers of our own launcher.
     """
     if found is None or found.world_size == 1 or found.restart_count > 0:
         return []
@@ -60,24 +60,24 @@ def launcher_warnings(found: WorkerEnvironment | None) -> list[str]:
 
 
 def engine_warnings(listens: str) -> list[str]:
-    """Return a warning that this worker's engine opens what `listens` says. Main process only."""
+    """Return a warning about the ports of this worker's engine, which `listens` describes. Main process only."""
     return _once(_of_listener(listens))
 
 
 def store_warnings(host: str, port: int) -> list[str]:
-    """Return a warning that this worker hosts a store at `host` if there is no secret. Main process only."""
+    """Return a warning about the store that this worker hosts at `host`, if no secret is set. Main process only."""
     if shared_secret() is not None:
         return []
     return _once(_of_meeting("processes", host, port, "for all of them"))
 
 
 def script_warnings(host: str, port: int) -> list[str]:
-    """Return a warning that torch hosts a store at `host` for `init_process_group()` of this worker's script."""
+    """Return a warning about the store at `host` that torch opens because the script calls `init_process_group()`."""
     return _once(_of_listener(f"the store of torch.distributed listens at {_place(host, port)} without a secret"))
 
 
 def _once(text: str) -> list[str]:
-    """Return `text` if it has to be shown in this process. Our own launcher shows `warnings_of` before it starts workers."""
+    """Return `text`, or nothing if this process has shown it. Our launcher shows `warnings_of` before it starts its workers."""
     if launched_by() is not None or text in _this.shown:
         return []
     _this.shown.add(text)
@@ -90,7 +90,7 @@ def _of_listener(listens: str) -> str:
 
 def _of_meeting(who: str, host: str, port: int | None, where: str) -> str:
     return (
-        f"the {who} meet at {_place(host, port)} without a secret: whoever reaches that port can disturb the run, but not run code in it;"
+        f"the {who} meet at {_place(host, port)} without a secret: anyone who reaches that port can disturb the run but not run code in it;"
         f" set the same {VARIABLE}, or --token-file, {where}"
     )
 

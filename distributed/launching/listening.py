@@ -1,4 +1,4 @@
-"""Sockets that listen: on the interface that the others use, and for this user's processes alone where that can be known."""
+"""Sockets that listen on one interface, and the check that a connection comes from a process of this user."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ _ESTABLISHED = "01"
 
 
 def listen_at(host: str, port: int, *, is_alone: bool = False, family: int = socket.AF_UNSPEC) -> socket.socket:
-    """Return a socket bound to `port` on the interface that has the address of `host`, and on all where none has it.
+    """Return a socket bound to `port` on the interface that has the address of `host`.
 
-    None has it behind a translation of addresses. A name that means the loopback interface on this machine can mean another
-    one elsewhere (Debian's /etc/hosts), so that counts only for localhost itself, or where this node `is_alone`.
-    Raises OSError where the port is taken or `host` is not known.
+    The socket is bound on all interfaces if no interface has this address (behind network address translation), or if `host` is
+    a name that resolves to loopback: other machines may resolve it to another address (Debian's /etc/hosts). With `is_alone`,
+    when there is no other node, such a name is bound to loopback, as localhost always is.
+
+    `family` limits the addresses of `host` to IPv4 or IPv6. Raises OSError if the port is taken or `host` is not known.
     """
     found, kind, protocol, _, where = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
     if is_alone or host in ("localhost", where[0]) or not is_loopback(str(where[0])):
@@ -34,12 +36,12 @@ def listen_at(host: str, port: int, *, is_alone: bool = False, family: int = soc
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only processes of this machine reach `address`."""
+    """Return whether `address` is one of the loopback interface."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def reachable_address(target: str | None) -> str:
-    """Return the address of this machine under which the host `target` reaches it, or loopback's if `target` is None."""
+    """Return the address of this machine on the route to the host `target`, or 127.0.0.1 if `target` is None."""
     if target is None:
         return "127.0.0.1"
     family, kind, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
@@ -50,23 +52,24 @@ def reachable_address(target: str | None) -> str:
 
 
 def loopback_interface() -> str | None:
-    """Return the name of the loopback interface, or None where there is none."""
+    """Return the name of the loopback interface, or None if there is none."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def loopback_environ() -> dict[str, str]:
-    """Return the variables with which the workers of one node talk over loopback, where the user did not set them.
+    """Return the variables that make the workers of one node communicate over loopback, unless the user has set them.
 
-    By itself Gloo listens at the address of the host's name.
+    Without them Gloo listens at the address that the host's name resolves to.
     """
     name = loopback_interface()
     return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in os.environ else {}
 
 
 def is_own_peer(connection: socket.socket) -> bool:
-    """Return whether a process of this user, or of root, is at the other end of a TCP connection within this machine.
+    """Return whether the process at the other end of a TCP connection belongs to this user or to root.
 
-    True of connections from other machines too: who is there cannot be known.
+    Also return True if that process is on another machine, because its user cannot be determined. A connection whose other end
+    is closed has no known user and gives False.
     """
     peer, here = connection.getpeername(), connection.getsockname()
     if not _is_of_this_machine(connection.family, peer):
@@ -76,17 +79,17 @@ def is_own_peer(connection: socket.socket) -> bool:
 
 
 def _connections() -> Iterator[tuple[int, int, int]]:
-    """The (local port, remote port, user) of each TCP connection that Linux lists."""
+    """Yield (local port, remote port, user id) of each established TCP connection of this machine."""
     for table in filter(Path.exists, map(Path, _TABLES)):
         for line in table.read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] != _ESTABLISHED:  # a connection that is closed at one end counts as root's
+            if fields[3] != _ESTABLISHED:  # Linux lists root as the owner of a socket that its process has closed
                 continue
             yield _port(fields[1]), _port(fields[2]), int(fields[7])
 
 
 def _is_of_this_machine(family: int, where: tuple[Any, ...]) -> bool:
-    """Return whether an interface of this machine has the address in `where`: no socket can be bound to another one."""
+    """Return whether an interface of this machine has the address in `where`. A socket can be bound to such an address only."""
     host, _, *rest = where
     try:
         _bound(family, socket.SOCK_STREAM, 0, (host, 0, *rest)).close()
@@ -103,7 +106,7 @@ def _bound(family: int, kind: int, protocol: int, where: object) -> socket.socke
     listener = socket.socket(family, kind, protocol)
     try:
         if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # "::" is reached over IPv4 too
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # let "::" accept IPv4 connections
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)  # type: ignore[arg-type]
     except OSError:

@@ -1,8 +1,8 @@
 """How the agents of all nodes find each other. Nothing that came over a socket is unpickled.
 
-One node needs nobody: its agent alone is the rendezvous, and nothing listens. Several nodes use torch's dynamic rendezvous
-over a store on node 0. Torch keeps the state of a rendezvous as a pickle in that store, where anybody who reaches the port
-could put another one; here it is JSON, signed where the nodes share a secret.
+One node needs no store, and nothing listens. Several nodes use torch's dynamic rendezvous over a store on node 0. Torch keeps the
+state of a rendezvous in that store as a pickle, which anyone who reaches the port could replace. This package keeps the state as
+JSON instead, with a signature if the nodes share a secret.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import shared_secret, signature
 
 _KEY = "distributed/rendezvous"
-_NOTHING = "nothing"  # a store's `get` waits for a key that is not there, so the state is there from the first moment
+_NOTHING = "nothing"  # the first value of the key: `get` of a store waits for a key that does not exist
 
 
 def rendezvous_of(request: LaunchRequest) -> RendezvousHandler:
-    """Return the rendezvous of this node's agent with those of the other nodes.
+    """Return the rendezvous through which this node's agent finds the agents of the other nodes.
 
-    Raises RendezvousConnectionError where node 0 does not answer within `start_timeout`, at most a minute.
+    Raises RendezvousConnectionError if node 0 does not answer within `start_timeout`, or within a minute if that is less.
     """
     if request.num_nodes == 1:
         return OneNode()
@@ -53,7 +53,7 @@ def rendezvous_of(request: LaunchRequest) -> RendezvousHandler:
 
 
 class OneNode(RendezvousHandler):
-    """The rendezvous of one node: it is complete at once, and its store is memory of this process."""
+    """The rendezvous of a single node: complete immediately, with a store in the memory of this process."""
 
     def __init__(self) -> None:
         self._run_id = uuid.uuid4().hex
@@ -83,9 +83,9 @@ class OneNode(RendezvousHandler):
 
 
 class JsonBackend(RendezvousBackend):
-    """Keeps the state of torch's dynamic rendezvous in a store as JSON, with a signature where there is a secret.
+    """Keep the state of torch's dynamic rendezvous in a store as JSON, with a signature if there is a secret.
 
-    Torch (2.13) hands over and expects pickles. Those that are read here were made in this process.
+    Torch (2.13) passes and expects pickles. This class only unpickles what torch pickled in the same process.
     """
 
     def __init__(self, store: Any, secret: bytes | None) -> None:
@@ -100,7 +100,7 @@ class JsonBackend(RendezvousBackend):
         return self._read(self._call("get", _KEY))
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        text = self._signed(state_to_json(pickle.loads(state)))  # torch's own, of this process
+        text = self._signed(state_to_json(pickle.loads(state)))  # torch has just made it in this process
         expected = token.decode() if token is not None else _NOTHING
         content = self._call("compare_set", _KEY, expected, text)
         found = self._read(content)
@@ -121,7 +121,9 @@ class JsonBackend(RendezvousBackend):
             return content
         found, text = content[:64], content[64:]
         if not hmac.compare_digest(found, signature(self._secret, _KEY, text)):
-            raise RendezvousStateError("the nodes do not have the same DISTRIBUTED_TOKEN, or somebody else wrote there")
+            raise RendezvousStateError(
+                "the nodes do not have the same DISTRIBUTED_TOKEN, or somebody else wrote to the store"
+            )
         return text
 
     def _call(self, verb: str, *arguments: str) -> bytes:
@@ -133,7 +135,7 @@ class JsonBackend(RendezvousBackend):
 
 
 def state_to_json(state: _RendezvousState) -> str:
-    """Return the state of a rendezvous as JSON: nodes are [address, process, number], times are ISO 8601."""
+    """Return the state of a rendezvous as JSON. Nodes are [address, process id, local id], times are ISO 8601."""
     return json.dumps({
         "round": state.round, "complete": state.complete, "closed": state.closed, "deadline": _text(state.deadline),
         "participants": [[*_triple(node), rank] for node, rank in state.participants.items()],
@@ -144,7 +146,7 @@ def state_to_json(state: _RendezvousState) -> str:
 
 
 def state_from_json(content: bytes) -> _RendezvousState:
-    """Return the state that `state_to_json` wrote. Raises RendezvousStateError where `content` is something else."""
+    """Return the state that `state_to_json` wrote. Raises RendezvousStateError if `content` is anything else."""
     try:
         found = json.loads(content)
         state = _RendezvousState()
@@ -156,7 +158,7 @@ def state_from_json(content: bytes) -> _RendezvousState:
         state.last_heartbeats = {_node(*node): _moment(text) for *node, text in found["last_heartbeats"]}
     except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise RendezvousStateError(
-            "the state of the rendezvous is not one of ours: somebody else wrote there"
+            "the state of the rendezvous was not written by this package: somebody else wrote to the store"
         ) from None
     return state
 
@@ -178,10 +180,10 @@ def _time(text: str | None) -> datetime.datetime | None:
 
 
 def _moment(text: str) -> datetime.datetime:
-    """A time with its zone: torch compares it with others of that kind."""
+    """Return a time with a time zone. Raises ValueError if it has none: torch compares it with times that have one."""
     time = datetime.datetime.fromisoformat(text)
     if time.tzinfo is None:
-        raise ValueError("a time without a zone")
+        raise ValueError("a time without a time zone")
     return time
 
 

@@ -1,4 +1,4 @@
-"""The secret that the nodes of a run share, and what is signed with it."""
+"""The secret that the processes of a run share, and the signatures made with it."""
 
 from __future__ import annotations
 
@@ -13,49 +13,51 @@ from typing import Any
 from distributed.errors import ConfigError, ResourceError
 
 VARIABLE = "DISTRIBUTED_TOKEN"
-_SHORTEST = 16  # characters: what is shorter can be guessed
+_SHORTEST = 16  # characters: a shorter secret can be guessed
 
 
 def shared_secret() -> bytes | None:
-    """Return the secret in DISTRIBUTED_TOKEN, or None where there is none. ConfigError where it can be guessed."""
+    """Return the secret in DISTRIBUTED_TOKEN, or None if it is not set. Raises ConfigError if it is too short."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return None
     if len(text) < _SHORTEST:
         raise ConfigError(
-            f"{VARIABLE} has {len(text)} characters, and a secret needs at least {_SHORTEST}: make one with"
+            f"{VARIABLE} has {len(text)} characters, and a secret needs at least {_SHORTEST}: create one with"
             " python -c 'import secrets; print(secrets.token_hex(32))'"
         )
     return text.encode()
 
 
 def read_token_file(path: str) -> None:
-    """Put the secret that stands in the file `path` into DISTRIBUTED_TOKEN, for this process and those it starts.
+    """Read a secret from the file `path` and set DISTRIBUTED_TOKEN to it, for this process and the processes it starts.
 
-    Raises ConfigError where the file cannot be read, is empty, or is open to other users.
+    Raises ConfigError if the file cannot be read, is empty, or has permissions for other users.
     """
     try:
         mode, text = Path(path).stat().st_mode, Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--token-file {path!r} cannot be read ({error}): name a file that holds one secret"
+            f"--token-file {path!r} cannot be read ({error}): name a file that contains one secret"
         ) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"--token-file {path!r} is open to other users: chmod 600 {path}")
     if not text:
-        raise ConfigError(f"--token-file {path!r} is empty: write the secret of all nodes into it")
+        raise ConfigError(f"--token-file {path!r} is empty: write the secret that all nodes share into it")
     os.environ[VARIABLE] = text
     shared_secret()
 
 
 def signature(secret: bytes, key: str, value: bytes) -> bytes:
-    """Return the HMAC-SHA256 of `value` under the name `key`, as hexadecimal digits."""
+    """Return the HMAC-SHA256 of `key` and `value` as 64 hexadecimal digits."""
     return hmac.digest(secret, key.encode() + b"\0" + value, hashlib.sha256).hex().encode()
 
 
 def messages(store: Any, prefix: str) -> Any:
-    """Return the part `prefix` of a torch.distributed store, for what this package writes there: signed where there is a
-    secret. It has `set`, `get`, `check` and `compare_set`."""
+    """Return a view of the torch.distributed store `store` whose keys begin with `prefix`, for the messages of this package.
+
+    Values are signed if a secret is set. The view has `set`, `get`, `check` and `compare_set`.
+    """
     import torch.distributed as dist
 
     secret = shared_secret()
@@ -63,28 +65,28 @@ def messages(store: Any, prefix: str) -> Any:
 
 
 class SignedStore:
-    """A store of torch.distributed whose values are signed. Everything that reads it is told of a value that is not.
+    """A view of a torch.distributed store that signs the values it writes and checks the values it reads.
 
-    It has the verbs that this package uses, so it is no Store for torch's own process groups.
+    It has the four methods that this package uses. Torch's own process groups cannot use it.
     """
 
     def __init__(self, store: Any, secret: bytes, prefix: str) -> None:
         self._store, self._secret, self._prefix = store, secret, prefix
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write `value` and its signature."""
+        """Write `value` with its signature."""
         self._store.set(self._prefix + key, self._signed(key, value))
 
     def get(self, key: str) -> bytes:
-        """Wait for `key` and return its value. Raises ResourceError where it is not signed with the secret."""
+        """Wait for `key` and return its value. Raises ResourceError if the value is not signed with the secret."""
         return self._checked(key, self._store.get(self._prefix + key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all `keys` are there, signed or not."""
+        """Return whether all `keys` exist. Does not check signatures."""
         return bool(self._store.check([self._prefix + key for key in keys]))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write `desired` where the value is `expected` ("": where there is none); return the value that is there then."""
+        """Write `desired` if the value equals `expected`, or if there is none and `expected` is "". Return the value after that."""
         before = self._signed(key, expected) if expected else b""
         found = self._store.compare_set(self._prefix + key, before.decode(), self._signed(key, desired).decode())
         return self._checked(key, found)
@@ -97,7 +99,7 @@ class SignedStore:
         found, value = content[:64], content[64:]
         if not hmac.compare_digest(found, signature(self._secret, self._prefix + key, value)):
             raise ResourceError(
-                f"{self._prefix + key} in the store of this run is not signed with the secret of this node: give all nodes"
-                f" the same {VARIABLE}; where they have it, another program has written into the store"
+                f"the value of {self._prefix + key} in the store of this run is not signed with the secret of this node: set the"
+                f" same {VARIABLE} on all nodes; if they have the same, another program has written to the store"
             )
         return value

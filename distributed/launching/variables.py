@@ -1,4 +1,4 @@
-"""RANK, WORLD_SIZE and what stands beside them: which values count, and which are half or left over."""
+"""Which values of RANK, WORLD_SIZE and related variables make this process a worker, and which are stale or incomplete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def has_rank(environ: Mapping[str, str]) -> bool:
 
 
 def is_bare_rank(environ: Mapping[str, str], argv: Sequence[str]) -> bool:
-    """Return whether RANK and WORLD_SIZE stand alone, without anything else that the launcher of a worker sets."""
+    """Return whether RANK and WORLD_SIZE are set without any other variable or argument that launchers give to their workers."""
     return has_rank(environ) and not _is_launched(environ) and not any(map(is_local_rank, argv))
 
 
@@ -27,31 +27,31 @@ def _is_launched(environ: Mapping[str, str]) -> bool:
 def pass_over_stale_rank(
     environ: MutableMapping[str, str], argv: Sequence[str] | None = None, *, nproc_per_node: int
 ) -> str | None:
-    """Remove a bare RANK=0 with its WORLD_SIZE, which asks for nothing beside `nproc_per_node`; returns the line that says so.
+    """Remove a bare RANK=0 and its WORLD_SIZE from `environ`, because `nproc_per_node` was given. Return a line that says so.
 
-    Returns None, and removes nothing, where RANK counts: in a worker, in a pod that it numbers, and above 0.
+    Return None and remove nothing if this process is a worker, if RANK is the number of a pod, or if it is above 0.
     """
     is_bare = is_bare_rank(environ, sys.argv if argv is None else argv) and not is_pods_number(environ)
     if not is_bare or number(environ, "RANK") != 0:
         return None
     stale = f"RANK={environ.pop('RANK')} and WORLD_SIZE={environ.pop('WORLD_SIZE')}"
-    return f"{stale} in the environment are passed over: nproc_per_node={nproc_per_node} says what to start"
+    return f"{stale} in the environment are ignored, because nproc_per_node={nproc_per_node} is given"
 
 
 def contradicting_rank(environ: Mapping[str, str], nproc_per_node: int | None) -> ConfigError:
-    """Return the error for a bare RANK above 0 beside a request to start processes."""
+    """Return the error for a bare RANK above 0 together with `nproc_per_node`."""
     rank, world_size = environ["RANK"], environ["WORLD_SIZE"]
     return ConfigError(
-        f"RANK={rank} and WORLD_SIZE={world_size} in the environment make this process a worker, and"
-        f" nproc_per_node={nproc_per_node} starts workers: unset RANK and WORLD_SIZE to start them here, or drop"
-        f" nproc_per_node to be rank {rank} (node_rank numbers a machine)"
+        f"RANK={rank} and WORLD_SIZE={world_size} in the environment make this process a worker, but"
+        f" nproc_per_node={nproc_per_node} asks it to start workers: unset RANK and WORLD_SIZE to start workers here, or drop"
+        f" nproc_per_node to make this process rank {rank} (node_rank is the number of a machine)"
     )
 
 
 def refuse_half_a_rank(environ: Mapping[str, str], nproc_per_node: int | None, num_nodes: int) -> None:
-    """Raise ResourceError where only one of RANK and WORLD_SIZE is set, and it names several processes.
+    """Raise ResourceError if only one of RANK and WORLD_SIZE is set and its value means several processes.
 
-    A WORLD_SIZE that agrees with `nproc_per_node` x `num_nodes` is no contradiction to that request.
+    Accept a WORLD_SIZE that equals `nproc_per_node` x `num_nodes`.
     """
     rank = environ.get("RANK", "")
     if rank.isdigit() and int(rank) > 0:
@@ -61,24 +61,24 @@ def refuse_half_a_rank(environ: Mapping[str, str], nproc_per_node: int | None, n
         return
     beside = f" beside nproc_per_node={nproc_per_node}" if nproc_per_node else ""
     raise ResourceError(
-        f"WORLD_SIZE={world_size} without RANK{beside}: {world_size} processes like this one would each train alone. Set RANK"
-        f" from 0 to {world_size - 1} (an indexed Job of Kubernetes has JOB_COMPLETION_INDEX, which is read), or unset"
+        f"WORLD_SIZE={world_size} without RANK{beside}: each of {world_size} such processes would train alone. Set RANK to a"
+        f" number from 0 to {world_size - 1} (in an indexed Job of Kubernetes JOB_COMPLETION_INDEX serves as RANK), or unset"
         " WORLD_SIZE and start with --nproc-per-node"
     )
 
 
 def is_pods_number(environ: Mapping[str, str]) -> bool:
-    """Return whether RANK is the number of this pod, as Kubeflow sets it for torchrun."""
+    """Return whether RANK is the number of this pod. Kubeflow sets it so for torchrun."""
     return not _is_launched(environ) and pods.numbers_pod(environ)
 
 
 def is_local_rank(argument: str) -> bool:
-    """Return whether it is the `--local_rank=N` that `torch.distributed.launch` adds to a script's arguments."""
+    """Return whether `argument` is the `--local_rank=N` that `torch.distributed.launch` adds to a script's arguments."""
     return re.fullmatch(r"--local[-_]rank=\d+", argument) is not None
 
 
 def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the whole number under `name`, or `default` where it is empty or missing. Raises ResourceError for other text."""
+    """Return the variable `name` as an integer, or `default` if it is empty or missing. Raises ResourceError for other text."""
     text = environ.get(name, "")
     if text == "" and default is not None:
         return default
@@ -86,5 +86,5 @@ def number(environ: Mapping[str, str], name: str, default: int | None = None) ->
         return int(text)
     except ValueError:
         raise ResourceError(
-            f"{name}={text!r} is not a whole number: the launcher that set it is broken, or unset it"
+            f"{name}={text!r} is not a whole number: correct the launcher or script that sets it, or unset it"
         ) from None

@@ -1,6 +1,6 @@
-"""The store in which the workers of one node find each other: a file that only this user can open, so that nothing listens.
+"""The store in which the workers of one node find each other: a file that only this user can open.
 
-Torch's own way, a TCPStore, listens on all interfaces of the machine and believes whoever connects.
+Nothing listens for it. Torch's usual store, a TCPStore, listens on all interfaces of the machine and trusts everyone who connects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from distributed.launching.exposure import script_warnings
 from distributed.launching.listening import is_loopback, listen_at
 
-_Method = Callable[..., Iterator[Any]]  # of torch.distributed.rendezvous: (url, timeout=) -> (store, rank, world size)
+_Method = Callable[..., Iterator[Any]]  # a rendezvous handler of torch: (url, timeout=) -> (store, rank, world size)
 _PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -31,33 +31,33 @@ _this = _ThisProcess()
 
 
 def use(path: str | None) -> None:
-    """Make the file `path` the store of this worker, also for `init_process_group()` of its script. Entry of a worker only.
+    """Use the file `path` as the store of this worker, also for `init_process_group()` of its script. Call once, before the script.
 
-    If `path` is None, as on several nodes, the script's own store stays one of torch. In both cases the stores that torch
-    opens listen on the interface of the given address alone.
+    If `path` is None, as on several nodes, the script gets a TCPStore of torch. Such a store listens only on the interface of
+    the address that it is given.
     """
     _this.path = path
     _serve_torchs_methods()
 
 
 def worker_store(timeout_s: float) -> Any:
-    """Return the FileStore that the workers of this attempt share, or None where they have none. No collective.
+    """Return the FileStore that the workers of this attempt share, or None if they share no file. Not a collective.
 
-    `timeout_s` is how long `get` and `wait` of the store wait for a key.
+    `get` and `wait` of the store wait `timeout_s` seconds for a key.
     """
     import torch.distributed as dist
 
     if _this.path is None:
         return None
-    store = dist.FileStore(_this.path, -1)  # -1: the file outlives the first worker that ends
+    store = dist.FileStore(_this.path, -1)  # -1: keep the file when the first worker ends
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
 def _serve_torchs_methods() -> None:
-    """Replace torch's `env://` and `tcp://`.
+    """Replace torch's handlers of `env://` and `tcp://`.
 
-    Torch has no public way to replace the method of a scheme (2.13: `register_rendezvous_handler` refuses a known one).
+    Torch has no public function for this: `register_rendezvous_handler` refuses a scheme that has a handler (2.13).
     """
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     for scheme in ("env", "tcp"):
@@ -67,7 +67,7 @@ def _serve_torchs_methods() -> None:
 
 
 def _by_file(by_port: _Method) -> _Method:
-    """Return a method that uses the file if the environment is still the one that the launcher made, else `by_port`."""
+    """Return a handler that uses the file, or `by_port` if the script has changed the variables that the launcher set."""
     import torch.distributed as dist
 
     place = _place()
@@ -77,7 +77,7 @@ def _by_file(by_port: _Method) -> _Method:
         if _this.path is None or _place() != place or not _is_of(url, place):
             yield from by_port(url, timeout=timeout, **options)
             return
-        # A group that is made again must not read what an earlier one left.
+        # A further group must not read the keys of an earlier one.
         store = dist.PrefixStore(f"env/{next(numbers)}", worker_store(timeout.total_seconds()))
         yield store, int(place["RANK"]), int(place["WORLD_SIZE"])
         raise RuntimeError("env:// rendezvous: processes cannot join a second time")
@@ -86,16 +86,16 @@ def _by_file(by_port: _Method) -> _Method:
 
 
 def _on_one_interface(by_port: _Method) -> _Method:
-    """Return `by_port` with its store on the interface of the given address. By itself torch opens it on all interfaces.
+    """Return a handler that does the same as `by_port`, but whose store listens on one interface instead of all.
 
-    Torch takes up a store that this process already has at the port.
+    The store is opened here first. Torch then uses it, because it shares a store that the process already hosts at a port.
     """
 
     def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -> Iterator[Any]:
         hosted = _hosted(url, timeout)
         found = by_port(url, timeout=timeout, **options)
         first = next(found)
-        del hosted  # torch's store keeps the server
+        del hosted  # the store in `first` keeps the server alive
         yield first
         yield from found
 
@@ -103,7 +103,10 @@ def _on_one_interface(by_port: _Method) -> _Method:
 
 
 def _hosted(url: str, timeout: timedelta) -> Any:
-    """Return the store of `url` if this process is its host. None if it is not, or if torch is to say what is wrong."""
+    """Open and return the store of `url` if this process is its host, else None.
+
+    Return None for a wrong address or a port in use too: torch then raises the error.
+    """
     import torch.distributed as dist
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -134,7 +137,7 @@ def _place() -> dict[str, str]:
 
 
 def _is_of(url: str, place: dict[str, str]) -> bool:
-    """Whether the rank and the world size in `url`, where there are any, are this worker's."""
+    """Return whether the rank and the world size in `url` are this worker's, or are not given."""
     query = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
     return query.get("rank", place["RANK"]) == place["RANK"] and (
         query.get("world_size", place["WORLD_SIZE"]) == place["WORLD_SIZE"]

@@ -1,6 +1,6 @@
-"""Temporary directories that nobody else can enter, and that the next start removes where their owner was killed.
+"""Temporary directories with mode 0700. If their owner was killed, the next start of the same user removes them.
 
-The owner is a process. It is written into the directory with the time at which it started, as its process id alone may come again.
+The owner is a process. The directory records its process id and its start time, because process ids are reused.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 _PREFIXES = ("distributed-", "ray-")
 _OWNER = "owner"
 _MACHINE_ID = Path("/etc/machine-id")
-_FIRST_NAMESPACE = f"pid:[{0xEFFFFFFC}]"  # of processes outside of containers, on every Linux: PROC_PID_INIT_INO
+_FIRST_NAMESPACE = f"pid:[{0xEFFFFFFC}]"  # the pid namespace outside of containers (Linux: PROC_PID_INIT_INO)
 _OWNER_BYTES = 256
 
 
 @contextlib.contextmanager
 def temporary_directory() -> Iterator[Path]:
-    """An empty directory, mode 0700, that is removed at the end."""
+    """Yield an empty directory with mode 0700, which is removed at the end of the `with` block."""
     path = claim(Path(tempfile.gettempdir(), f"distributed-{secrets.token_hex(4)}"))
     try:
         (path / "files").mkdir(mode=0o700)
@@ -34,7 +34,7 @@ def temporary_directory() -> Iterator[Path]:
 
 
 def claim(path: Path) -> Path:
-    """Make the directory `path`, mode 0700, as this process' own. Remove what killed processes left beside it."""
+    """Create the directory `path` with mode 0700 and this process as its owner; first `sweep` the directory that contains it."""
     sweep(path.parent)
     path.mkdir(mode=0o700)
     (path / _OWNER).write_text(f"{_identity(os.getpid()) or ''} {_machine() or '-'}")
@@ -42,11 +42,11 @@ def claim(path: Path) -> Path:
 
 
 def sweep(directory: str | os.PathLike[str]) -> None:
-    """Remove the directories below `directory` that `claim` made in a process of this user that has ended."""
+    """Remove the directories in `directory` that were made by `claim` in a process of this user that has ended."""
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.startswith(_PREFIXES):
-                with contextlib.suppress(OSError):  # not ours, or another process removes it now
+                with contextlib.suppress(OSError):  # it is not ours, or another process is removing it
                     _remove_if_left(entry.path)
 
 
@@ -60,10 +60,10 @@ def _remove_if_left(path: str) -> None:
         with os.scandir(fd) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.name, ignore_errors=True, dir_fd=fd)  # follows no link
+                    shutil.rmtree(entry.name, ignore_errors=True, dir_fd=fd)  # does not follow links
                 elif entry.name != _OWNER:
                     os.unlink(entry.name, dir_fd=fd)
-        os.unlink(_OWNER, dir_fd=fd)  # the last one: it says whose the rest is
+        os.unlink(_OWNER, dir_fd=fd)  # last, so that an interrupted removal can go on
     finally:
         os.close(fd)
     Path(path).rmdir()
@@ -78,7 +78,7 @@ def _owner(directory_fd: int) -> str:
 
 
 def _identity(pid: int) -> str | None:
-    """What tells process `pid` from every other one of this boot: its namespace, number and start. None where it has ended."""
+    """Return what identifies process `pid`: boot id, pid namespace, process id and start time. None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -89,10 +89,11 @@ def _identity(pid: int) -> str | None:
 
 
 def _machine() -> str | None:
-    """Return what tells this machine from every other one that is running, the same after a reboot; None if nothing does.
+    """Return a digest that identifies this machine and stays the same after a reboot. None if there is no such digest.
 
-    Machines that boot the same image may have one machine id (machine-id(5)), but not one host name too. Containers may have
-    both in common, so what they left before a reboot is never removed.
+    It covers the machine id (machine-id(5)) and the host name, because machines that boot the same image may have the same
+    machine id. In a container it is None: containers on several machines may have both in common. What a container left before
+    a reboot is therefore never removed.
     """
     try:
         machine_id, namespace = _MACHINE_ID.read_text().strip(), str(Path("/proc/self/ns/pid").readlink())
@@ -104,9 +105,9 @@ def _machine() -> str | None:
 
 
 def _has_ended(owner: str) -> bool:
-    """Return whether the process that wrote `owner` has ended. False if that cannot be known from here.
+    """Return whether the process that wrote `owner` has ended. Return False if that cannot be determined.
 
-    It is known of a process of the same boot and namespace, and of an earlier boot of this machine.
+    It can be determined for processes of this boot and this pid namespace, and for processes of an earlier boot of this machine.
     """
     identity, _, machine = owner.rpartition(" ")
     fields, here = identity.split(" "), _identity(os.getpid())

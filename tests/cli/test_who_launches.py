@@ -63,7 +63,7 @@ def test_a_stale_rank_0_is_named_and_the_processes_are_started(ask, plan, tmp_pa
 
     assert processes(lines).startswith("4 processes, device cpu")
     (line,) = [line for line in lines if "RANK" in line]
-    assert line == "RANK=0 and WORLD_SIZE=8 in the environment are passed over: nproc_per_node=4 says what to start"
+    assert line == "RANK=0 and WORLD_SIZE=8 in the environment are ignored, because nproc_per_node=4 is given"
 
 
 def test_a_rank_above_0_beside_a_request_is_refused(plan):

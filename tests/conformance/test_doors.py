@@ -130,7 +130,7 @@ def test_a_stranger_runs_nothing_and_changes_no_bit(name, tmp_path):
         code = run.end(120)
     assert not marker.exists()
     if can_end and code != 0:
-        assert code == 1 and "somebody else wrote there" in run.output, run.output
+        assert code == 1 and "somebody else wrote to the store" in run.output, run.output
         return
     assert code == 0, run.output
     assert (tmp_path / "weights-2.safetensors").read_bytes() == (tmp_path / "weights-1.safetensors").read_bytes()

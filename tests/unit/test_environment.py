@@ -225,7 +225,7 @@ def test_a_bare_rank_0_is_passed_over_beside_a_request_and_named():
 
     line = pass_over_stale_rank(environ, [], nproc_per_node=4)
 
-    assert line == "RANK=0 and WORLD_SIZE=4 in the environment are passed over: nproc_per_node=4 says what to start"
+    assert line == "RANK=0 and WORLD_SIZE=4 in the environment are ignored, because nproc_per_node=4 is given"
     assert environ == {"MASTER_ADDR": "h"}
     assert worker({**MPI, **BY_HAND}, nproc_per_node=2).source == "openmpi"
 
@@ -255,7 +255,9 @@ def test_a_rank_exported_in_a_batch_script_contradicts_the_task_it_reaches():
 def test_world_size_without_rank_is_refused_unless_it_is_what_is_started():
     alone = {"WORLD_SIZE": "4"}
 
-    with pytest.raises(ResourceError, match=r"WORLD_SIZE=4 without RANK: 4 processes .* JOB_COMPLETION_INDEX"):
+    with pytest.raises(
+        ResourceError, match=r"WORLD_SIZE=4 without RANK: each of 4 such processes .* JOB_COMPLETION_INDEX"
+    ):
         worker(alone)
     with pytest.raises(ResourceError, match="WORLD_SIZE=4 without RANK beside nproc_per_node=2"):
         worker(alone, nproc_per_node=2)

@@ -64,7 +64,7 @@ def test_launchers_without_an_open_port_are_no_warning(source: str) -> None:
     [
         (
             "environment",
-            "torchrun listens on all interfaces without a secret, and whoever connects to its c10d rendezvous",
+            "torchrun listens on all interfaces without a secret, and anyone who connects to its c10d rendezvous",
         ),
         ("openmpi", "mpirun listens on all interfaces: run where"),
         ("horovodrun", "horovodrun listens on all interfaces without a secret, and"),

@@ -83,7 +83,7 @@ with Signals() as signals:
 def test_an_exception_in_its_thread_ends_the_workers_and_is_seen(run_python):
     done = run_python(["-c", BROKEN])
     news, told = done.stdout.splitlines()
-    assert news.startswith("('failed'") and "the launcher cannot hear its workers any more (KeyError" in news
+    assert news.startswith("('failed'") and "the launcher stopped listening to its workers (KeyError" in news
     assert told == "-9 {'op': 'kill'}"
     assert "Traceback" in done.stderr and "KeyError" in done.stderr
 

@@ -58,7 +58,7 @@ def test_a_state_that_somebody_else_wrote_runs_nothing(secret: bytes | None, tmp
     evil = pickle.dumps(Evil(marker))
     for content in (evil, base64.b64encode(evil), b"", b"{}", b"[" * 100_000, b'{"round": "x"}', b"\xff" * 80):
         store.set(rendezvous._KEY, content)
-        with pytest.raises(RendezvousStateError, match="else wrote there"):
+        with pytest.raises(RendezvousStateError, match="else wrote to the store"):
             backend.get_state()
     assert not marker.exists()
 

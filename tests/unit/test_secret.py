@@ -46,7 +46,7 @@ def test_a_node_with_another_secret_or_none_is_told(
         monkeypatch.setenv("DISTRIBUTED_TOKEN", theirs)
     messages(store, "part").set("a", "one")
     monkeypatch.setenv("DISTRIBUTED_TOKEN", SECRET)
-    with pytest.raises(ResourceError, match="give all nodes the same DISTRIBUTED_TOKEN"):
+    with pytest.raises(ResourceError, match="set the same DISTRIBUTED_TOKEN on all nodes"):
         messages(store, "part").get("a")
 
 

@@ -1,4 +1,4 @@
-"""The port of the launcher over Ray: who cannot prove within a few seconds that it belongs to this launch is sent away."""
+"""The port of the Ray launcher. It closes connections that do not prove within seconds that they belong to this launch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 from distributed.backends._ray.seal import Seal
 
-HELLO = "hello"  # the name of the seal of a first line
+HELLO = "hello"  # the name of the seal of first lines
 _LINE_BYTES = 4096
-_LINE_S = 10.0  # for the first line
+_LINE_S = 10.0  # in which the first line must arrive
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-_MOST_STRANGERS = 256  # connections that have not proved anything yet
+_MOST_STRANGERS = 256  # connections whose first line has not arrived yet
 
 
 @dataclasses.dataclass
@@ -26,8 +26,11 @@ class _Stranger:
 
 
 class Door:
-    """Accepts connections in the thread of `selector`. `admit` gets each one whose first line is sealed with `secret`, and what
-    that line says. The others are closed and counted."""
+    """Accept connections in the thread that runs `selector`.
+
+    `admit` is called with each connection whose first line is sealed with `secret`, and with the message in that line. All other
+    connections are closed and counted.
+    """
 
     def __init__(
         self, selector: selectors.BaseSelector, secret: str, admit: Callable[[socket.socket, dict[str, Any]], None]
@@ -37,16 +40,16 @@ class Door:
         self._listener = socket.socket(self._family, socket.SOCK_STREAM)
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         self.num_refused = 0
-        self._heard: set[bytes] = set()  # the proofs of the lines that were taken
+        self._heard: set[bytes] = set()  # the HMACs of accepted first lines
 
     @property
     def port(self) -> int:
-        """Where it listens. After `listen`."""
+        """Return the port on which the launcher listens. Call `listen` first."""
         port: int = self._listener.getsockname()[1]
         return port
 
     def listen(self, address: str) -> None:
-        """Listen at this address of this machine alone. A child process may do it for its parent: they share the socket."""
+        """Listen on the interface that has `address`. A child process may call this for its parent, because they share the socket."""
         if self._family == socket.AF_INET6:
             self._listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             address = address if ":" in address else f"::ffff:{address}"
@@ -54,18 +57,18 @@ class Door:
         self._listener.listen(128)
 
     def open(self) -> None:
-        """Accept connections from now on. After `listen`."""
+        """Begin to accept connections. Call `listen` first."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     @property
     def patience_s(self) -> float | None:
-        """Seconds until `send_late_away` has something to do; None where nobody is waited for."""
+        """Return the seconds until `send_late_away` has a connection to close; None if no connection is waiting."""
         oldest = next(iter(self._strangers.values()), None)
         return None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
 
     def send_late_away(self) -> None:
-        """Close the connections that took too long to say who they are."""
+        """Close the connections whose first line has not arrived in time."""
         now = time.monotonic()
         for connection in [each for each, stranger in self._strangers.items() if stranger.deadline <= now]:
             self._refuse(connection)
@@ -76,18 +79,18 @@ class Door:
         except OSError as error:
             if error.errno in _NO_DESCRIPTOR:
                 self._refuse_oldest()
-            return  # any other error: the connection was closed before it was accepted
+            return  # otherwise the connection was closed before it was accepted
         if len(self._strangers) >= _MOST_STRANGERS:
             self._refuse_oldest()
         connection.setblocking(False)
         self._strangers[connection] = _Stranger(time.monotonic() + _LINE_S)
         self._selector.register(connection, selectors.EVENT_READ, self._introduce)
-        self._introduce(connection)  # a worker has sent its line by now, and is not pushed out by those who have not
+        self._introduce(connection)  # at once: a worker has sent its line, so that strangers cannot displace it
 
     def _introduce(self, connection: socket.socket) -> None:
-        """Read on in the first line. A worker sends nothing after it before it has its order."""
+        """Read more of the first line. A worker sends nothing after this line until it has received an order."""
         stranger = self._strangers.get(connection)
-        if stranger is None:  # refused in this very round of the selector
+        if stranger is None:  # refused earlier in the same round of the selector
             return
         try:
             data = connection.recv(_LINE_BYTES - len(stranger.line))
@@ -103,7 +106,7 @@ class Door:
 
     def _judge(self, connection: socket.socket, line: bytes) -> None:
         hello, proof = Seal(self._secret, HELLO).open(line), line.partition(b" ")[0]
-        if hello is None or proof in self._heard:  # a worker's line has a name that it drew: none comes twice
+        if hello is None or proof in self._heard:  # each worker draws a name, so a repeated line is a replay
             self._refuse(connection)
             return
         self._heard.add(proof)

@@ -1,8 +1,8 @@
-"""Where the launcher and the workers that Ray placed meet: TCP, as it works the same on one machine and on many.
+"""The TCP connections between the launcher and the workers that Ray placed, on one machine or on several.
 
-A Ray worker opens four connections: one for orders, and three that become its process' stdout, stderr and control pipe.
-Each begins with one line that is sealed with the token of this launch, and so is everything on the first of them. The token
-itself travels through Ray alone.
+A Ray worker opens four connections: one for orders, and three that become the stdout, stderr and control pipe of its process. Each
+connection begins with a line that is sealed with the token of this launch. On the connection for orders all further lines are
+sealed too. The token itself is sent through Ray only.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _KINDS = ("orders", *STREAMS)
 
 @dataclasses.dataclass
 class Guest:
-    """One Ray worker of this attempt, as it introduced itself."""
+    """A Ray worker of this attempt and its connections."""
 
-    orders: Seal  # of what it is told
-    answers: Seal  # of what it says
+    orders: Seal  # of the lines that it receives
+    answers: Seal  # of the lines that it sends
     sockets: dict[str, socket.socket] = dataclasses.field(default_factory=dict)
     hello: dict[str, Any] = dataclasses.field(default_factory=dict)
     rest: bytes = b""
     has_ended: bool = False
 
     def send(self, **order: Any) -> None:
-        """Give it an order; one that has gone, or is not all here yet, gets none."""
+        """Send an order. Do nothing if the worker has gone or has not opened its connection for orders yet."""
         with contextlib.suppress(OSError, KeyError):
             self.sockets["orders"].sendall(self.orders.close(order))
 
 
 class Hub:
-    """One thread that meets the workers, hears of their ends and passes signals on.
+    """A thread that accepts the workers, notices when they end and passes signals on to them.
 
-    `tell` gets a stop and the end of a worker; `on_complete` all workers of an
-    attempt by rank, once they have come; `note` a stop, too, and how Ray's process ended.
+    `tell` is called when a stop is requested and when a worker ends. `on_complete` is called with the workers of an attempt by
+    rank, when all of them have connected. `note` is called when a stop is requested and with the reports of Ray's process.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Hub:
         self._tell, self._on_complete, self._note = tell, on_complete, note
         self._lock = threading.RLock()
         self._guests: dict[str, Guest] = {}
-        self._present: dict[int, Guest] = {}  # of a complete attempt, by rank
-        self._is_over = False  # whoever Ray still sends is turned away
+        self._present: dict[int, Guest] = {}  # the workers of a complete attempt, by rank
+        self._is_over = False  # if so, workers that Ray still starts are refused
         self.token = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
         self.door = Door(self._selector, self.token, self._admit)
@@ -76,19 +76,21 @@ class Hub:
         self._thread = threading.Thread(target=self._serve, name="workers of Ray", daemon=True)
 
     def start(self, ray: Guarded) -> None:
-        """Start listening to signals and Ray's process, and to workers once that one has opened the port for them."""
+        """Start the thread. It accepts workers when Ray's process has reported that it has opened the port."""
         self._selector.register(ray.reports, selectors.EVENT_READ, lambda _: self._hear_ray(ray))
         self._thread.start()
 
     def order(self, **order: Any) -> None:
-        """Give every worker of this attempt an order."""
+        """Send an order to every worker of this attempt."""
         with self._lock:
             for guest in self._present.values():
                 guest.send(**order)
 
     def dismiss(self, *, restart: bool) -> None:
-        """This attempt is over: its workers end, and Ray starts them again or not. Those that come next are new ones, and
-        without `restart` they are not let in: Ray may start workers again that it saw die, whatever is said here."""
+        """End this attempt and its workers. With `restart` Ray starts them again, and they are the next attempt.
+
+        Without `restart` workers that connect later are refused. Ray may restart workers that it saw die in any case.
+        """
         with self._lock:
             self.order(op="end", restart=restart)
             self._present = {}
@@ -106,9 +108,9 @@ class Hub:
                 self.door.send_late_away()
                 if self._stop.is_due():
                     self.order(op="kill")
-        except BaseException as error:  # the top frame of a thread: who waits for it must hear of its end
+        except BaseException as error:  # the top frame of a thread: report its end to the thread that waits
             self._note(
-                "failed", error=f"the launcher cannot hear its workers any more ({type(error).__name__}: {error})"
+                "failed", error=f"the launcher stopped listening to its workers ({type(error).__name__}: {error})"
             )
             self.order(op="kill")
             for guest in [*self._present.values()]:
@@ -143,7 +145,7 @@ class Hub:
     # ------------------------------------------------------------------ arrivals
 
     def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> None:
-        """One of the connections of a worker. It is turned away where the run is over."""
+        """Take a connection of a worker, or close it if the run is over."""
         if self._is_over:
             connection.close()
             return
@@ -156,7 +158,7 @@ class Hub:
         self._complete()
 
     def _complete(self) -> None:
-        """Begin the attempt once every rank is there with all of its connections."""
+        """Begin the attempt if every rank has opened all of its connections."""
         ready = {guest.hello["rank"]: guest for guest in self._guests.values() if len(guest.sockets) == len(_KINDS)}
         if len(ready) < self._world_size:
             return
@@ -173,12 +175,12 @@ class Hub:
         answers = [guest.answers.open(line) for line in lines]
         for answer in filter(None, answers):
             self._note_end(guest, int(answer["status"]))
-        if not data or None in answers or len(guest.rest) > LINE_BYTES:  # it has gone, or these are not its words
+        if not data or None in answers or len(guest.rest) > LINE_BYTES:  # it has gone, or a line is not sealed
             self._leave(guest)
 
     def _leave(self, guest: Guest) -> None:
         self._selector.unregister(guest.sockets["orders"])
-        self._note_end(guest, -9)  # who goes without a word was killed, and its process with it
+        self._note_end(guest, -9)  # a worker that reports no exit status was killed together with its process
         self._guests = {key: other for key, other in self._guests.items() if other is not guest}
         guest.sockets["orders"].close()
 
@@ -190,37 +192,37 @@ class Hub:
 
 
 def attach(output: WorkerOutput, guests: Mapping[int, Guest]) -> None:
-    """Read what these workers will write."""
+    """Let `output` read the stdout, stderr and control connections of `guests`."""
     for rank, guest in guests.items():
         output.attach(rank, rank, *(guest.sockets[kind].detach() for kind in STREAMS))
 
 
 def seals(token: str, guest: str) -> tuple[Seal, Seal]:
-    """Of the orders to a worker, and of its answers. Both sides make them."""
+    """Return the seals of the orders to a worker and of its answers. Both sides create them."""
     return Seal(token, f"orders to {guest}"), Seal(token, f"answers of {guest}")
 
 
 @dataclasses.dataclass
 class Seat:
-    """A worker's connections to the hub."""
+    """The connections of a worker to the hub, on the side of the worker."""
 
     sockets: dict[str, socket.socket]
     orders: Seal
     answers: Seal
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The launcher's orders, until it has gone. What nobody can have written but a stranger ends them too."""
+        """Yield the launcher's orders until it closes the connection or a line is not sealed by it."""
         with contextlib.suppress(OSError), self.sockets["orders"].makefile("rb") as lines:
             while (line := lines.readline(LINE_BYTES)) and (order := self.orders.open(line)) is not None:
                 yield order
 
     def send(self, **answer: Any) -> None:
-        """Say something to the launcher."""
+        """Send an answer to the launcher."""
         self.sockets["orders"].sendall(self.answers.close(answer))
 
 
 def connect(address: str, port: int, token: str, hello: Mapping[str, Any]) -> Seat:
-    """Take a seat at the hub, as the worker that `hello` describes."""
+    """Connect to the hub at `address` and `port` as the worker that `hello` describes."""
     guest = f"{os.getpid()}-{secrets.token_hex(8)}"
     sockets = {}
     for kind in _KINDS:

@@ -1,4 +1,4 @@
-"""Lines between the launcher over Ray and its workers: JSON behind an HMAC, which is checked before anything is parsed."""
+"""The lines that the Ray launcher and its workers exchange: an HMAC and JSON. The HMAC is checked before the JSON is parsed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-LINE_BYTES = 1 << 20  # more than any message of ours has
+LINE_BYTES = 1 << 20  # longer than any message of this package
 
 
 class Seal:
-    """One direction of one connection. Both ends make one with the same secret and name.
+    """Sign and check the messages of one direction of one connection. Both ends create it with the same secret and name.
 
-    The proof covers the content, the name and the place among the lines: no line can be changed, moved or repeated. It is no
-    encryption.
+    The HMAC covers the content, the name and the number of the line, so a line cannot be changed, moved or repeated. Nothing is
+    encrypted.
     """
 
     def __init__(self, secret: str, name: str) -> None:
@@ -23,17 +23,17 @@ class Seal:
         self._count = 0
 
     def close(self, message: Mapping[str, Any]) -> bytes:
-        """The line for the next message."""
+        """Return the line that carries `message`, which is the next message."""
         content = json.dumps(message).encode()
         return self._next_proof(content) + b" " + content + b"\n"
 
     def open(self, line: bytes) -> dict[str, Any] | None:
-        """The message of the next line; None where whoever wrote it does not know the secret, or it is no message of ours."""
+        """Return the message in `line`, which is the next line. None if its HMAC is wrong or it is not a JSON object."""
         proof, _, content = line.rstrip(b"\n").partition(b" ")
         if not hmac.compare_digest(proof, self._next_proof(content)):
             return None
         try:
-            message = json.loads(content)  # only who knows the secret comes this far
+            message = json.loads(content)  # the sender knows the secret
         except (ValueError, RecursionError):
             return None
         return message if isinstance(message, dict) else None
