@@ -43,6 +43,9 @@ CONDITIONS = {
     ("deepspeed", "mixed_precision=bf16", "with zero_stage=0"): ("deepspeed.zero_stage=0", "deepspeed.zero_stage=3"),
     ("horovod", "communication_backend=mpi", "in processes that mpirun did not start"): ("device=cpu", "OMPI_COMM_WORLD_SIZE=2"),
     ("horovod", "dtype=float64", "with horovod.compression='fp16'"): ("horovod.compression=fp16", "horovod.compression=none"),
+    ("horovod", "master_addr", "on several nodes as an IPv6 address"): (
+        "num_nodes=2,node_rank=0,master_port=29500,master_addr=::1", "num_nodes=1",
+    ),
 }  # fmt: skip
 
 ON_TENSORFLOW = "with horovod.keras_backend='tensorflow'"
