@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -56,3 +58,9 @@ def test_there_are_few_rooms_and_each_says_what_belongs_there():
     for file in files:
         sentences[(ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]].append(file)
     assert all(sentence.endswith(".") and len(same) == 1 for sentence, same in sentences.items()), sentences
+
+
+def test_the_picture_is_what_the_code_says():
+    script = HOME.parent / "scripts" / "draw_rooms.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
