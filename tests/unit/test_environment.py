@@ -325,7 +325,11 @@ def test_kubeflows_variables_make_a_pod_one_worker_or_the_launcher_of_its_node()
     [
         ({"PET_NNODES": "1:4"}, "PET_NNODES='1:4' is not one number of nodes"),
         ({"PET_NODE_RANK": "3", "RANK": "3", "WORLD_SIZE": "4"}, "PET_NODE_RANK=3 is not below PET_NNODES=3"),
-        ({"PET_NODE_RANK": "", "RANK": "", "WORLD_SIZE": ""}, "PET_NODE_RANK='' is not a whole number"),
+        (
+            {"PET_NODE_RANK": "", "RANK": "", "WORLD_SIZE": ""},
+            "PET_NODE_RANK is not set beside PET_NNODES=3: set it .*from 0 to 2",
+        ),
+        ({"PET_NODE_RANK": "x", "RANK": "", "WORLD_SIZE": ""}, "PET_NODE_RANK='x' is not a whole number"),
     ],
 )
 def test_variables_of_a_pod_that_make_no_sense_are_an_error(wrong, said):
