@@ -35,7 +35,7 @@ def pass_over_stale_rank(
     if not is_bare or number(environ, "RANK") != 0:
         return None
     stale = f"RANK={environ.pop('RANK')} and WORLD_SIZE={environ.pop('WORLD_SIZE')}"
-    return f"{stale} in the environment are passed over: nproc_per_node={nproc_per_node} says what to start"
+    return f"{stale} in the environment are ignored: nproc_per_node={nproc_per_node} says what to start"
 
 
 def contradicting_rank(environ: Mapping[str, str], nproc_per_node: int | None) -> ConfigError:

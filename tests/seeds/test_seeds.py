@@ -198,7 +198,7 @@ def test_a_single_node_script_that_exports_rank_0_launches(shell, tmp_path):
     done = shell("001/single_node.sh", {"train.py": SAMPLES / "001/train.py"})
 
     assert done.returncode == 0, done.output
-    stale = "RANK=0 and WORLD_SIZE=2 in the environment are passed over: nproc_per_node=2 says what to start"
+    stale = "RANK=0 and WORLD_SIZE=2 in the environment are ignored: nproc_per_node=2 says what to start"
     assert stale in done.stdout and "Process 0/2" in done.stdout
     (run_dir,) = (tmp_path / "runs").iterdir()
     first, second = told(run_dir)

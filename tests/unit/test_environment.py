@@ -225,7 +225,7 @@ def test_a_bare_rank_0_is_passed_over_beside_a_request_and_named():
 
     line = pass_over_stale_rank(environ, [], nproc_per_node=4)
 
-    assert line == "RANK=0 and WORLD_SIZE=4 in the environment are passed over: nproc_per_node=4 says what to start"
+    assert line == "RANK=0 and WORLD_SIZE=4 in the environment are ignored: nproc_per_node=4 says what to start"
     assert environ == {"MASTER_ADDR": "h"}
     assert worker({**MPI, **BY_HAND}, nproc_per_node=2).source == "openmpi"
 

@@ -102,7 +102,7 @@ def test_a_launch_names_a_stale_rank_0_and_leaves_the_callers_environment(reques
     DistributedLauncher(LaunchConfig(nproc_per_node=2, device="cpu")).launch(__file__)
 
     assert requests[0].nproc_per_node == 2
-    assert requests[0].started_lines[0].startswith("RANK=0 and WORLD_SIZE=4 in the environment are passed over")
+    assert requests[0].started_lines[0].startswith("RANK=0 and WORLD_SIZE=4 in the environment are ignored")
     assert os.environ["RANK"] == "0"
 
 
