@@ -46,7 +46,7 @@ from distributed.runs.summary import (
     started_lines,
     was_interrupted,
 )
-from distributed.state import TrainState, WorkerContext
+from distributed.state import DataRole, TrainState, WorkerContext
 from distributed.training import loop
 from distributed.training.common_step import CommonStep
 from distributed.training.files import TrainerFiles
@@ -104,13 +104,13 @@ class Session:
         check_monitor(merged, val_data, self.setup.job)
         with backend.own_generators(), contextlib.ExitStack() as leaving:
             leaving.callback(self._reporter.close)
-            train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, train=True)))
+            train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, DataRole.TRAINING)))
             batch = train.batch  # a batch sampler's items set its size
             run = self.files.open_run(in_effect(merged, batch, loader_batch_size))
             backend.run_dir = run.path
             val = None
             if val_data is not None:
-                val = backend.shard(val_data, self._eval_batch(val_data, batch), train=False)
+                val = backend.shard(val_data, self._eval_batch(val_data, batch), DataRole.VALIDATION)
                 leaving.callback(val.close)
             notices = self._prepare(batch)
             callbacks = self._callbacks(merged)
@@ -362,13 +362,21 @@ class Session:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         backend = self.backend
-        with backend.own_generators(), backend.as_trained(), contextlib.closing(self._sharded(data)) as sharded:
+        with (
+            backend.own_generators(),
+            backend.as_trained(),
+            contextlib.closing(self._sharded(data, DataRole.EVALUATION)) as sharded,
+        ):
             return loop.evaluate(self.backend, sharded) or {}
 
     def predict(self, data: Any) -> Any:
         mine: list[tuple[int, int, Any]] = []
         backend = self.backend
-        with backend.own_generators(), backend.as_trained(), contextlib.closing(self._sharded(data)) as sharded:
+        with (
+            backend.own_generators(),
+            backend.as_trained(),
+            contextlib.closing(self._sharded(data, DataRole.PREDICTION)) as sharded,
+        ):
             for number, group in enumerate(sharded.epoch(0)):
                 (micro,) = group.micro_batches
                 outputs = self.backend.predict_step(micro)
@@ -405,10 +413,10 @@ class Session:
             raise ConfigError(f"{path} could not be written: name another path")
         return saved
 
-    def _sharded(self, data: Any) -> Any:
+    def _sharded(self, data: Any, role: DataRole) -> Any:
         # A loader's own size counts instead, see _eval_batch.
         batch = _one_micro_batch(self.setup.merged.config.batch_size, self.backend.data_parallel_size)
-        sharded = self.backend.shard(data, self._eval_batch(data, batch), train=False)
+        sharded = self.backend.shard(data, self._eval_batch(data, batch), role)
         self._ensure_prepared(batch)  # after it: a model may need a batch to be built
         return sharded
 
