@@ -127,6 +127,11 @@ REGISTRY: dict[str, BackendRow] = {
             "Horovod: a full copy of the model in every process, over Gloo or MPI",
             meeting="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
             joining_modules=("horovod.common.basics", "mpi4py.MPI"),
+            hints={
+                "'Variable' object has no attribute 'ref'": "Horovod's BroadcastGlobalVariablesCallback does not work with Keras 3:"
+                " train the model with distributed.Trainer and --backend horovod, or drop the callback and call"
+                " model.set_weights([hvd.broadcast(each, 0).numpy() for each in model.get_weights()]) before model.fit"
+            },
         ),
         BackendRow(
             "tensorflow", "distributed.backends.tensorflow", "TensorFlowBackend", "tensorflow", (), ("torch", "tensorflow", "keras"),
