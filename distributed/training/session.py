@@ -24,6 +24,7 @@ from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.store import CheckpointStore
 from distributed.config.merging import MergedConfig, for_evaluation
 from distributed.config.plan import BatchPlan, in_effect, plan_batch
+from distributed.config.registry import hint_of
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
 from distributed.launching.epochs import Caller, Epochs
@@ -74,6 +75,18 @@ class _Fit:
         self.state.total_time = time.monotonic() - self.began
 
 
+@contextlib.contextmanager
+def _hinted() -> Iterator[None]:
+    """Add the line that the registry has for an engine's error to its traceback."""
+    try:
+        yield
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        hint = hint_of(str(error))
+        if hint is not None and f"hint: {hint}" not in getattr(error, "__notes__", ()):
+            error.add_note(f"hint: {hint}")
+        raise
+
+
 class Session:
     """One trainer in this process. Every method is called by all ranks."""
 
@@ -96,6 +109,7 @@ class Session:
 
     # ------------------------------------------------------------------ fit
 
+    @_hinted()
     def fit(self, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
         backend = self.backend
         self._configure(merged)
@@ -360,6 +374,7 @@ class Session:
 
     # ------------------------------------------------------------------ evaluate, predict, average, save
 
+    @_hinted()
     def evaluate(self, data: Any) -> dict[str, float]:
         backend = self.backend
         with (
@@ -369,6 +384,7 @@ class Session:
         ):
             return loop.evaluate(self.backend, sharded) or {}
 
+    @_hinted()
     def predict(self, data: Any) -> Any:
         mine: list[tuple[int, int, Any]] = []
         backend = self.backend

@@ -23,6 +23,7 @@ from distributed.backends._torch import loading
 from distributed.config.merging import Typed
 from distributed.errors import ConfigError
 from distributed.launching.request import Handover
+from distributed.launching.worker import _failed
 from distributed.training.files import _Taken
 
 DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 2)
@@ -244,6 +245,20 @@ def test_arrays_are_refused_as_data_in_every_position_and_the_argument_is_named(
 def test_inputs_and_targets_as_two_arguments_of_fit_are_refused():
     with pytest.raises(ConfigError, match="train_data: a tensor is not a data set"):
         trainer().fit(*DATA.tensors)
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_float64_data_comes_with_one_line_that_helps(call):
+    double = TensorDataset(DATA.tensors[0].double(), DATA.tensors[1])
+    with pytest.raises(RuntimeError, match="must have the same dtype") as caught:
+        getattr(trainer(), call)(double)
+    (note,) = caught.value.__notes__
+    assert note.startswith("hint: the data is float64, NumPy's default, and the model is float32: convert the data")
+    assert ".float()" in note and "dtype='float64'" in note
+    reports = []
+    _failed(caught.value, reports.append)
+    assert reports[0]["traceback"].splitlines()[-1] == note and reports[0]["traceback"].count("hint:") == 1
+    getattr(trainer(dtype="float64"), call)(double)
 
 
 def test_predict_takes_inputs_alone():
