@@ -109,9 +109,9 @@ def _batches_by_way_of(around: Callable[[Iterator[Any]], Iterator[Any]]) -> Iter
 
     original, owner = DDPBackend.shard, threading.current_thread()
 
-    def shard(self: Any, data: Any, batch: Any, train: bool) -> Any:
-        sharded = original(self, data, batch, train)
-        if train and threading.current_thread() is owner:
+    def shard(self: Any, data: Any, batch: Any, role: Any) -> Any:
+        sharded = original(self, data, batch, role)
+        if role.is_training and threading.current_thread() is owner:
             inner = sharded.epoch
             sharded.epoch = lambda epoch, skip=0: around(inner(epoch, skip))
         return sharded

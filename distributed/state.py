@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,6 +35,19 @@ class WorkerContext:
     @property
     def is_main_process(self) -> bool:
         return self.rank == 0
+
+
+class DataRole(enum.Enum):
+    """What a user's data is for. The value is the argument under which it was given, for messages."""
+
+    TRAINING = "train_data"
+    VALIDATION = "val_data"
+    EVALUATION = "evaluate(data)"
+    PREDICTION = "predict(data)"
+
+    @property
+    def is_training(self) -> bool:
+        return self is DataRole.TRAINING
 
 
 @dataclasses.dataclass(slots=True)

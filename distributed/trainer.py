@@ -101,7 +101,8 @@ class Trainer:
         """Train, validating after each epoch. All ranks call it; outside a worker it starts the workers itself.
 
         Args:
-            train_data, val_data: a DataLoader, a map-style or an iterable dataset.
+            train_data, val_data: a DataLoader, a map-style or an iterable dataset; inputs and targets together, as
+                TensorDataset(inputs, targets). On TensorFlow also a tf.data.Dataset, or arrays in a tuple.
             epochs, max_steps, checkpoint_dir, mlflow_experiment: as the settings of that name. A further `fit` of the same
                 trainer goes on from its state, for that many epochs or steps more.
 
@@ -163,6 +164,7 @@ class Trainer:
     def predict(self, data: Any) -> Any:
         """The model's outputs for every sample of `data` in order, on the host. All ranks call it and get all of them.
 
+        `data` is what `fit` takes, or one tensor or array of inputs, a sample in each row.
         The order is that of the data set, also where a DataLoader shuffles; a sampler of your own keeps the order that it has.
         A batch is taken as in training; of a tuple the last entry (the targets) is left out. Tensors and arrays are joined
         along their first dimension, lists with an entry per sample one after the other, also inside dicts, tuples and data

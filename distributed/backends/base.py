@@ -14,7 +14,7 @@ from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, TrainingError
 from distributed.launching.request import WorkerEnvironment
-from distributed.state import Group, Job, MicroBatch, StepResult, WorkerContext
+from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends.effects import Need
@@ -196,7 +196,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """The user's `model` (built, if it is a factory) with the weights of a checkpoint, in a process that trained nothing."""
 
     @abc.abstractmethod
-    def shard(self, data: Any, batch: BatchPlan, train: bool) -> ShardedData:
+    def shard(self, data: Any, batch: BatchPlan, role: DataRole) -> ShardedData:
         """This rank's batches of `data`."""
 
     @abc.abstractmethod

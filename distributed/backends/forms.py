@@ -10,7 +10,7 @@ from typing import Any
 _TABLES = ("pandas", "polars")
 
 
-def fault_of(data: Any, pair: str, *, train: bool) -> str | None:
+def fault_of(data: Any, pair: str) -> str | None:
     """Return why `data` is no data set and what to pass instead, or None where its form is right.
 
     `pair` is what the message suggests for a pair of inputs and targets.
@@ -30,23 +30,23 @@ def fault_of(data: Any, pair: str, *, train: bool) -> str | None:
         return f"a {kind} is not a data set: give its columns as arrays (.to_numpy()), {pair}"
     if any(cls.__name__ == "_BaseDataLoaderIter" for cls in type(data).__mro__):
         return "an iterator of a DataLoader yields whole batches: give the DataLoader itself"
-    if isinstance(data, list | tuple) and is_columns(data, train=train):
+    if isinstance(data, list | tuple) and is_columns(data):
         return f"a {kind} of {len(data)} arrays is not a data set (each entry would be one sample): give {pair}"
     return None
 
 
-def is_columns(data: Sequence[Any], *, train: bool) -> bool:
-    """Return whether `data` is a list of columns, such as `[inputs, targets]`, and not a list of samples.
+def is_columns(data: Sequence[Any]) -> bool:
+    """Return whether `[x, y]` means arrays of inputs and targets and not two samples.
 
-    Arrays with the same number of rows and different shapes cannot be samples, because they make no batch. Two arrays of the
-    same shape may be two samples to predict, but they are no data set to train on.
+    Arrays of as many rows each that have different shapes make no batch. Two of one shape could be two samples, but are far more
+    often inputs and targets.
     """
     if len(data) < 2 or not all(is_array(each) for each in data):
         return False
     shapes = [tuple(each.shape) for each in data]
     if not all(shapes) or len({shape[0] for shape in shapes}) > 1 or shapes[0][0] < 2:
         return False
-    return len(set(shapes)) > 1 or (train and len(data) == 2)
+    return len(set(shapes)) > 1 or len(data) == 2
 
 
 def is_array(value: Any) -> bool:

@@ -24,7 +24,7 @@ from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
 from distributed.launching.request import WorkerEnvironment, worker_environment
-from distributed.state import Group, Job, MicroBatch, StepResult, WorkerContext
+from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends._tensorflow.sources import Data
@@ -236,15 +236,15 @@ class TensorFlowBackend(Backend[Any]):
 
         return batch_size_of(data)
 
-    def shard(self, data: Any, batch: BatchPlan, train: bool) -> ShardedData:
+    def shard(self, data: Any, batch: BatchPlan, role: DataRole) -> ShardedData:
         from distributed.backends._tensorflow.replicas import Joint, joint_plan
         from distributed.backends._tensorflow.sources import shard
 
         own = joint_plan(batch, self.devices_per_process)
-        found = shard(data, batch=own, context=self.context, config=self.config, train=train, reduce=self.reduce)
+        found = shard(data, batch=own, context=self.context, config=self.config, role=role, reduce=self.reduce)
         if self.devices_per_process > 1:
             found = Joint(found, self.devices_per_process)
-        if train:
+        if role.is_training:
             self._train_data = found
         return found
 

@@ -21,7 +21,7 @@ from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.data import sample_seed
 from distributed.errors import ConfigError
-from distributed.state import Group, Job, MicroBatch, StepResult, WorkerContext
+from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, WorkerContext
 
 if TYPE_CHECKING:
     import torch
@@ -269,7 +269,7 @@ class TorchBackend(Backend[OptionsT]):
 
         return loader_batch_size(data)
 
-    def shard(self, data: Any, batch: BatchPlan, train: bool) -> ShardedData:
+    def shard(self, data: Any, batch: BatchPlan, role: DataRole) -> ShardedData:
         from distributed.backends._torch.loading import shard
 
         options: DataOptions = self.config.options("data")
@@ -279,7 +279,7 @@ class TorchBackend(Backend[OptionsT]):
             context=self.context,
             config=self.config,
             options=options,
-            train=train,
+            role=role,
             reduce=self.reduce,
         )
         self._first_data = self._first_data or sharded

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -89,7 +90,8 @@ def _without_run(arguments: Sequence[str]) -> list[str]:
 def _world_number(name: str, text: str) -> int:
     """`--world-size` and `--rank` are no settings: they say which of how many processes this command is."""
     rule = _RULES["nproc_per_node" if name == "world_size" else "node_rank"]
-    number: int = check(name, int(text) if text.isdigit() else text, rule)
+    is_number = re.fullmatch(r"[+-]?\d+", text) is not None
+    number: int = check(name, int(text) if is_number else text, rule, lambda name, value: f"{flag_of(name)} {value}")
     return number
 
 

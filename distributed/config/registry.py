@@ -66,6 +66,15 @@ class BackendRow:
 # AdamW and DDP import torch._dynamo on first use, which costs a worker a second: the fork server does it once.
 _TORCH_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data")
 _TORCH_INSTALL = "pip install 'distributed-trainer[torch]'"
+# What torch 2.13 says of a float32 model that gets float64 data, by kind of layer or loss.
+_DOUBLE_DATA = (
+    "but got Double and Float", "but got: double != float", "Input type (double) and", "Found dtype Double but expected Float",
+    "input dtype (torch.float64) does not match weight dtype (torch.float32)",
+)  # fmt: skip
+_DOUBLE_HINT = (
+    "the data is float64, NumPy's default, and the model is float32: convert the data with .float() or .astype('float32'), or let"
+    " the Trainer train in float64 with dtype='float64'"
+)
 
 REGISTRY: dict[str, BackendRow] = {
     row.name: row
@@ -73,6 +82,7 @@ REGISTRY: dict[str, BackendRow] = {
         BackendRow(
             "single", "distributed.backends.single", "SingleBackend", "single", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
             "one process, no communication", single_process=True, is_default=True,
+            hints=dict.fromkeys(_DOUBLE_DATA, _DOUBLE_HINT),
         ),
         BackendRow(
             "pytorch-ddp", "distributed.backends.ddp", "DDPBackend", "ddp", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
@@ -127,6 +137,11 @@ REGISTRY: dict[str, BackendRow] = {
             "Horovod: a full copy of the model in every process, over Gloo or MPI",
             meeting="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
             joining_modules=("horovod.common.basics", "mpi4py.MPI"),
+            hints={
+                "'Variable' object has no attribute 'ref'": "Horovod's BroadcastGlobalVariablesCallback does not work with Keras 3:"
+                " train the model with distributed.Trainer and --backend horovod, or drop the callback and call"
+                " model.set_weights([hvd.broadcast(each, 0).numpy() for each in model.get_weights()]) before model.fit"
+            },
         ),
         BackendRow(
             "tensorflow", "distributed.backends.tensorflow", "TensorFlowBackend", "tensorflow", (), ("torch", "tensorflow", "keras"),

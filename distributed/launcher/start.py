@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import shutil
 import socket
 import sys
 from collections.abc import Sequence
@@ -84,8 +85,20 @@ def _again(words: Sequence[str], request: LaunchRequest) -> str:
     """The command that goes on with the run."""
     own = ["--", *request.script_args] if request.script_args else []
     return shlex.join([
-        "python", "-m", "distributed.cli", "train", *words, "--run-dir", request.run_dir, "--resume", *own,
+        _python(), "-m", "distributed.cli", "train", *words, "--run-dir", request.run_dir, "--resume", *own,
     ])  # fmt: skip
+
+
+def _python() -> str:
+    """Return `python` if a shell finds the running interpreter by that name, else the path of the interpreter."""
+    found = shutil.which("python")
+    is_found = found is not None and _place(found) == _place(sys.executable)
+    return "python" if is_found else sys.executable
+
+
+def _place(python: str) -> tuple[Path, Path]:
+    """Return what tells interpreters apart. That of a virtual environment is a link to another, in a directory of its own."""
+    return Path(python).parent.resolve(), Path(python).resolve()
 
 
 def launch_request(typed: Typed, run_dir: str | None) -> LaunchRequest:

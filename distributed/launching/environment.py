@@ -205,6 +205,14 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     return step not in _SLURM_NOT_A_STEP and "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ
 
 
+def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Return whether SLURM_PROCID is that of a task, also where SLURM_STEP_ID was not passed on, as to a container.
+
+    The shell of a batch script has SLURM_PROCID=0, so that any other number is a task's.
+    """
+    return _is_slurm_step(environ) or number(environ, "SLURM_PROCID", 0) > 0
+
+
 def _one_task_per_node(environ: Mapping[str, str]) -> bool:
     nodes = number(environ, "SLURM_STEP_NUM_NODES", number(environ, "SLURM_NNODES", 1))
     return number(environ, "SLURM_NTASKS", 1) == nodes
@@ -233,9 +241,9 @@ def _slurm_meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
 
 def _refuse_exported_rank(environ: Mapping[str, str]) -> None:
     """`export RANK=$SLURM_PROCID` in a batch script is 0 in every task of the `srun` that follows."""
-    if not _is_slurm_step(environ) or _is_openmpi(environ) or _is_horovod(environ):
+    if not _is_slurm_task(environ) or _is_openmpi(environ) or _is_horovod(environ):
         return
-    if "TORCHELASTIC_RUN_ID" in environ or environ["WORLD_SIZE"] != environ["SLURM_NTASKS"]:
+    if "TORCHELASTIC_RUN_ID" in environ or environ["WORLD_SIZE"] != environ.get("SLURM_NTASKS"):
         return
     if environ["RANK"] != environ["SLURM_PROCID"]:
         raise ResourceError(

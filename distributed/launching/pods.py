@@ -74,7 +74,12 @@ def _has_index(environ: Mapping[str, str]) -> bool:
 
 def _from_torchrun_options(environ: Mapping[str, str]) -> Pod:
     num_pods = _num_nodes(environ["PET_NNODES"])
-    index = _number(environ, "PET_NODE_RANK", 0 if num_pods == 1 else None)
+    if num_pods > 1 and environ.get("PET_NODE_RANK", "") == "":
+        raise ResourceError(
+            f"PET_NODE_RANK is not set beside PET_NNODES={num_pods}: set it to this pod's number, from 0 to {num_pods - 1}, or"
+            " unset PET_NNODES"
+        )
+    index = _number(environ, "PET_NODE_RANK", 0)
     if index >= num_pods:
         raise ResourceError(f"PET_NODE_RANK={index} is not below PET_NNODES={num_pods}: number the pods from 0")
     addr, port = _meeting_point(environ, "PET_") if num_pods > 1 else ("localhost", 0)

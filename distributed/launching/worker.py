@@ -157,7 +157,8 @@ def _failed(error: BaseException, report: Report) -> int:
     is_ours = isinstance(error, DistributedError)
     code = error.exit_code if isinstance(error, DistributedError) else 1
     hint = hint_of(_text(error))
-    more = "" if hint is None else f"\nhint: {hint}"
+    is_shown = hint is None or f"hint: {hint}" in getattr(error, "__notes__", ())
+    more = "" if is_shown else f"\nhint: {hint}"
     report({
         "kind": "error", "type": type(error).__name__, "message": _text(error), "exit_code": code, "time": began,
         "is_message_enough": is_ours, "is_echo": isinstance(error, DistributedError) and error.is_echo,

@@ -13,7 +13,7 @@ from distributed.checkpoints.durable import write_file
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.data import epoch_order, slices
-from distributed.state import Group, Job, MicroBatch, StepResult, WorkerContext
+from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, WorkerContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class FakeBackend(Backend[FakeOptions]):
     def take_weights(self, model: Any, directory: Path) -> Any:
         return json.loads((directory / "model" / "weight.json").read_text())
 
-    def shard(self, data: Any, batch: BatchPlan, train: bool) -> ShardedData:
+    def shard(self, data: Any, batch: BatchPlan, role: DataRole) -> ShardedData:
         return FakeData(len(data), batch)
 
     def train_step(self, group: Group) -> StepResult:

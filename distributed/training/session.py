@@ -24,6 +24,7 @@ from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.store import CheckpointStore
 from distributed.config.merging import MergedConfig, for_evaluation
 from distributed.config.plan import BatchPlan, in_effect, plan_batch
+from distributed.config.registry import hint_of
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
 from distributed.launching.epochs import Caller, Epochs
@@ -46,7 +47,7 @@ from distributed.runs.summary import (
     started_lines,
     was_interrupted,
 )
-from distributed.state import TrainState, WorkerContext
+from distributed.state import DataRole, TrainState, WorkerContext
 from distributed.training import loop
 from distributed.training.common_step import CommonStep
 from distributed.training.files import TrainerFiles
@@ -74,6 +75,18 @@ class _Fit:
         self.state.total_time = time.monotonic() - self.began
 
 
+@contextlib.contextmanager
+def _hinted() -> Iterator[None]:
+    """Add the line that the registry has for an engine's error to its traceback."""
+    try:
+        yield
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        hint = hint_of(str(error))
+        if hint is not None and f"hint: {hint}" not in getattr(error, "__notes__", ()):
+            error.add_note(f"hint: {hint}")
+        raise
+
+
 class Session:
     """One trainer in this process. Every method is called by all ranks."""
 
@@ -96,6 +109,7 @@ class Session:
 
     # ------------------------------------------------------------------ fit
 
+    @_hinted()
     def fit(self, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
         backend = self.backend
         self._configure(merged)
@@ -104,13 +118,13 @@ class Session:
         check_monitor(merged, val_data, self.setup.job)
         with backend.own_generators(), contextlib.ExitStack() as leaving:
             leaving.callback(self._reporter.close)
-            train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, train=True)))
+            train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, DataRole.TRAINING)))
             batch = train.batch  # a batch sampler's items set its size
             run = self.files.open_run(in_effect(merged, batch, loader_batch_size))
             backend.run_dir = run.path
             val = None
             if val_data is not None:
-                val = backend.shard(val_data, self._eval_batch(val_data, batch), train=False)
+                val = backend.shard(val_data, self._eval_batch(val_data, batch), DataRole.VALIDATION)
                 leaving.callback(val.close)
             notices = self._prepare(batch)
             callbacks = self._callbacks(merged)
@@ -360,15 +374,25 @@ class Session:
 
     # ------------------------------------------------------------------ evaluate, predict, average, save
 
+    @_hinted()
     def evaluate(self, data: Any) -> dict[str, float]:
         backend = self.backend
-        with backend.own_generators(), backend.as_trained(), contextlib.closing(self._sharded(data)) as sharded:
+        with (
+            backend.own_generators(),
+            backend.as_trained(),
+            contextlib.closing(self._sharded(data, DataRole.EVALUATION)) as sharded,
+        ):
             return loop.evaluate(self.backend, sharded) or {}
 
+    @_hinted()
     def predict(self, data: Any) -> Any:
         mine: list[tuple[int, int, Any]] = []
         backend = self.backend
-        with backend.own_generators(), backend.as_trained(), contextlib.closing(self._sharded(data)) as sharded:
+        with (
+            backend.own_generators(),
+            backend.as_trained(),
+            contextlib.closing(self._sharded(data, DataRole.PREDICTION)) as sharded,
+        ):
             for number, group in enumerate(sharded.epoch(0)):
                 (micro,) = group.micro_batches
                 outputs = self.backend.predict_step(micro)
@@ -405,10 +429,10 @@ class Session:
             raise ConfigError(f"{path} could not be written: name another path")
         return saved
 
-    def _sharded(self, data: Any) -> Any:
+    def _sharded(self, data: Any, role: DataRole) -> Any:
         # A loader's own size counts instead, see _eval_batch.
         batch = _one_micro_batch(self.setup.merged.config.batch_size, self.backend.data_parallel_size)
-        sharded = self.backend.shard(data, self._eval_batch(data, batch), train=False)
+        sharded = self.backend.shard(data, self._eval_batch(data, batch), role)
         self._ensure_prepared(batch)  # after it: a model may need a batch to be built
         return sharded
 

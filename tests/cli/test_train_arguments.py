@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,8 @@ from distributed.config.flags import SETTINGS
 from distributed.config.settings import GROUPS, DistributedConfig, group_options
 from distributed.errors import DistributedError, ResourceError
 from distributed.launcher.scripts import main as launcher
-from distributed.launching.request import check_script
+from distributed.launcher.start import _again
+from distributed.launching.request import LaunchRequest, check_script
 
 FLAGS = """
 --script --config --set --run-dir --resume --dry-run --help --token-file
@@ -275,6 +277,7 @@ def test_dry_run_says_everything_and_starts_nothing(capsys, tmp_path, monkeypatc
     ],
 )  # fmt: skip
 def test_the_command_that_goes_on_with_a_run_is_the_one_that_was_typed(typed, again, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: sys.executable)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.py").touch()
     (tmp_path / "my runs").mkdir()  # which --resume asks for
@@ -284,7 +287,33 @@ def test_the_command_that_goes_on_with_a_run_is_the_one_that_was_typed(typed, ag
     assert requests[0].again == f"python -m distributed.cli train {again}"
 
 
+@pytest.mark.parametrize(
+    ("on_path", "shown"),
+    [
+        ("env/bin/python", "python"),
+        ("env/bin/python3", "python"),  # another name of the same interpreter
+        ("base/bin/python", "'{}/my env/bin/python'"),  # which that of the environment is a link to
+        (None, "'{}/my env/bin/python'"),
+    ],
+)
+def test_the_command_that_goes_on_names_the_interpreter_that_python_does_not_find(
+    on_path, shown, tmp_path, monkeypatch
+):
+    for place in ("base/bin", "my env/bin"):
+        (tmp_path / place).mkdir(parents=True)
+    (tmp_path / "base" / "bin" / "python").touch()
+    for name in ("python", "python3"):
+        (tmp_path / "my env" / "bin" / name).symlink_to(tmp_path / "base" / "bin" / "python")
+    (tmp_path / "env").symlink_to(tmp_path / "my env")
+    monkeypatch.setattr(sys, "executable", f"{tmp_path}/my env/bin/python")
+    monkeypatch.setattr(shutil, "which", lambda name: on_path and f"{tmp_path}/{on_path}")
+    request = LaunchRequest("runs/one", script_args=("a b",))
+    command = f"{shown.format(tmp_path)} -m distributed.cli train --epochs 2 --run-dir runs/one --resume -- 'a b'"
+    assert _again(["--epochs", "2"], request) == command
+
+
 def test_the_command_that_goes_on_with_a_run_of_the_launcher_is_one_of_train(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: sys.executable)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.py").touch()
     requests = []

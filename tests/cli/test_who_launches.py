@@ -119,8 +119,9 @@ def test_with_a_rank_this_command_is_one_worker_of_the_world(plan, worker):
     [
         (["--rank", "1"], {}, "--rank 1 needs --world-size"),
         (["--world-size", "2", "--rank", "2"], {}, "--rank 2 is not below --world-size 2"),
-        (["--world-size", "2", "--rank", "-1"], {}, "rank='-1' is not a whole number"),
-        (["--world-size", "0"], {}, "world_size=0 must be at least 1"),
+        (["--world-size", "2", "--rank", "-1"], {}, "rank=-1 must be at least 0: give --rank 0 or more"),
+        (["--world-size", "0"], {}, "world_size=0 must be at least 1: give --world-size 1 or more"),
+        (["--world-size", "2", "--rank", "one"], {}, "rank='one' is not a whole number: give one, such as --rank 0"),
         (["--world-size", "2", "--rank", "1", "--nproc-per-node", "2"], {}, "--nproc-per-node is for starting several"),
         (["--world-size", "2", "--rank", "1", "--num-nodes", "2"], {}, "--num-nodes is for starting several"),
         (["--world-size", "2", "--rank", "1"], {"RANK": "0", "WORLD_SIZE": "2"}, "--rank 1 contradicts RANK=0 in the"),

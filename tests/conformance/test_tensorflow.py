@@ -278,8 +278,9 @@ REFUSED = {
     "summed": "loss_fn=SparseCategoricalCrossentropy(reduction='sum') makes gradients grow with the batch",
     "four": "the batch is a sequence of 4, and Keras takes (inputs, targets) or (inputs, targets, sample_weight)",
     "weights-of-own": "the batch has a sample_weight, which a loss_fn of your own cannot get",
-    "uneven": "training data: arrays of 48 and 49 samples",
-    "generator": "training data: generator cannot be cut over ranks",
+    "uneven": "train_data: arrays of 48 and 49 samples",
+    "array": "train_data: an array is not a data set: give the tuple (inputs, targets)",
+    "generator": "train_data: generator cannot be cut over ranks",
     "no-model": "the model factory returned a int: return a keras.Model",
     "accumulating": "SGD(gradient_accumulation_steps=2) does not work under the step here",
     "scheduled-rate": "learning_rate=0.1 cannot replace the rates of ExponentialDecay",
@@ -287,8 +288,8 @@ REFUSED = {
     "unused-loss": "the loss does not depend on any trainable variable of the model",
 }
 REFUSED_ON_SEVERAL = {
-    "different": "training data: the ranks have data sets of different lengths",
-    "streams": "training data: the ranks read different streams",
+    "different": "train_data: the ranks have data sets of different lengths",
+    "streams": "train_data: the ranks read different streams",
     "synchronized": "has synchronized=True, which needs Keras' own training loop",
 }
 

@@ -12,7 +12,7 @@ from distributed.backends.base import ShardedData
 from distributed.config.data import DataOptions
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
-from distributed.state import Group, WorkerContext
+from distributed.state import DataRole, Group, WorkerContext
 
 Reduce = Callable[[Mapping[str, float]], dict[str, float]]
 
@@ -57,6 +57,7 @@ def sharded(
     reduce: Reduce = dict,
     *,
     train: bool = True,
+    role: DataRole | None = None,
     presharded: bool = False,
     **settings: Any,
 ) -> ShardedData:
@@ -69,7 +70,7 @@ def sharded(
         context=WorkerContext(rank, world, rank, world, 0, "cpu"),
         config=DistributedConfig(**settings),
         options=DataOptions(presharded=presharded),
-        train=train,
+        role=role or (DataRole.TRAINING if train else DataRole.VALIDATION),
         reduce=reduce,
     )
 

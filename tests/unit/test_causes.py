@@ -72,8 +72,29 @@ def test_the_short_traceback_keeps_the_users_frames_and_where_it_failed(error):
     assert "in loads" in full_traceback(error)
 
 
-def test_a_known_error_of_another_engine_comes_with_one_line_that_helps():
-    said = "Attempt to convert a value (PerReplica:{0: 1}) with an unsupported type to a Tensor."
+DOUBLE = [
+    "mat1 and mat2 must have the same dtype, but got Double and Float",
+    "expected m1 and m2 to have the same dtype, but got: double != float",
+    "Input type (double) and bias type (float) should be the same",
+    "RNN input dtype (torch.float64) does not match weight dtype (torch.float32). Convert input: ...",
+    "Found dtype Double but expected Float",
+]
+
+
+def test_float64_data_is_told_in_every_form_of_torchs_message_and_a_float64_model_is_not():
+    assert {hint_of(said) for said in DOUBLE} == {hint_of(DOUBLE[0])} and "dtype='float64'" in hint_of(DOUBLE[0])
+    for said in ("mat1 and mat2 must have the same dtype, but got Float and Double", "got: float != double"):
+        assert hint_of(said) is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Attempt to convert a value (PerReplica:{0: 1}) with an unsupported type to a Tensor.",
+        "'Variable' object has no attribute 'ref'",  # Horovod's BroadcastGlobalVariablesCallback beside Keras 3
+    ],
+)
+def test_a_known_error_of_another_engine_comes_with_one_line_that_helps(said):
     reports = []
     assert _failed(ValueError(said), reports.append) == _failed(ValueError("another"), reports.append) == 1
     known, other = reports

@@ -248,6 +248,10 @@ def test_a_rank_exported_in_a_batch_script_contradicts_the_task_it_reaches():
     assert worker({**exported, "TORCHELASTIC_RUN_ID": "x"}).rank == 0  # torchrun in each task
     assert worker({**exported, "WORLD_SIZE": "8"}).world_size == 8  # somebody starts more processes in each task
     assert worker({**exported, **MPI}).rank == 0
+    without_step = {name: value for name, value in exported.items() if name != "SLURM_STEP_ID"}
+    with pytest.raises(ResourceError, match="RANK=0 contradicts SLURM_PROCID=3"):
+        worker(without_step)  # the shell of sbatch has SLURM_PROCID=0, so that 3 is a task's
+    assert worker({**without_step, "SLURM_PROCID": "0", "RANK": "2"}).rank == 2  # that shell, and a rank set by hand
     bare = {**PER_NODE, "RANK": "0", "WORLD_SIZE": "2"}
     assert worker(bare, nproc_per_node=8) is None  # a node launcher, which RANK=0 does not concern
 
@@ -327,7 +331,11 @@ def test_kubeflows_variables_make_a_pod_one_worker_or_the_launcher_of_its_node()
     [
         ({"PET_NNODES": "1:4"}, "PET_NNODES='1:4' is not one number of nodes"),
         ({"PET_NODE_RANK": "3", "RANK": "3", "WORLD_SIZE": "4"}, "PET_NODE_RANK=3 is not below PET_NNODES=3"),
-        ({"PET_NODE_RANK": "", "RANK": "", "WORLD_SIZE": ""}, "PET_NODE_RANK='' is not a whole number"),
+        (
+            {"PET_NODE_RANK": "", "RANK": "", "WORLD_SIZE": ""},
+            "PET_NODE_RANK is not set beside PET_NNODES=3: set it .*from 0 to 2",
+        ),
+        ({"PET_NODE_RANK": "x", "RANK": "", "WORLD_SIZE": ""}, "PET_NODE_RANK='x' is not a whole number"),
     ],
 )
 def test_variables_of_a_pod_that_make_no_sense_are_an_error(wrong, said):

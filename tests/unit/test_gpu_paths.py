@@ -24,7 +24,7 @@ from distributed.config.merging import Typed, merge
 from distributed.config.plan import BatchPlan, ProcessPlan, plan_processes
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ResourceError, TrainingError
-from distributed.state import Group, Job, StepResult, WorkerContext
+from distributed.state import DataRole, Group, Job, StepResult, WorkerContext
 from tests.unit.fake_gpu import HostWaits, fake_gpu
 
 BATCH = BatchPlan(4, 1, 1, 4)
@@ -81,7 +81,7 @@ def test_a_run_on_cpus_leaves_the_gpu_alone(other_gpu, tmp_path):
     for dataset in (loader, torch.utils.data.DataLoader(list(torch.ones(4, 2)), batch_size=2, pin_memory=True)):
         cut = shard(
             dataset, batch=BatchPlan(2, 1, 1, 2), context=WorkerContext(0, 1, 0, 1, 0, "cpu"), config=DistributedConfig(),
-            options=DataOptions(), train=True, reduce=dict,
+            options=DataOptions(), role=DataRole.TRAINING, reduce=dict,
         )  # fmt: skip
         assert sum(group.num_samples for group in cut.epoch(0)) == 4
 

@@ -12,7 +12,7 @@ from distributed.backends.torch_base import NoOptions
 from distributed.callbacks import Callback
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
-from distributed.state import Job, TrainState
+from distributed.state import DataRole, Job, TrainState
 from distributed.training.common_step import CommonStep
 from distributed.training.loop import _EVAL_WINDOW, Run, evaluate, fit
 
@@ -57,7 +57,7 @@ def sharded(backend, batches, train):
     data = torch.utils.data.TensorDataset(
         torch.randn(samples, 4, generator=generator), torch.randint(0, 3, (samples,), generator=generator)
     )
-    return backend.shard(data, BATCH, train=train)
+    return backend.shard(data, BATCH, DataRole.TRAINING if train else DataRole.VALIDATION)
 
 
 def reads_per_step(metrics, callbacks, log_every):

@@ -35,6 +35,7 @@ from distributed.backends._torch.fetching import indexed_tensors
 from distributed.backends._torch.loading import loader_batch_size
 from distributed.data import epoch_order
 from distributed.errors import ConfigError
+from distributed.state import DataRole
 from tests.unit.ranks import groups_of_ranks, on_ranks, plan, samples_used, sharded
 
 pytestmark = [
@@ -503,8 +504,14 @@ BAD = [
     ([torch.ones(3, 2), torch.ones(3, 2)], {}, "a list of 2 arrays is not a data set"),
     (DataLoader([torch.ones(3, 2), torch.ones(3)]), {}, "a list of 2 arrays is not a data set"),  # type: ignore[arg-type]
     ([numpy.ones((3, 2)), numpy.ones((3, 1)), numpy.ones(3)], {}, "a list of 3 arrays is not a data set"),
-    (None, {}, "training data: None is not a data set: give TensorDataset"),
-    (Path("file.csv"), {}, "PosixPath is not a data set: load the data that it names and give TensorDataset"),
+    (
+        torch.ones(3, 2),
+        {},
+        r"train_data: a tensor is not a data set: give TensorDataset\(inputs, targets\), or DataLoader",
+    ),
+    (numpy.ones((3, 2)), {}, "train_data: an array is not a data set"),
+    (None, {}, "train_data: None is not a data set: give TensorDataset"),
+    (Path("file.csv"), {}, "PosixPath is not a data set: read what it names and give TensorDataset"),
     (TensorDataset, {}, "TensorDataset is a class: make an object of it"),
     (stream_of_pairs, {}, "stream_of_pairs is a function: call it, or give an IterableDataset"),
     ({1, 2}, {}, "a set has no order: give a list"),
@@ -531,7 +538,8 @@ def test_bad_data_is_refused_with_the_fix(data: Any, settings: dict[str, Any], m
 def test_samples_that_are_tensors_are_data() -> None:
     same, ragged = [torch.ones(3, 2)] * 4, [torch.ones(3), torch.ones(3, 2)]
     assert sharded(same).num_samples == 4
-    assert sharded([torch.ones(3, 2), torch.ones(3, 2)], train=False).num_samples == 2  # two samples to predict
+    assert sharded(torch.ones(4, 2), role=DataRole.PREDICTION).num_samples == 4
+    assert sharded(DataLoader(torch.ones(4, 2))).num_samples == 4  # type: ignore[arg-type]
     assert sharded(DataLoader(ragged, collate_fn=list)).num_samples == 2  # type: ignore[arg-type]
     assert sharded([(torch.ones(3), torch.ones(3)), (torch.ones(3), torch.ones(3))]).num_samples == 2
 

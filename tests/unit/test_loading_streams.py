@@ -249,7 +249,7 @@ def test_a_presharded_rank_without_any_sample_is_an_error_on_all(dataset: Any) -
             next(sharded(dataset(8 * rank), plan(2), rank, reduce, presharded=True).epoch(0))
         return str(caught.value)
 
-    assert on_ranks(2, work) == ["training data: rank 0 has no sample at all: give every rank at least one"] * 2
+    assert on_ranks(2, work) == ["train_data: rank 0 has no sample at all: give every rank at least one"] * 2
 
 
 def test_a_presharded_loader_keeps_its_distributed_sampler() -> None:

@@ -23,6 +23,7 @@ from distributed.backends._torch import loading
 from distributed.config.merging import Typed
 from distributed.errors import ConfigError
 from distributed.launching.request import Handover
+from distributed.launching.worker import _failed
 from distributed.training.files import _Taken
 
 DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 2)
@@ -214,10 +215,64 @@ def test_predictions_come_in_the_order_of_the_data_set_or_of_a_sampler_of_the_us
     assert torch.equal(runner.predict(DataLoader(DATA, batch_size=5, shuffle=True)), expected)
     backwards = DataLoader(DATA, batch_size=5, sampler=range(11, -1, -1))
     assert torch.equal(runner.predict(backwards), expected.flip(0))
-    with pytest.raises(
-        ConfigError, match=r"evaluation data: a list of 2 arrays .*: give TensorDataset\(inputs, targets\)"
-    ):
-        runner.evaluate(list(DATA.tensors))
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda runner, data: runner.fit(data), "train_data"),
+        (lambda runner, data: runner.fit(data, data), "train_data"),
+        (lambda runner, data: runner.fit(DATA, data), "val_data"),
+        (lambda runner, data: runner.evaluate(data), r"evaluate\(data\)"),
+        (lambda runner, data: runner.predict(data), r"predict\(data\)"),
+    ],
+)
+def test_arrays_are_refused_as_data_in_every_position_and_the_argument_is_named(call, argument):
+    inputs, targets = DATA.tensors
+    pair = r"TensorDataset\(inputs, targets\)"
+    for columns in ([inputs, targets], [inputs, inputs], (inputs, targets), {"x": inputs, "y": targets}):
+        with pytest.raises(
+            ConfigError, match=rf"\A{argument}: a {type(columns).__name__} of .* is not a data set.*{pair}"
+        ):
+            call(trainer(), columns)
+    if argument.startswith("predict"):
+        return
+    for array, word in ((inputs, "a tensor"), (inputs.numpy(), "an array")):
+        with pytest.raises(ConfigError, match=rf"\A{argument}: {word} is not a data set: give {pair}, or DataLoader\("):
+            call(trainer(), array)
+
+
+def test_inputs_and_targets_as_two_arguments_of_fit_are_refused():
+    with pytest.raises(ConfigError, match="train_data: a tensor is not a data set"):
+        trainer().fit(*DATA.tensors)
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_float64_data_comes_with_one_line_that_helps(call):
+    double = TensorDataset(DATA.tensors[0].double(), DATA.tensors[1])
+    with pytest.raises(RuntimeError, match="must have the same dtype") as caught:
+        getattr(trainer(), call)(double)
+    (note,) = caught.value.__notes__
+    assert note.startswith("hint: the data is float64, NumPy's default, and the model is float32: convert the data")
+    assert ".float()" in note and "dtype='float64'" in note
+    reports = []
+    _failed(caught.value, reports.append)
+    assert reports[0]["traceback"].splitlines()[-1] == note and reports[0]["traceback"].count("hint:") == 1
+    getattr(trainer(dtype="float64"), call)(double)
+
+
+def test_predict_takes_inputs_alone():
+    runner, inputs = trainer(), DATA.tensors[0]
+    expected = runner.predict(DATA)
+    for data in (inputs, inputs.numpy(), TensorDataset(inputs), DataLoader(inputs)):
+        assert torch.equal(runner.predict(data), expected)
+
+
+def test_a_fit_on_inputs_alone_says_what_the_outputs_are_compared_with(capsys):
+    inputs = DATA.tensors[0]
+    for loader, loss in ((DataLoader(inputs), None), (DataLoader(TensorDataset(inputs)), torch.nn.functional.mse_loss)):
+        Trainer(torch.nn.Linear(2, 2), loss_fn=loss, batch_size=4, device="cpu").fit(loader)
+        assert capsys.readouterr().out.count("the data has no targets: outputs are compared with the inputs") == 1
 
 
 def test_another_trainer_has_a_directory_of_its_own(tmp_path):
@@ -289,7 +344,7 @@ def test_the_look_at_a_batch_of_validation_counts_for_nothing_else(monkeypatch):
     history = runner.fit(mixed, DATA)
     assert "val_accuracy" in history.rows[0] and "accuracy" not in history.rows[0]
     assert votes == [4, 4]  # the first and the second batch of three
-    assert starts.count("evaluation data") == 1  # whose loader starts its workers once
+    assert starts.count("val_data") == 1  # whose loader starts its workers once
 
 
 def test_a_monitor_that_only_the_evaluation_reports_is_seen():

@@ -17,7 +17,7 @@ from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
 from distributed.data import epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
-from distributed.state import Group, MicroBatch, WorkerContext
+from distributed.state import DataRole, Group, MicroBatch, WorkerContext
 
 Reduce = Callable[[Mapping[Any, float]], dict[Any, float]]
 _BATCHING = {"_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset", "BatchDataset", "PaddedBatchDataset"}
@@ -39,22 +39,22 @@ def batch_size_of(data: Any) -> int | None:
 
 
 def shard(
-    data: Any, *, batch: BatchPlan, context: WorkerContext, config: DistributedConfig, train: bool, reduce: Reduce
+    data: Any, *, batch: BatchPlan, context: WorkerContext, config: DistributedConfig, role: DataRole, reduce: Reduce
 ) -> Data:
     """This rank's part of `data`. A collective where there are several ranks: they compare lengths.
 
     ConfigError where `data` has none of the forms that can be cut, is empty or contradicts the settings.
     """
-    name = "training data" if train else "evaluation data"
+    name, train = role.value, role.is_training
     agree = None if context.world_size == 1 else reduce
     if _is_torch(data):
-        return TorchData(data, batch, context, config, train, reduce)
+        return TorchData(data, batch, context, config, role, reduce)
     if isinstance(data, tf.data.Dataset):
         if train and config.shuffle:
             raise ConfigError("shuffle=True cannot order a tf.data.Dataset: use its own .shuffle(), or drop shuffle")
         return StreamData(data, batch, context.rank, name, agree)
     shuffle = train and (True if config.shuffle is None else config.shuffle)
-    fetch, count = _indexed(data, name, config.seed)
+    fetch, count = _indexed(data, role, config.seed)
     return MapData(fetch, count, batch, context.rank, config.seed, name, shuffle=shuffle, agree=agree)
 
 
@@ -182,7 +182,7 @@ class TorchData(Data):
         batch: BatchPlan,
         context: WorkerContext,
         config: DistributedConfig,
-        train: bool,
+        role: DataRole,
         reduce: Reduce,
     ) -> None:
         from distributed.backends._torch.loading import shard as torch_shard
@@ -193,7 +193,7 @@ class TorchData(Data):
             context=context,
             config=config,
             options=config.options("data"),
-            train=train,
+            role=role,
             reduce=reduce,
         )
         self.batch, self.num_samples = self._inner.batch, self._inner.num_samples
@@ -220,12 +220,17 @@ class TorchData(Data):
         self._inner.close()
 
 
-def _indexed(data: Any, name: str, seed: int) -> tuple[Callable[[int, range, Sequence[int]], Any], int]:
+def _indexed(data: Any, role: DataRole, seed: int) -> tuple[Callable[[int, range, Sequence[int]], Any], int]:
     """(what fetches a batch, samples in all) of arrays or of a data set that is asked by index."""
+    name = role.value
     if type(data).__mro__[-2].__name__ == "PyDataset" or any(c.__name__ == "PyDataset" for c in type(data).__mro__):
         raise ConfigError(f"{name}: a keras PyDataset yields whole batches, which cannot be cut over ranks: {_FORMS}")
-    if not isinstance(data, tuple) and (fault := fault_of(data, "the tuple (inputs, targets)", train=True)) is not None:
+    takes_inputs = role is DataRole.PREDICTION
+    pair = f"{'one array of inputs, or ' * takes_inputs}the tuple (inputs, targets)"
+    if not isinstance(data, tuple) and (fault := fault_of(data, pair)) is not None:
         raise ConfigError(f"{name}: {fault}")
+    if _is_array(data) and not takes_inputs:
+        raise ConfigError(f"{name}: an array is not a data set: give {pair}, or the tuple (inputs,) without targets")
     leaves = tf.nest.flatten(data) if isinstance(data, (tuple, Mapping)) or _is_array(data) else []
     if leaves and all(map(_is_array, leaves)):
         arrays = tf.nest.map_structure(_array, data)

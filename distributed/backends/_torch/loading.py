@@ -34,7 +34,7 @@ from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
 from distributed.data import epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
-from distributed.state import Group, MicroBatch, WorkerContext
+from distributed.state import DataRole, Group, MicroBatch, WorkerContext
 
 __all__ = ["loader_batch_size", "shard"]
 
@@ -48,7 +48,7 @@ def shard(
     context: WorkerContext,
     config: DistributedConfig,
     options: DataOptions,
-    train: bool,
+    role: DataRole,
     reduce: Reduce,
 ) -> ShardedData:
     """This rank's part of `data`: a DataLoader, a map-style data set, or anything that can be iterated over.
@@ -56,7 +56,7 @@ def shard(
     A collective where there are several ranks: they compare lengths. ConfigError where `data` is none of these,
     is empty, has no length where one is needed, or contradicts the settings; the same on every rank.
     """
-    source = read_source(data, config, train=train, presharded=options.presharded)
+    source, train = read_source(data, config, role, presharded=options.presharded), role.is_training
     source = dataclasses.replace(source, is_for_gpu=context.device.startswith("cuda"))
     if options.presharded:
         local = _local(source, batch, context.rank, config.seed, train)

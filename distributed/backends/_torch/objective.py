@@ -97,6 +97,8 @@ class Objective:
             )
         if self._loss_fn is None and (own := self._own_loss(outputs)) is not None:
             return dataclasses.replace(self._weigh(own, batch), outputs=outputs)
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            self._say("the data has no targets: outputs are compared with the inputs")
         return self.compare(outputs, targets)
 
     def compare(self, outputs: Any, targets: Any) -> Loss:

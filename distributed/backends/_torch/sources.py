@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -23,11 +24,12 @@ from torch.utils.data import (
 
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.fetching import LOADER, SAMPLER, announce_epoch
-from distributed.backends.forms import fault_of, is_mapping_of_arrays
+from distributed.backends.forms import fault_of, is_array, is_mapping_of_arrays
 from distributed.config.settings import DistributedConfig
 from distributed.data import sample_seed
 from distributed.errors import ConfigError
 from distributed.runs.processes import die_with_parent, is_running
+from distributed.state import DataRole
 
 Reduce = Callable[[Mapping[str, float]], dict[str, float]]
 _PAIR = "TensorDataset(inputs, targets)"
@@ -76,12 +78,12 @@ def loader_batch_size(data: Any) -> int | None:
     return data.batch_size
 
 
-def read_source(data: Any, config: DistributedConfig, *, train: bool, presharded: bool) -> Source:
+def read_source(data: Any, config: DistributedConfig, role: DataRole, *, presharded: bool) -> Source:
     """Take `data` apart. ConfigError where it is no data, or where its settings contradict the configuration."""
-    name = "training data" if train else "evaluation data"
+    name, train = role.value, role.is_training
     loader = data if isinstance(data, DataLoader) else None
     has_own_collate = loader is not None and loader.collate_fn is not default_collate
-    _check_type(loader.dataset if loader is not None else data, name, train=train, has_own_collate=has_own_collate)
+    _check_type(loader.dataset if loader is not None else data, role, loader is not None, has_own_collate)
     if loader is None:
         wanted = not is_stream(data) if config.shuffle is None else config.shuffle
         shuffle = train and wanted
@@ -150,16 +152,23 @@ def is_stream(dataset: Any) -> bool:
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
 
 
-def _check_type(dataset: Any, name: str, *, train: bool, has_own_collate: bool) -> None:
+def _check_type(dataset: Any, role: DataRole, has_loader: bool, has_own_collate: bool) -> None:
     """`has_own_collate`: the loader makes batches of samples in a way of its own."""
-    kind = type(dataset).__name__
+    name, kind = role.value, type(dataset).__name__
+    takes_inputs = role is DataRole.PREDICTION
+    pair = f"one tensor of inputs, or {_PAIR}" if takes_inputs else _PAIR
     if isinstance(dataset, tuple) and dataset and all(isinstance(x, torch.Tensor | numpy.ndarray) for x in dataset):
-        raise ConfigError(f"{name}: a tuple of arrays is not a data set: give TensorDataset(inputs, targets)")
-    fault = fault_of(dataset, _PAIR, train=train)
+        raise ConfigError(f"{name}: a tuple of arrays is not a data set: give {pair}")
+    fault = fault_of(dataset, pair)
     if fault is not None and not (has_own_collate and isinstance(dataset, list)):
         raise ConfigError(f"{name}: {fault}")
+    if not (takes_inputs or has_loader or isinstance(dataset, Dataset)) and is_array(dataset):
+        what = "a tensor" if isinstance(dataset, torch.Tensor) else "an array"
+        raise ConfigError(
+            f"{name}: {what} is not a data set: give {_PAIR}, or DataLoader(inputs) where there are no targets"
+        )
     if is_mapping_of_arrays(dataset):
-        raise ConfigError(f"{name}: a {kind} of arrays is not a data set: give {_PAIR}, or a list of samples as dicts")
+        raise ConfigError(f"{name}: a {kind} of arrays is not a data set: give {pair}, or a list of samples as dicts")
     readable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
     if isinstance(dataset, Mapping) or not readable:
         hint = ": pick one of its splits" if isinstance(dataset, Mapping) else ""

@@ -421,6 +421,7 @@ CASES = {
     "uneven": lambda: facts(data=(X, Y[:-1])),
     "different": lambda: facts(data=(X[: SAMPLES - RANK], Y[: SAMPLES - RANK])),
     "streams": lambda: shuffled(RANK + 1),
+    "array": lambda: facts(data=X),
     "generator": lambda: facts(data=(each for each in [1])),
     "no-model": lambda: facts(lambda: 3),
     "accumulating": lambda: facts(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)),

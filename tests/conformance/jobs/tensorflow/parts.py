@@ -61,7 +61,7 @@ def size_of(data):
 
 def updates(data, skip=0):
     """The samples of each update of four."""
-    stream = StreamData(data, BatchPlan(4, 1, 1, 4), 0, "training data", None)
+    stream = StreamData(data, BatchPlan(4, 1, 1, 4), 0, "train_data", None)
     return [group.micro_batches[0].batch.tolist() for group in stream.epoch(0, skip)]
 
 
