@@ -171,6 +171,9 @@ class TorchBackend(Backend[OptionsT]):
         self._wrapped = self._wrap(self.plain)
         self._is_new_wrapper = True
         if self.config.compile:
+            from distributed.backends._torch import compile_cache
+
+            compile_cache.secure(self._warn)
             self._compile()
         self.precision = self._make_precision()
         self._prepare_updates(job, batch, notices.append)

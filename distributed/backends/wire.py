@@ -168,10 +168,11 @@ def _restored_tensor(buffers: list[bytes], dtype: str, shape: list[int], place: 
     import torch
 
     kind = getattr(torch, dtype)
-    if not isinstance(kind, torch.dtype):
+    # Tensors of quantized types have parts beside their elements. A type is written by its first name, as `str` gives it.
+    if not isinstance(kind, torch.dtype) or str(kind) != f"torch.{dtype}" or dtype.startswith(("qint", "quint")):
         raise ValueError(f"{dtype} is no element type")
     if not buffers[place]:
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(0, dtype=kind).reshape(shape)
     return torch.frombuffer(bytearray(buffers[place]), dtype=kind).reshape(shape)
 
 

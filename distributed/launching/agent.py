@@ -25,7 +25,7 @@ from distributed.launching.epochs import Epochs, write_row
 from distributed.launching.listening import loopback_environ
 from distributed.launching.meeting import make_meeting
 from distributed.launching.output import WorkerOutput, display_of
-from distributed.launching.rendezvous import rendezvous_of
+from distributed.launching.rendezvous import StoreLostError, rendezvous_of
 from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import messages
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
@@ -150,7 +150,12 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
         display.handle({"kind": "error", "text": "error: another node ended this run; its screen and RUN/logs say why"})
     except RendezvousStateError as error:
         display.close()
-        text = f"error: the nodes cannot go on with what stands at {request.master_addr}:{request.master_port}: {error}"
+        text = f"error: the nodes cannot go on with the store at {request.master_addr}:{request.master_port}: {error}"
+        display.handle({"kind": "error", "text": text})
+    except StoreLostError:
+        display.close()
+        where = f"{request.master_addr}:{request.master_port}"
+        text = f"error: node 0 has ended, or its store at {where} cannot be reached any more: its screen says why"
         display.handle({"kind": "error", "text": text})
     except RendezvousError as error:
         display.close()

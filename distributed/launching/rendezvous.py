@@ -52,6 +52,10 @@ def rendezvous_of(request: LaunchRequest) -> RendezvousHandler:
     return handler
 
 
+class StoreLostError(RendezvousConnectionError):
+    """The store of node 0 was there and does not answer any more."""
+
+
 class OneNode(RendezvousHandler):
     """The rendezvous of a single node: complete immediately, with a store in the memory of this process."""
 
@@ -130,7 +134,7 @@ class JsonBackend(RendezvousBackend):
         try:
             content: bytes = getattr(self._store, verb)(*arguments)
         except (RuntimeError, ValueError, TimeoutError) as error:
-            raise RendezvousConnectionError("the store of node 0 does not answer") from error
+            raise StoreLostError("the store of node 0 does not answer") from error
         return content
 
 
@@ -158,7 +162,7 @@ def state_from_json(content: bytes) -> _RendezvousState:
         state.last_heartbeats = {_node(*node): _moment(text) for *node, text in found["last_heartbeats"]}
     except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise RendezvousStateError(
-            "the state of the rendezvous was not written by this package: somebody else wrote to the store"
+            "the nodes' store holds what no node of this run wrote: somebody else wrote there"
         ) from None
     return state
 

@@ -13,6 +13,7 @@ from typing import Any
 from distributed.errors import ConfigError, ResourceError
 
 VARIABLE = "DISTRIBUTED_TOKEN"
+_this: dict[str, str] = {}  # "attempt": what `bind` was given
 _SHORTEST = 16  # characters: a shorter secret can be guessed
 
 
@@ -53,6 +54,12 @@ def signature(secret: bytes, key: str, value: bytes) -> bytes:
     return hmac.digest(secret, key.encode() + b"\0" + value, hashlib.sha256).hex().encode()
 
 
+def bind(attempt: str) -> None:
+    """Make what `messages` signs in this process from now on valid in `attempt` alone: what others signed in an earlier one with
+    the same secret is refused. Every rank must name the same attempt, which nobody could know before."""
+    _this["attempt"] = attempt
+
+
 def messages(store: Any, prefix: str) -> Any:
     """Return a view of the torch.distributed store `store` whose keys begin with `prefix`, for the messages of this package.
 
@@ -61,7 +68,11 @@ def messages(store: Any, prefix: str) -> Any:
     import torch.distributed as dist
 
     secret = shared_secret()
-    return dist.PrefixStore(prefix, store) if secret is None else SignedStore(store, secret, f"{prefix}/")
+    return (
+        dist.PrefixStore(prefix, store)
+        if secret is None
+        else SignedStore(store, secret, f"{prefix}/", _this.get("attempt", ""))
+    )
 
 
 class SignedStore:
@@ -70,8 +81,8 @@ class SignedStore:
     It has the four methods that this package uses. Torch's own process groups cannot use it.
     """
 
-    def __init__(self, store: Any, secret: bytes, prefix: str) -> None:
-        self._store, self._secret, self._prefix = store, secret, prefix
+    def __init__(self, store: Any, secret: bytes, prefix: str, attempt: str = "") -> None:
+        self._store, self._secret, self._prefix, self._attempt = store, secret, prefix, attempt
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write `value` with its signature."""
@@ -93,11 +104,14 @@ class SignedStore:
 
     def _signed(self, key: str, value: str | bytes) -> bytes:
         data = value.encode() if isinstance(value, str) else value
-        return signature(self._secret, self._prefix + key, data) + data
+        return self._signature(key, data) + data
+
+    def _signature(self, key: str, data: bytes) -> bytes:
+        return signature(self._secret, f"{self._attempt}/{self._prefix}{key}", data)
 
     def _checked(self, key: str, content: bytes) -> bytes:
         found, value = content[:64], content[64:]
-        if not hmac.compare_digest(found, signature(self._secret, self._prefix + key, value)):
+        if not hmac.compare_digest(found, self._signature(key, value)):
             raise ResourceError(
                 f"the value of {self._prefix + key} in the store of this run is not signed with the secret of this node: set the"
                 f" same {VARIABLE} on all nodes; if they have the same, another program has written to the store"

@@ -211,3 +211,22 @@ def test_a_compiler_that_fails_is_quoted_in_one_line(place):
 
     with pytest.raises(ResourceError, match=r"op cannot be compiled .*expected ';'.*install g.. and ninja"):
         operators.load("op", make, 5, lambda text: None)
+
+
+def test_operators_that_others_can_write_are_not_loaded(place):
+    said = []
+    (place / "op" / "op.so").touch()
+    (place / "op" / "op.so").chmod(0o666)
+    with pytest.raises(ResourceError, match=r"other users can write to .*/op/op\.so: remove it, or name another"):
+        operators.load("op", lambda: "operator", 5, said.append)
+    assert said == []
+
+
+def test_an_open_directory_of_the_users_own_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "op").mkdir()
+    (tmp_path / "op" / "op.so").touch()
+    tmp_path.chmod(0o777)
+    said = []
+    assert operators.load("op", lambda: "operator", 5, said.append) == "operator"
+    assert len(said) == 1 and "other users can write there: name a directory of mode 0700" in said[0]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from distributed.backends import make_backend
+from distributed.backends._ray import joining
 from distributed.backends._ray.cluster import Cluster, check_cpus, check_place
 from distributed.backends.ddp import DDPBackend
 from distributed.backends.fsdp import FSDPBackend
@@ -122,7 +123,8 @@ def test_auto_without_a_cluster_names_what_to_do(monkeypatch):
         raise ConnectionError("Could not find any running Ray instance.")
 
     monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=init))
-    monkeypatch.setattr("os.environ", {**os.environ})
+    monkeypatch.setattr(joining, "_pids", list)
+    monkeypatch.setattr("os.environ", {**os.environ, "RAY_TMPDIR": "/nowhere"})
     for address, said in (("auto", "start one with 'ray start --head'"), ("here:1", "was not joined (Could not find")):
         cluster = Cluster(LaunchRequest("run", launcher_options={"address": address, "cpus": 1.0}))
         with pytest.raises(ResourceError, match=re.escape(said)):
@@ -202,3 +204,56 @@ def test_without_ray_the_command_that_installs_it_is_named(monkeypatch):
     with pytest.raises(ResourceError, match=r"pip install 'distributed-trainer\[ray\]'"):
         make()
     assert "ray" in missing_libraries(backend_row("ray"))
+
+
+def joined_by_auto(monkeypatch, tmp_path, processes=()):
+    """The address that Ray is given for `auto`. `processes`: (user, words of its command line)."""
+    given = []
+    for number, (user, words) in enumerate(processes):
+        (tmp_path / f"{number}").mkdir()
+        (tmp_path / f"{number}" / "cmdline").write_text("\0".join(words))
+        os.chown(tmp_path / f"{number}", user, user)
+    monkeypatch.setattr(joining, "_pids", lambda: [tmp_path / f"{number}" for number in range(len(processes))])
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    joining.join(types.SimpleNamespace(init=lambda address, **_: given.append(address)), "auto")
+    return given[0]
+
+
+def raylet(port):
+    return "/ray/raylet", f"--gcs-address=here:{port}", "--node_id=1"
+
+
+@pytest.fixture
+def written(tmp_path):
+    """The file in which `ray start` leaves the address of a head, in a directory as Ray makes it."""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray").chmod(0o777)
+    (tmp_path / "ray" / "ray_current_cluster").write_text("here:1")
+    return tmp_path / "ray" / "ray_current_cluster"
+
+
+def test_auto_is_the_cluster_that_this_user_started(monkeypatch, tmp_path, written):
+    assert joined_by_auto(monkeypatch, tmp_path) == "here:1"
+    monkeypatch.setenv("RAY_ADDRESS", "there:1")
+    given = []
+    joining.join(types.SimpleNamespace(init=lambda address, **_: given.append(address)), "auto")
+    assert given == ["there:1"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_auto_is_no_cluster_that_another_user_offers(monkeypatch, tmp_path, written):
+    processes = [(65534, raylet(2)), (0, raylet(3)), (0, ["python", "--gcs-address=here:4"])]
+    assert joined_by_auto(monkeypatch, tmp_path, processes) == "here:3"
+    monkeypatch.setattr(joining, "_pids", lambda: [tmp_path / "0", tmp_path / "2"])
+    assert joining._own_cluster() == "here:1"
+    for mode, user in ((0o666, 0), (0o644, 65534)):
+        written.chmod(mode)
+        os.chown(written, user, user)
+        with pytest.raises(ConnectionError, match="that this user or root has started"):
+            joining._own_cluster()
+    written.rename(tmp_path / "elsewhere")
+    os.chown(tmp_path / "elsewhere", 0, 0)
+    written.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConnectionError, match="that this user or root has started"):
+        joining._own_cluster()

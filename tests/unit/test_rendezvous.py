@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import datetime
 import pickle
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from distributed.launching import rendezvous
+from distributed.launching import agent, rendezvous
 from distributed.launching.rendezvous import JsonBackend, OneNode, rendezvous_of, state_from_json, state_to_json
 from distributed.launching.request import LaunchRequest
+from distributed.runs.directory import RunDirectory
 
 SECRET, OTHER = b"0123456789abcdef" * 2, b"fedcba9876543210" * 2
 
@@ -61,6 +63,36 @@ def test_a_state_that_somebody_else_wrote_runs_nothing(secret: bytes | None, tmp
         with pytest.raises(RendezvousStateError, match="else wrote to the store"):
             backend.get_state()
     assert not marker.exists()
+
+
+class Gone:
+    """A store whose host has ended."""
+
+    def compare_set(self, *_: str) -> bytes:
+        return b"nothing"
+
+    def get(self, _: str) -> bytes:
+        raise dist.DistNetworkError("recvValue failed")
+
+
+def test_the_end_of_node_0_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not as nodes that did not join, seconds after they had."""
+    with pytest.raises(rendezvous.StoreLostError):
+        JsonBackend(Gone(), None).get_state()
+
+    def lost(*_: Any) -> int:
+        raise rendezvous.StoreLostError("the store of node 0 does not answer")
+
+    monkeypatch.setattr(agent, "_run_to_the_end", lost)
+    ours, other = socket.socketpair()
+    with ours, other:
+        request = LaunchRequest(str(tmp_path), num_nodes=2, node_rank=1, master_addr="node0", master_port=29500)
+        assert agent.run_agent(request, RunDirectory(str(tmp_path)), ours) == 1
+    said = "".join(capfd.readouterr())
+    assert "error: node 0 has ended, or its store at node0:29500 cannot be reached any more" in said
+    assert "did not join" not in said
 
 
 def test_a_state_that_is_not_signed_with_the_secret_is_refused() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from distributed.errors import ConfigError, ResourceError
-from distributed.launching.secret import messages, read_token_file, shared_secret
+from distributed.launching import secret
+from distributed.launching.secret import bind, messages, read_token_file, shared_secret
 
 SECRET, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 
@@ -28,6 +29,18 @@ def test_a_signed_value_comes_back_and_is_not_readable_under_another_key(
     store.set("part/b", store.get("part/a"))
     with pytest.raises(ResourceError, match=r"part/b .* is not signed"):
         signed.get("b")
+
+
+def test_what_was_signed_in_another_attempt_is_refused(store: dist.FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same key, value and secret, put back by somebody who had read them."""
+    monkeypatch.setenv("DISTRIBUTED_TOKEN", SECRET)
+    monkeypatch.setattr(secret, "_this", {})
+    bind("first")
+    messages(store, "part").set("a", "one")
+    assert messages(store, "part").get("a") == b"one"
+    bind("second")
+    with pytest.raises(ResourceError, match=r"part/a .* is not signed"):
+        messages(store, "part").get("a")
 
 
 def test_compare_set_is_that_of_the_values(store: dist.FileStore, monkeypatch: pytest.MonkeyPatch) -> None:

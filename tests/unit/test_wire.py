@@ -134,3 +134,34 @@ def test_nothing_that_comes_from_elsewhere_runs(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="from another rank cannot be read"):
             wire.from_bytes(data)
     assert not marker.exists()
+
+
+def written(structure: Any, *buffers: bytes) -> bytes:
+    """A message as `to_bytes` frames it."""
+    text = json.dumps(structure).encode()
+    header = json.dumps([len(text), *map(len, buffers)]).encode()
+    return b"".join([struct.pack("<Q", len(header)), header, text, *buffers])
+
+
+DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of types that are experimental or deprecated
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_tensors_of_those_types_are_read_that_are_written(name: str) -> None:
+    """A tensor of a quantized type without its quantizer ends the process when it is used."""
+    try:
+        is_written = json.dumps(f"{name}").encode() in wire.to_bytes(torch.empty(0, dtype=DTYPES[name]))
+    except ConfigError:
+        is_written = False
+    if is_written:
+        assert wire.from_bytes(written(["tensor", name, [0], 0], b"")).dtype is DTYPES[name]
+        return
+    with pytest.raises(ConfigError, match=f"{name} is no element type"):
+        wire.from_bytes(written(["tensor", name, [2], 0], bytes(32)))
+
+
+def test_a_tensor_without_bytes_has_no_elements() -> None:
+    with pytest.raises(ConfigError, match="not one of ours"):
+        wire.from_bytes(written(["tensor", "float32", [8], 0], b""))
+    assert wire.from_bytes(written(["tensor", "float32", [0, 3], 0], b"")).shape == (0, 3)

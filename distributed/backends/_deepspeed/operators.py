@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from distributed.errors import ResourceError
+from distributed.runs.private import cache_home, own_directory, stranger
 
 _POLL_S = 0.1
 _FOREIGN_LOCK_S = 600.0  # a lock in a directory of the user's own may be another program's, as long as it is younger
@@ -25,8 +26,7 @@ def directory() -> tuple[Path, bool]:
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given and not given.endswith(_own_name()):
         return Path(given), False
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "distributed-trainer" / _own_name(), True
+    return cache_home() / _own_name(), True
 
 
 def _own_name() -> str:
@@ -42,7 +42,7 @@ def load(name: str, make: Callable[[], Any], limit_s: float, say: Callable[[str]
     `FileBaton`). What we hold ends with the process, so whoever has it may clear such files away.
     """
     where, is_ours = directory()
-    where.mkdir(parents=True, exist_ok=True)
+    _keep_private(where, is_ours, say)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(where)
     with _held(where / "building.lock", limit_s, name):
         remove_stale_locks(where, is_ours)
@@ -54,6 +54,17 @@ def load(name: str, make: Callable[[], Any], limit_s: float, say: Callable[[str]
         if not is_built:
             say(f"compiled {name} in {time.monotonic() - began:.0f} s")
     return operator
+
+
+def _keep_private(where: Path, is_ours: bool, say: Callable[[str], None]) -> None:
+    """Make the directory, for this user alone. What others can put there runs in this process: an error if the place is ours."""
+    reason = own_directory(where) if is_ours or not where.exists() else stranger(where)
+    if reason is None:
+        return
+    text = f"DeepSpeed's operators are loaded from {where}, and {reason}"
+    if is_ours:
+        raise ResourceError(f"{text}: remove it, or name another one with TORCH_EXTENSIONS_DIR")
+    say(f"{text}: name a directory of mode 0700 with TORCH_EXTENSIONS_DIR")
 
 
 def remove_stale_locks(where: Path, is_ours: bool) -> list[Path]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 _TRIES = 10  # of which one in five may fail, on a busy head
 _SERVER_S = 45.0  # for the process that serves this client to come up; a head itself gives up after 30
+_ADDRESS_CHARACTERS = 1000
 _LAST_WORDS_S = 1.0  # for a connection that failed to end by itself
 
 
@@ -19,7 +23,7 @@ def join(ray: Any, address: str, **settings: Any) -> None:
     gRPC's handlers in a fork); another try gets another process. A head under GRPC_ENABLE_FORK_SUPPORT=0 does not have this.
     """
     if not address.startswith("ray://"):
-        ray.init(address, **settings)
+        ray.init(_own_cluster() if address == "auto" else address, **settings)
         return
     for _ in range(_TRIES):
         watch = _Watch()
@@ -34,6 +38,48 @@ def join(ray: Any, address: str, **settings: Any) -> None:
     raise ConnectionError(
         f"{_TRIES} times it had no process for this client: ray_client_server.err in the logs of its head says why"
     )
+
+
+def _own_cluster() -> str:
+    """Return what `auto` means: the address of a cluster that this user or root started on this machine.
+
+    Ray itself takes up one that any user's process or file names, and unpickles what that cluster answers. Raises
+    ConnectionError if there is none.
+    """
+    if (given := os.environ.get("RAY_ADDRESS", "auto")) != "auto":
+        return given
+    running = {address for pid in _pids() if (address := _address_of(pid)) is not None}
+    written = _written_address()
+    if len(running) == 1 or (running and written not in running):
+        return min(running)
+    if written is None:
+        raise ConnectionError("Could not find any running Ray instance that this user or root has started.")
+    return written
+
+
+def _pids() -> list[Path]:
+    return [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _address_of(process: Path) -> str | None:
+    """Return the head that a raylet of this user or root says on its command line."""
+    with contextlib.suppress(OSError):
+        words = process.joinpath("cmdline").read_text(errors="replace").split("\0")
+        if Path(words[0]).name.startswith("raylet") and process.stat().st_uid in (0, os.geteuid()):
+            return next((word.partition("=")[2] for word in words if word.startswith("--gcs-address=")), None)
+    return None
+
+
+def _written_address() -> str | None:
+    """Return what `ray start` left, unless somebody else can have written it: Ray opens the directory to all users."""
+    directory = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    with contextlib.suppress(OSError):
+        fd = os.open(Path(directory, "ray", "ray_current_cluster"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, encoding="utf-8", errors="replace") as file:
+            found = os.fstat(fd)
+            if found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022:
+                return file.read(_ADDRESS_CHARACTERS).strip() or None
+    return None
 
 
 class _Watch:

@@ -16,7 +16,7 @@ from distributed.errors import ResourceError
 from distributed.launching.exposure import store_warnings
 from distributed.launching.listening import listen_at
 from distributed.launching.request import WorkerEnvironment
-from distributed.launching.secret import messages
+from distributed.launching.secret import bind, messages
 from distributed.launching.worker_store import worker_store
 
 _POLL_S = 0.002
@@ -35,6 +35,7 @@ def meet(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
     `call` is what brings a rank here. Raises ResourceError with the ranks that did not come within `start_timeout` seconds.
     """
     store = worker_store(start_timeout) or _connect(found, start_timeout, warn, call)
+    bind("")  # an earlier meeting of this process is over
     roll = messages(store, "trainer")
     deadline = time.monotonic() + start_timeout
     if found.rank == 0:
@@ -43,6 +44,7 @@ def meet(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
         name, missing = _answer(roll, found.rank, deadline + _GRACE_S)
     if missing:
         raise ResourceError(_absence(missing, start_timeout, call))
+    bind(name)
     return dist.PrefixStore(f"trainer/{name}", store)
 
 

@@ -1,0 +1,69 @@
+"""Where torch.compile keeps what it compiled. It unpickles and loads what lies there, so nobody else may write there.
+
+Torch takes `torchinductor_USER` in the temporary directory, whoever made it, unless TORCHINDUCTOR_CACHE_DIR names another
+place. Precompiled headers and some other files lie in that directory in any case (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from distributed.runs.private import cache_home, own_directory, stranger
+from distributed.runs.temporary import claim
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_INDUCTOR = "torch._inductor"
+_NAMES = ("runtime.cache_dir_utils", "runtime.runtime_utils", "codecache")  # modules that have `default_cache_dir`
+
+
+def secure(warn: Callable[[str], None]) -> None:
+    """Keep the cache of torch.compile where this user alone can write. Call it before the first compilation; no collective.
+
+    The directory that the user chose stays, with a warning if others can write there.
+    """
+    usual = importlib.import_module(f"{_INDUCTOR}.runtime.runtime_utils").default_cache_dir
+    default = Path(usual()).absolute()
+    given = os.environ.get(_VARIABLE)
+    reason = own_directory(default)
+    if given is not None and Path(given).absolute() != default:  # torch itself sets it to the default
+        chosen = Path(given)
+        if why := stranger(chosen) if os.path.lexists(chosen) else own_directory(chosen):
+            warn(f"torch.compile runs what lies in {_VARIABLE}={given}, and {why}: name a directory of mode 0700")
+    elif reason is not None:
+        chosen = _private()
+        os.environ[_VARIABLE] = str(chosen)
+        warn(f"torch.compile does not use its cache {default}, as {reason}: it uses {chosen}")
+    if reason is not None:
+        _keep_out(chosen)
+
+
+def _private() -> Path:
+    """A directory for the cache that outlives this process, or one that does not where the user's cache is open too."""
+    try:
+        path = cache_home() / "torchinductor"
+        if own_directory(path) is None:
+            return path
+    except RuntimeError:  # no home
+        pass
+    path = claim(Path(tempfile.gettempdir(), f"distributed-{secrets.token_hex(4)}"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def _keep_out(chosen: Path) -> None:
+    """Make `chosen` torch's default too. Torch has no setting for it."""
+    for name in _NAMES:
+        if (module := sys.modules.get(f"{_INDUCTOR}.{name}")) is not None and hasattr(module, "default_cache_dir"):
+            module.default_cache_dir = lambda: str(chosen)  # type: ignore[attr-defined]
+    if (codecache := sys.modules.get(f"{_INDUCTOR}.codecache")) is not None:
+        for name, parts in (("_HEADER_DIR", ()), ("_HEADER_LOCK_DIR", ("locks",))):
+            if hasattr(codecache, name):
+                setattr(codecache, name, str(chosen.joinpath("precompiled_headers", *parts)))
