@@ -162,7 +162,7 @@ def state_from_json(content: bytes) -> _RendezvousState:
         state.last_heartbeats = {_node(*node): _moment(text) for *node, text in found["last_heartbeats"]}
     except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise RendezvousStateError(
-            "the nodes' store holds what no node of this run wrote: somebody else wrote there"
+            "the nodes' store holds what no node of this run wrote: somebody else wrote to the store"
         ) from None
     return state
 

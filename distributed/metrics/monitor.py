@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,22 +10,16 @@ from typing import TYPE_CHECKING, Any
 from distributed.config.merging import MergedConfig
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, nearest
+from distributed.metrics.direction import is_larger_better
 from distributed.metrics.over_all import OverAll
 
 if TYPE_CHECKING:
     from distributed.state import Job
 
-_SMALLER_IS_BETTER = {
-    "loss", "losses", "logloss", "error", "errors", "err", "mse", "rmse", "mae", "mape", "msle", "rmsle", "nll",
-    "perplexity", "ppl", "bpc", "bpb", "entropy", "crossentropy", "divergence", "kl", "distance", "regret",
-    "wer", "cer", "ter", "eer", "ece", "brier", "fid", "kid", "lpips",
-}  # fmt: skip
-# Names that rows of a run use for something other than a metric of the user.
+# What a row of a run says beside the metrics of its user.
 _OWN = frozenset({"loss", "learning_rate", "grad_norm", "samples_per_second", "step", "epoch", "time", "split"})
 _ALWAYS = ("learning_rate", "samples_per_second")  # in every row, beside the loss
 _NOT_JUDGED = {"epoch", "step", "learning_rate", "samples_per_second"}
-# A word in a name: all capitals, or lower case with or without a first capital.
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -38,48 +31,56 @@ def check_names(names: Iterable[str]) -> None:
         )
 
 
-def is_larger_better(name: str) -> bool:
-    """Return whether a larger value of `name` is better.
+def best_metrics(
+    rows: Sequence[Mapping[str, float]], config: DistributedConfig, metrics: Mapping[str, Any] | None = None
+) -> dict[str, float]:
+    """Return name -> its best value in `rows`, for the names of which it is known what is better.
 
-    It is not where a word of the name says so: loss, error, distance and the like.
-    """
-    return not _SMALLER_IS_BETTER.intersection(word.lower() for word in _WORD.findall(name))
-
-
-def best_metrics(rows: Sequence[Mapping[str, float]], config: DistributedConfig) -> dict[str, float]:
-    """Return name -> the best of its values in `rows`.
-
-    `monitor_mode` says what is best for the monitored metric, `is_larger_better` for all others.
+    For the monitored metric `monitor_mode` says it, for others `is_larger_better`. `metrics` are those of the Trainer.
     """
     best: dict[str, float] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name in _NOT_JUDGED or math.isnan(value):
-                continue
-            is_max = config.monitor_mode == "max" if name == config.monitor else is_larger_better(name)
-            best[name] = (max if is_max else min)(best.get(name, value), value)
+    for name in dict.fromkeys(name for row in rows for name in row if name not in _NOT_JUDGED):
+        is_max = config.monitor_mode == "max" if name == config.monitor else is_larger_better(name, metrics)
+        values = [row[name] for row in rows if name in row and not math.isnan(row[name])]
+        if is_max is not None and values:
+            best[name] = (max if is_max else min)(values)
     return best
 
 
 def check_monitor(merged: MergedConfig, val_data: Any, job: Job | None = None) -> None:
     """Check the monitor as far as it is known before training. Raises ConfigError."""
     config = merged.config
-    if is_larger_better(config.monitor) and config.monitor_mode == "min" and not merged.is_typed("monitor_mode"):
-        raise ConfigError(
-            f"monitor={config.monitor!r} is best when large, and monitor_mode is 'min': set monitor_mode='max' (or 'min' explicitly)"
-        )
     if val_data is not None or not config.monitor.startswith("val_"):
         names = None if job is None else expected_names(job, is_validated=val_data is not None)
         is_watched = config.keep_best or config.early_stopping_patience
         if names is not None and is_watched and not is_among(config.monitor, names, _with_several(job)):
             raise unknown_metric("monitor", config.monitor, names)
+        _check_mode(merged, {} if job is None else job.metrics)
         return
+    _check_mode(merged, {} if job is None else job.metrics)
     for name in ("early_stopping_patience", "keep_best"):
         if getattr(config, name) and (merged.is_typed(name) or merged.is_typed("monitor")):
             raise ConfigError(
                 f"{name}={getattr(config, name)} watches {config.monitor!r}, and fit() got no validation data:"
                 " pass val_data, or set monitor='loss'"
             )
+
+
+def _check_mode(merged: MergedConfig, metrics: Mapping[str, Any]) -> None:
+    """Refuse the default `monitor_mode` for a monitor that is not known to be best when small. Raises ConfigError."""
+    config = merged.config
+    is_larger = is_larger_better(config.monitor, metrics)
+    if config.monitor_mode != "min" or merged.is_typed("monitor_mode") or is_larger is False:
+        return
+    if is_larger:
+        raise ConfigError(
+            f"monitor={config.monitor!r} is best when large, and monitor_mode is 'min': set monitor_mode='max' (or 'min' explicitly)"
+        )
+    raise ConfigError(
+        f"monitor={config.monitor!r} does not say whether smaller or larger values are better"
+        f"{nearest(config.monitor, [name for own in ('loss', *metrics) for name in (f'val_{own}', own)])}:"
+        " set monitor_mode='max' or 'min'"
+    )
 
 
 def expected_names(job: Job, *, is_validated: bool) -> list[str] | None:

@@ -73,7 +73,7 @@ class Result:
             "steps": state.step,
             "epochs": state.epoch,
             "total_time": state.total_time,
-            "final_metrics": _without_nan(state.metrics),
+            "final_metrics": _without_nan(state.rows[-1] if state.rows else state.metrics),
             "best_metrics": _without_nan(state.best),
             "samples_per_second": state.samples_seen / state.train_time_s if state.train_time_s else 0.0,
             "checkpoint": None if checkpoint is None else os.path.relpath(checkpoint, self._run.path),

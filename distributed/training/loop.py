@@ -310,7 +310,7 @@ def _keep_row(run: Run, row: dict[str, float]) -> None:
     """Add the row of an epoch, in the place of an earlier one of a part of it."""
     state = run.state
     state.rows = [kept for kept in state.rows if kept["epoch"] < row["epoch"]] + [row]
-    state.best = best_metrics(state.rows, run.config)
+    state.best = best_metrics(state.rows, run.config, run.metrics)
     state.metrics.update({name: value for name, value in row.items() if name.startswith("val_")})
 
 

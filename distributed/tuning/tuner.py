@@ -21,7 +21,7 @@ from distributed.errors import ConfigError, ResourceError, TrainingInterrupted
 from distributed.launching.request import check_script
 from distributed.loggers import check_directories, check_libraries
 from distributed.loggers.notebook import in_notebook
-from distributed.metrics.monitor import is_larger_better
+from distributed.metrics.direction import is_larger_better
 from distributed.runs.directory import choose_run_dir, script_name
 from distributed.training.trial import Trial, inside
 from distributed.tuning.cell import CellProgress
@@ -94,7 +94,7 @@ class DistributedTuner:
             raise ConfigError(
                 f"train_fn is a {type(train_fn).__name__}: pass a function of one argument, the trial's values, or a script"
             )
-        mode = mode or ("max" if is_larger_better(str(metric)) else "min")
+        mode = mode or ("min" if is_larger_better(str(metric)) is False else "max")
         check_metric(metric, mode)
         if resume and run_dir is None:
             raise ConfigError("resume=True needs the sweep to go on with: add run_dir")

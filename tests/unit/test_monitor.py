@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from distributed import over_all
 from distributed.config.merging import Typed, merge
 from distributed.errors import ConfigError
-from distributed.metrics.monitor import best_metrics, check_monitor, check_reported, is_larger_better
+from distributed.metrics.direction import is_larger_better
+from distributed.metrics.monitor import best_metrics, check_monitor, check_reported
 from distributed.state import Job
 
 
@@ -31,12 +33,73 @@ from distributed.state import Job
     ],
 )
 def test_smaller_is_better_where_a_whole_word_says_so(name):
-    assert not is_larger_better(name)
+    assert is_larger_better(name) is False
 
 
-@pytest.mark.parametrize("name", ["accuracy", "val_f1", "terror_f1", "maestro", "lossless_ratio", "mAP", "auc"])
-def test_larger_is_better_elsewhere(name):
-    assert is_larger_better(name)
+@pytest.mark.parametrize(
+    "name", ["accuracy", "val_f1", "terror_f1", "mAP", "auc", "val_R2", "top5", "F1Score", "d_prime_score"]
+)
+def test_larger_is_better_where_a_whole_word_says_so(name):
+    assert is_larger_better(name) is True
+
+
+@pytest.mark.parametrize(
+    "name", ["maestro", "lossless_ratio", "plainnorm", "val_std", "neg_mean_squared_error", "my", ""]
+)
+def test_other_names_say_nothing(name):
+    assert is_larger_better(name) is None
+
+
+class SparseCategoricalCrossentropy:
+    """Named as Keras's."""
+
+
+def mean_squared_error(outputs, targets):
+    return 0.0
+
+
+def test_the_object_or_function_says_what_the_name_does_not():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    metrics = {
+        "ce": SparseCategoricalCrossentropy(),
+        "how_far": mean_squared_error,
+        "whole": over_all(functools.partial(mean_squared_error)),
+        "score_of_tm": torchmetrics.MeanSquaredError(),
+        "tm": torchmetrics.R2Score(),
+        "both": torchmetrics.MetricCollection({"a": torchmetrics.MeanSquaredError(), "b": torchmetrics.R2Score()}),
+        "v": over_all(lambda outputs, targets: 1.0),
+        "pearson": torchmetrics.PearsonCorrCoef(),
+    }
+    found = {name: is_larger_better(f"val_{name}", metrics) for name in [*metrics, "both_a", "both_b", "ce_more"]}
+    assert found == {
+        "ce": False, "how_far": False, "whole": False, "score_of_tm": False, "tm": True, "both": None, "v": None, "pearson": True,
+        "both_a": False, "both_b": True, "ce_more": None,
+    }  # fmt: skip
+
+
+def test_no_best_is_claimed_where_the_direction_is_unknown():
+    config = merge(Typed(), {}).config
+    rows = [
+        {"epoch": 1, "val_ce": 0.4, "val_v": 1.0, "val_f1": 0.1},
+        {"epoch": 2, "val_ce": 0.3, "val_v": 2.0, "val_f1": 0.2},
+    ]
+    assert best_metrics(rows, config, {"ce": SparseCategoricalCrossentropy()}) == {"val_ce": 0.3, "val_f1": 0.2}
+
+
+def test_a_misspelt_monitor_is_told_before_its_mode_is_asked_for():
+    model = type("Model", (), {"parameters": None})()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "keras", raising=False)
+        for name in ("val_los", "val_acuracy"):
+            with pytest.raises(ConfigError, match=f"{name!r} is not reported .did you mean"):
+                check_monitor(merge(Typed(), {"monitor": name}), [1], Job(model))
+        with pytest.raises(ConfigError, match="does not say whether") as error:
+            check_monitor(merge(Typed(), {"monitor": "val_v"}), [1], Job(model, metrics={"v": lambda o, t: 0.0}))
+        assert "'val_v' does not say whether smaller or larger values are better" in str(error.value)
+        with pytest.raises(ConfigError, match=r"better \(did you mean 'val_loss'\?\): set monitor_mode"):
+            check_monitor(merge(Typed(), {"monitor": "val_los"}), [1], Job(model, training_step=lambda m, b: 0.0))
+        metrics = {"ce": SparseCategoricalCrossentropy()}
+        check_monitor(merge(Typed(), {"monitor": "val_ce"}), [1], Job(model, metrics=metrics))
 
 
 def test_the_best_is_by_name_and_for_the_monitor_by_its_mode():

@@ -128,6 +128,20 @@ def test_the_end_of_a_run_names_the_epoch_that_its_last_row_and_the_bar_name(tmp
     assert events[-1]["event"] == "finished" and events[-1]["epoch"] == epoch
 
 
+def test_the_final_metrics_are_the_last_row(tmp_path):
+    class Stop(Callback):
+        def on_step_end(self, state, result):
+            if state.step == 1:
+                (early,) = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
+                seen.append(early["final_metrics"])
+
+    seen = []
+    history = trainer(None, Stop(), log_every_n_steps=2, epochs=2).fit(DATA, DATA)
+    assert seen == [{}]  # nothing is known yet
+    assert only_result(tmp_path)["final_metrics"] == history.rows[-1]
+    assert len(history.rows) == 2 and history.rows[-1]["loss"] > 0
+
+
 def test_an_error_gives_the_terminal_back_and_is_in_the_result(tmp_path):
     calls = []
 
