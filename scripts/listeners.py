@@ -4,8 +4,8 @@
     python scripts/listeners.py --write         put it into docs/security.md
     python scripts/listeners.py ray fsdp        of these alone
 
-Starts every backend on two processes of this machine (and one as `fit()` of a plain script, and one as two nodes), stops it in the
-middle of training and reads /proc for the sockets that its processes listen on: what `ss -tlnp` and `ss -xlp` show. Run it as
+Starts every backend on two processes of this machine (and one as `fit()` of a plain script, and most of them as two nodes), stops it in
+the middle of training and reads /proc for the sockets that its processes listen on: what `ss -tlnp` and `ss -xlp` show. Run it as
 the user who may read /proc/PID/fd of those processes: the same one, or root.
 """
 
@@ -45,6 +45,7 @@ class Service:
 
 
 _TAKE_A_PLACE = "while the run starts, take the place of a rank: end, hang or falsify the run; run no code"
+_AT_ANY_TIME = "at any time, also with a secret: end or hang the run; while it starts, take the place of a rank and falsify the run; run no code"
 _WITH_TOKEN = "nothing without the run's token, which is in the environment of its processes alone"
 SERVICES = {
     "launcher": Service(
@@ -52,8 +53,8 @@ SERVICES = {
     ),
     "Ray's gRPC": Service("Ray", _WITH_TOKEN),
     "Ray's HTTP": Service("Ray", _WITH_TOKEN),
-    "TCPStore": Service("torch", _TAKE_A_PLACE),
-    "the nodes' store": Service("torch", _TAKE_A_PLACE),
+    "TCPStore": Service("torch", _AT_ANY_TIME),
+    "the nodes' store": Service("torch", _AT_ANY_TIME),
     "gloo": Service("torch", _TAKE_A_PLACE),
     "Horovod's rendezvous": Service("Horovod", _TAKE_A_PLACE),
     "TensorFlow's gRPC": Service(
@@ -100,7 +101,10 @@ STARTS = {
         Start("ray", "ray"),
         Start("tensorflow", "tensorflow", "keras"),
         Start("fit() of a script", "pytorch-ddp", is_fit=True),
-        Start("pytorch-ddp, 2 nodes", "pytorch-ddp", nodes=2),
+        *(
+            Start(f"{backend}, 2 nodes", backend, "keras" if backend == "tensorflow" else "torch", nodes=2)
+            for backend in ("pytorch-ddp", "fsdp", "deepspeed", "horovod", "tensorflow")
+        ),
     )
 }
 
@@ -306,12 +310,15 @@ def rows(start: Start, listeners: Sequence[Listener]) -> Iterator[tuple[str, ...
         service = SERVICES.get(each.service)
         many = f" ({number})" if number > 1 else ""
         yield (
-            start.name, each.process, f"{each.service}{many}", reachable(each), service.whose if service else "",
+            start.name, each.process, f"{each.service}{many}", reachable(each, start.nodes), service.whose if service else "",
             service.can if service else "**not expected: shut it**",
         )  # fmt: skip
 
 
-def reachable(listener: Listener) -> str:
+def reachable(listener: Listener, nodes: int = 1) -> str:
+    """Who can connect. Several nodes are measured on loopback, where a real run listens on the network between them."""
+    if nodes > 1 and _is_loopback(listener.address):
+        return "whoever reaches the port over the network"
     if listener.address == "*":
         return "every machine that reaches this one"
     return "users of this machine" if _is_loopback(listener.address) else f"machines that reach {listener.address}"

@@ -66,7 +66,11 @@ def messages(store: Any, prefix: str) -> Any:
     import torch.distributed as dist
 
     secret = shared_secret()
-    return dist.PrefixStore(prefix, store) if secret is None else SignedStore(store, secret, f"{prefix}/", _this.get("attempt", ""))
+    return (
+        dist.PrefixStore(prefix, store)
+        if secret is None
+        else SignedStore(store, secret, f"{prefix}/", _this.get("attempt", ""))
+    )
 
 
 class SignedStore:
