@@ -4,9 +4,9 @@
     python scripts/listeners.py --write         write the table into docs/security.md
     python scripts/listeners.py ray fsdp        print the rows of these starts only
 
-The script starts every backend with two processes on this machine, `fit()` in a plain script, and two nodes. It pauses each run in
-the middle of training and reads from /proc which sockets its processes listen on, as `ss -tlnp` and `ss -xlp` show them. It has to
-run as the same user as these processes or as root, because it reads /proc/PID/fd.
+The script starts every backend with two processes on this machine, `fit()` in a plain script, and most backends on two nodes. It
+pauses each run in the middle of training and reads from /proc which sockets its processes listen on, as `ss -tlnp` and `ss -xlp`
+show them. It has to run as the same user as these processes or as root, because it reads /proc/PID/fd.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class Service:
 
 _TAKE_A_PLACE = "while the run starts, take the place of a rank: end, hang or falsify the run; run no code"
 _WITH_TOKEN = "nothing without the run's token, which only the environment of its processes contains"
+_AT_ANY_TIME = "at any time, also with a secret: end or hang the run; while it starts, take the place of a rank and falsify the run; run no code"
 SERVICES = {
     "launcher": Service(
         "ours", "nothing: a line without a valid HMAC is not parsed, and its connection is closed and counted"
     ),
     "Ray's gRPC": Service("Ray", _WITH_TOKEN),
     "Ray's HTTP": Service("Ray", _WITH_TOKEN),
-    "TCPStore": Service("torch", _TAKE_A_PLACE),
-    "the nodes' store": Service("torch", _TAKE_A_PLACE),
+    "TCPStore": Service("torch", _AT_ANY_TIME),
+    "the nodes' store": Service("torch", _AT_ANY_TIME),
     "gloo": Service("torch", _TAKE_A_PLACE),
     "Horovod's rendezvous": Service("Horovod", _TAKE_A_PLACE),
     "TensorFlow's gRPC": Service(
@@ -100,7 +101,10 @@ STARTS = {
         Start("ray", "ray"),
         Start("tensorflow", "tensorflow", "keras"),
         Start("fit() of a script", "pytorch-ddp", is_fit=True),
-        Start("pytorch-ddp, 2 nodes", "pytorch-ddp", nodes=2),
+        *(
+            Start(f"{backend}, 2 nodes", backend, "keras" if backend == "tensorflow" else "torch", nodes=2)
+            for backend in ("pytorch-ddp", "fsdp", "deepspeed", "horovod", "tensorflow")
+        ),
     )
 }
 
@@ -306,12 +310,15 @@ def rows(start: Start, listeners: Sequence[Listener]) -> Iterator[tuple[str, ...
         service = SERVICES.get(each.service)
         many = f" ({number})" if number > 1 else ""
         yield (
-            start.name, each.process, f"{each.service}{many}", reachable(each), service.whose if service else "",
+            start.name, each.process, f"{each.service}{many}", reachable(each, start.nodes), service.whose if service else "",
             service.can if service else "**not expected: shut it**",
         )  # fmt: skip
 
 
-def reachable(listener: Listener) -> str:
+def reachable(listener: Listener, nodes: int = 1) -> str:
+    """Who can connect. Several nodes are measured on loopback, where a real run listens on the network between them."""
+    if nodes > 1 and _is_loopback(listener.address):
+        return "whoever reaches the port over the network"
     if listener.address == "*":
         return "every machine that reaches this one"
     return "users of this machine" if _is_loopback(listener.address) else f"machines that reach {listener.address}"

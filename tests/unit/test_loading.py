@@ -511,7 +511,7 @@ BAD = [
     ),
     (numpy.ones((3, 2)), {}, "train_data: an array is not a data set"),
     (None, {}, "train_data: None is not a data set: give TensorDataset"),
-    (Path("file.csv"), {}, "PosixPath is not a data set: read what it names and give TensorDataset"),
+    (Path("file.csv"), {}, "PosixPath is not a data set: load the data that it names and give TensorDataset"),
     (TensorDataset, {}, "TensorDataset is a class: make an object of it"),
     (stream_of_pairs, {}, "stream_of_pairs is a function: call it, or give an IterableDataset"),
     ({1, 2}, {}, "a set has no order: give a list"),
