@@ -12,6 +12,7 @@ import types
 import pytest
 
 from distributed.backends._ray.hub import Hub
+from distributed.backends._ray.launch import _Launch
 from distributed.launching.forkserver import ForkServer
 from distributed.launching.request import LaunchRequest
 from distributed.launching.stopping import Signals, Stop
@@ -74,3 +75,12 @@ def test_the_launcher_over_ray_says_whether_workers_are_still_missing(is_startin
         signal.raise_signal(signal.SIGINT)
         hub._note_signals(None)
     assert told[0]["is_starting"] is is_starting
+
+
+def test_a_start_over_ray_that_was_stopped_shows_how_to_go_on(run):
+    screen, launch = io.StringIO(), object.__new__(_Launch)
+    launch._run, launch._error, launch._stop = run, None, Stop(1.0)
+    launch._verdicts = verdicts(run, screen, again="python -m distributed.cli train --resume")
+    launch._stop.note(signal.SIGINT)
+    assert launch._never_begun() == 130
+    assert screen.getvalue() == "to go on with it:\n  python -m distributed.cli train --resume\n"
