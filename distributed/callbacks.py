@@ -26,10 +26,10 @@ class FitContext:
         optimizer: the optimizer that updates it.
         config: the settings of this fit.
         run_dir: absolute path of the run directory.
-        stop: `stop(reason)` ends training. One call on any rank, in any hook, ends it on all ranks after the same step; the
-            run counts as finished, saves a checkpoint at that step, and shows `reason` as its `stop_reason`. Asked for in
-            `on_train_start`, `on_log` or `on_epoch_end` it holds at once, in other hooks of a run of several
-            processes within some tenths of a second.
+        stop: `stop(reason)` ends training. One call on any rank, in any hook but `on_train_end`, ends it on all ranks after the same
+            step; the run counts as finished, saves a checkpoint at that step, and shows `reason` as its `stop_reason`. Asked for in
+            `on_train_start`, `on_log` or `on_epoch_end` it holds at once, in other hooks of a run of several processes within some
+            tenths of a second. In `on_train_end` training has ended: a stop has no effect there, and a warning says so.
     """
 
     model: Any
@@ -78,7 +78,7 @@ class Callback:
         """After a checkpoint was committed."""
 
     def on_train_end(self, state: TrainState) -> None:
-        """After the last step and its checkpoint."""
+        """After the last step and its checkpoint. `stop` has no effect any more, and a warning says so."""
 
     def on_error(self, state: TrainState, error: BaseException) -> None:
         """When training ends with `error`. Other ranks may be gone: call no collective."""

@@ -233,14 +233,17 @@ class ForkServer:
     def _note_signal(self, number: int) -> None:
         if number not in STOP_SIGNALS:
             return
+        is_starting = not self._num_begun or self._num_begun % self._request.nproc_per_node > 0
         if is_first := self._stop.note(number):
             # As long as workers are missing nobody has trained: there is nothing to save, and many take long to leave.
-            is_starting = self._num_begun % self._request.nproc_per_node > 0
             for pid in self._workers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if is_starting else self._stop.signum)
         if is_first or number == signal.SIGINT:
-            self._tell(op="stop", signum=self._stop.signum, is_first=is_first, interrupts=self._stop.interrupts)
+            self._tell(
+                op="stop", signum=self._stop.signum, is_first=is_first, interrupts=self._stop.interrupts,
+                is_starting=is_starting,
+            )  # fmt: skip
 
     def _patience(self) -> float | None:
         """Seconds until something must be killed; None where nothing waits."""

@@ -18,7 +18,7 @@ from distributed.launching.sharing import ways_out
 from distributed.launching.stopping import KILLING
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
-from distributed.runs.summary import add_warning, resume_lines
+from distributed.runs.summary import add_warning, is_training, resume_lines
 
 # After the first sign of a failure: how long a better explanation is waited for. A lost connection is a consequence
 # of something that another rank, or the kernel, is about to report.
@@ -97,7 +97,7 @@ class Verdicts:
         """A stop that was asked for, the end of a worker, or what a worker reports. Any thread."""
         with self._changed:
             if message["op"] == "stop":
-                self._note_stop(message["signum"], message["is_first"], message["interrupts"])
+                self._note_stop(message)
             elif message["op"] == "exit":
                 rank = self._ranks[message["local_rank"]]
                 rank.status, rank.ended = message["status"], message["time"]
@@ -105,10 +105,15 @@ class Verdicts:
                 self._note_report(message)
             self._changed.notify_all()
 
-    def _note_stop(self, signum: int, is_first: bool, interrupts: int) -> None:
-        self.stop_signal = signum
-        if is_first:
-            self._display.handle({"kind": "notice", "text": f"{signal_name(signum)}: stopping after this step"})
+    def _note_stop(self, message: Mapping[str, Any]) -> None:
+        self.stop_signal, interrupts = message["signum"], message["interrupts"]
+        if message["is_first"]:
+            what = "the workers"  # their script trains with something else, or not yet
+            if message["is_starting"]:
+                what = "the start"
+            elif is_training(self._run):
+                what = "after this step"
+            self._display.handle({"kind": "notice", "text": f"{signal_name(self.stop_signal)}: stopping {what}"})
         elif interrupts < KILLING:
             self._display.handle({"kind": "notice", "text": "still stopping; a third Ctrl-C kills the workers"})
         elif interrupts == KILLING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.machinery
 import importlib.util
 import json
@@ -15,9 +16,9 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from distributed.config.merging import Typed
 from distributed.config.registry import hint_of
@@ -61,11 +62,12 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
         if channel is not None:
             channel.send({**event, "rank": rank})
 
-    code = _run(request, report)
+    with _before_hard_exit(lambda: _say_unshared(report)):
+        code = _run(request, report)
     if code == 0 and rank == 0:
         _say_unused(request, report)
-    if code == 0 and not _is_shared():
-        report({"kind": "unshared"})
+    if code == 0:
+        _say_unshared(report)
     _finish()
     return code
 
@@ -100,6 +102,28 @@ def run_here(given: Handover, environment: WorkerEnvironment, before_script: str
         if environment.world_size > 1 and not _is_shared():
             report({"kind": "warning", "text": ways_out(request.script, environment.world_size)})
     return code
+
+
+@contextlib.contextmanager
+def _before_hard_exit(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` if the script ends this process by `os._exit(0)`, which leaves no other moment to say anything."""
+    leave, worker = os._exit, os.getpid()
+
+    def leave_with_word(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == worker:  # not a process that the script has forked
+            act()
+        leave(status)
+
+    os._exit = leave_with_word
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
+def _say_unshared(report: Report) -> None:
+    if not _is_shared():
+        report({"kind": "unshared"})
 
 
 def _is_shared() -> bool:

@@ -93,13 +93,23 @@ def close_results(run: RunDirectory, code: int, error: str | None, tell: Callabl
     `tell` is called with each run directory and `code`: what else must know of the end.
     """
     end = {"status": "interrupted" if code in (130, 143) else "failed"} | ({} if error is None else {"error": error})
-    below = (path for part in ("fit-*", f"{SEARCH}*") for path in run.path.glob(f"{part}/result.json"))
-    for path in (run.path / "result.json", *below):
+    for path in _result_files(run):
         content = read_result(path) or {}
         is_open = content.get("status") in (("running",) if code == 0 else (None, "running", "failed"))
         if is_open:
             write_result(path, content | end)
         tell(RunDirectory(path.parent), code)
+
+
+def is_training(run: RunDirectory) -> bool:
+    """Return whether a fit of the run has begun and not ended, as its result.json says."""
+    return any((read_result(path) or {}).get("status") == "running" for path in _result_files(run))
+
+
+def _result_files(run: RunDirectory) -> list[Path]:
+    """Those of the run itself and of its further fits and searches. The first may not exist."""
+    below = (path for part in ("fit-*", f"{SEARCH}*") for path in run.path.glob(f"{part}/result.json"))
+    return [run.path / "result.json", *below]
 
 
 def add_warning(run: RunDirectory, text: str, world_size: int) -> None:

@@ -96,7 +96,10 @@ class TrainerFiles:
 
     def notices(self) -> list[str]:
         """What the user should know of the choice of the run directory."""
-        if self._run is None or self._given_dir() is not None or not self._is_foreign() or self._identity() is not None:
+        is_alone = self._context.world_size == 1  # which nobody starts again
+        if self._run is None or is_alone or self._given_dir() is not None:
+            return []
+        if not self._is_foreign() or self._identity() is not None:
             return []
         return [
             "this launcher's restarts begin at step 0: start it with --run-dir DIR --resume for them to go on (mkdir DIR first)"

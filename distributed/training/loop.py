@@ -49,6 +49,7 @@ class Run:
     uncertain: Sequence[str] = ()  # monitors of which the first update is to show that they are reported
     val_groups: Iterable[Group] | None = None  # the first evaluation's, where a batch of it has been read already
     is_save_due: bool = False  # by the count of steps, once what ends here has been measured
+    is_over: bool = False  # the last checkpoint is saved
     window: list[StepResult] = dataclasses.field(default_factory=list)  # steps not summed up yet
     window_start: float = 0.0
     saved_s: float = 0.0  # of checkpoints since then, which `spent.total` has already
@@ -60,6 +61,12 @@ class Run:
             raise ConfigError(
                 f"stop({reason!r}) gives no reason of its own: say it in words, stop('the loss is low enough')"
             )
+        if self.is_over:
+            text = (
+                f"stop({reason!r}) in on_train_end has no effect: training has ended, and its last checkpoint is saved"
+            )
+            self.backend.report({"kind": "warning", "text": text})
+            return
         self.common_step.stop(str(reason))
 
 
@@ -88,6 +95,7 @@ def fit(run: Run) -> None:
         raise TrainingError(
             f"the last checkpoint, of step {state.step}, could not be written: make room and run again with --resume"
         )
+    run.is_over = True
     for callback in run.callbacks:
         callback.on_train_end(state)
 

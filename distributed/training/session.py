@@ -339,8 +339,8 @@ class Session:
         )
         notices = [*merged.notices, *lines_of(without_effect(where)), *notices]
         lines = started_lines(self.setup.plan, self.context, batch, notices)
-        self._reporter({"kind": "started", "lines": lines})
         fit.result.write("running", state, self._checkpoint)
+        self._reporter({"kind": "started", "lines": lines})
         fit.run.event(
             "started", backend=self.setup.plan.backend, world_size=self.context.world_size, step=state.step,
             restart_count=self.context.restart_count, batch_dependent=list(self.backend.batch_dependent),

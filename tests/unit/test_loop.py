@@ -134,6 +134,16 @@ def test_a_callback_ends_training_from_any_hook(hook):
     assert (saved[-1].step, saved[-1].stop_reason) == (steps, "enough")
 
 
+def test_a_stop_in_on_train_end_is_told_to_have_no_effect():
+    run = make(samples=20, callbacks=[Stops("on_train_end", 10)], val=FakeData(3, BATCH))
+    told = []
+    run.backend.report = told.append
+    fit(run)
+    assert [event["kind"] for event in told] == ["warning"]
+    assert told[0]["text"].startswith("stop('enough') in on_train_end has no effect: training has ended")
+    assert run.state.stop_reason is None and run.common_step.reasons == []
+
+
 def test_a_stop_at_the_end_of_a_step_holds_for_the_next_one_and_in_validation_lets_the_epoch_finish():
     for step, epochs in ((2, 0), (5, 1)):
         saved = []

@@ -22,9 +22,11 @@ from distributed.backends import splitting
 from distributed.backends._torch import loading
 from distributed.config.merging import Typed
 from distributed.errors import ConfigError
+from distributed.launching.environment import WorkerEnvironment
 from distributed.launching.request import Handover
 from distributed.launching.worker import _failed
-from distributed.training.files import _Taken
+from distributed.state import WorkerContext
+from distributed.training.files import TrainerFiles, _Taken
 
 DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 2)
 
@@ -287,6 +289,15 @@ def test_a_fit_on_inputs_alone_says_what_the_outputs_are_compared_with(capsys):
     for loader, loss in ((DataLoader(inputs), None), (DataLoader(TensorDataset(inputs)), torch.nn.functional.mse_loss)):
         Trainer(torch.nn.Linear(2, 2), loss_fn=loss, batch_size=4, device="cpu").fit(loader)
         assert capsys.readouterr().out.count("the data has no targets: outputs are compared with the inputs") == 1
+
+
+@pytest.mark.parametrize(("world_size", "is_told"), [(1, False), (2, True)])
+def test_restarts_that_begin_anew_are_told_where_several_processes_were_started_by_hand(world_size, is_told):
+    files = object.__new__(TrainerFiles)
+    files._run, files._given = object(), None
+    files._context = WorkerContext(0, world_size, 0, world_size, 0, "cpu")
+    files._worker = WorkerEnvironment(0, 0, world_size, world_size, 0, "localhost", 29500, 0, "environment")
+    assert [line.startswith("this launcher's restarts begin at step 0") for line in files.notices()] == [True] * is_told
 
 
 def test_another_trainer_has_a_directory_of_its_own(tmp_path):

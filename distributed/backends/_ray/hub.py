@@ -129,7 +129,10 @@ class Hub:
             if is_first := self._stop.note(number):
                 self.order(op="signal", signum=self._stop.signum)
             if is_first or number == signal.SIGINT:
-                self._tell(op="stop", signum=self._stop.signum, is_first=is_first, interrupts=self._stop.interrupts)
+                self._tell(
+                    op="stop", signum=self._stop.signum, is_first=is_first, interrupts=self._stop.interrupts,
+                    is_starting=not self._present,
+                )  # fmt: skip
             self._note("stop")
 
     def _hear_ray(self, ray: Guarded) -> None:

@@ -161,6 +161,7 @@ class _Launch:
         if self._stop.signum or error is None:
             code = self._stop.exit_code if self._stop.signum else 1
             close_results(self._run, code, None, end_elsewhere)
+            self._verdicts.show_end(code)
             return code
         close_results(self._run, error.exit_code, str(error), end_elsewhere)
         self._run.event("not_started", cause=str(error))
