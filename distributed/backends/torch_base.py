@@ -257,8 +257,11 @@ class TorchBackend(Backend[OptionsT]):
 
     @contextlib.contextmanager
     def _keeping_generators(self) -> Iterator[None]:
-        """Put every generator back after the block: what a metric draws must not change the numbers of training."""
-        with self._generators.untouched(), self.kind.without_draws():
+        """The block for the code of metrics. Every generator is put back after it: what a metric draws must not change the
+        numbers of training."""
+        from distributed.backends._torch.over_all import alone
+
+        with self._generators.untouched(), self.kind.without_draws(), alone():
             yield
 
     def own_generators(self) -> contextlib.AbstractContextManager[None]:

@@ -36,12 +36,16 @@ def test_smaller_is_better_where_a_whole_word_says_so(name):
     assert is_larger_better(name) is False
 
 
-@pytest.mark.parametrize("name", ["accuracy", "val_f1", "terror_f1", "mAP", "auc", "val_R2", "top5", "F1Score", "d_prime_score"])
+@pytest.mark.parametrize(
+    "name", ["accuracy", "val_f1", "terror_f1", "mAP", "auc", "val_R2", "top5", "F1Score", "d_prime_score"]
+)
 def test_larger_is_better_where_a_whole_word_says_so(name):
     assert is_larger_better(name) is True
 
 
-@pytest.mark.parametrize("name", ["maestro", "lossless_ratio", "plainnorm", "val_std", "neg_mean_squared_error", "my", ""])
+@pytest.mark.parametrize(
+    "name", ["maestro", "lossless_ratio", "plainnorm", "val_std", "neg_mean_squared_error", "my", ""]
+)
 def test_other_names_say_nothing(name):
     assert is_larger_better(name) is None
 
@@ -75,7 +79,10 @@ def test_the_object_or_function_says_what_the_name_does_not():
 
 def test_no_best_is_claimed_where_the_direction_is_unknown():
     config = merge(Typed(), {}).config
-    rows = [{"epoch": 1, "val_ce": 0.4, "val_v": 1.0, "val_f1": 0.1}, {"epoch": 2, "val_ce": 0.3, "val_v": 2.0, "val_f1": 0.2}]
+    rows = [
+        {"epoch": 1, "val_ce": 0.4, "val_v": 1.0, "val_f1": 0.1},
+        {"epoch": 2, "val_ce": 0.3, "val_v": 2.0, "val_f1": 0.2},
+    ]
     assert best_metrics(rows, config, {"ce": SparseCategoricalCrossentropy()}) == {"val_ce": 0.3, "val_f1": 0.2}
 
 

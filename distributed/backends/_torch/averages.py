@@ -156,7 +156,7 @@ class Averages:
         rows: list[Row] = [("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count)]
         if loss.metrics:
             means = {name: metric for name, metric in loss.metrics.items() if not self.measured.is_call(name)}
-            own = [(name, *weighted(as_loss(metric), n, name)) for name, metric in means.items()]
+            own = [(name, *weighted(as_loss(metric, name), n, name)) for name, metric in means.items()]
             rows += own if n else without_weight(own)
             self._has_accuracy = self._has_accuracy or "accuracy" in loss.metrics
         return rows
