@@ -7,6 +7,8 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
+Sums = list[tuple[float, float]]  # (sum, count) of several steps, in their order
+
 
 @dataclasses.dataclass
 class Job:

@@ -14,7 +14,7 @@ from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, TrainingError
 from distributed.launching.request import WorkerEnvironment
-from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, WorkerContext
+from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends.effects import Need
@@ -212,8 +212,12 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """The model's outputs for one micro-batch, on the host, as `join_outputs` takes them; eval mode."""
 
     @abc.abstractmethod
-    def collect(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
-        """name -> (sum, count) over all ranks and all `results`, as floats. A collective; the only host sync of training."""
+    def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
+        """Return name -> (sum, count) over all ranks of each of the `results` in order, as floats.
+
+        A collective; the only host sync of training. A result without the name has (0, 0). The pair of a result does not depend on
+        the other `results`: the sums of an epoch are the same bits wherever log lines and checkpoints cut it.
+        """
 
     def begin(self, split: str) -> None:
         """Forget what metrics over all samples have kept: of the epoch ("train"), or of an evaluation ("val")."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from distributed.backends.failures import Failures
 from distributed.backends.parts import Arguments, Part, Piece, by_update, num_bytes
 from distributed.backends.parts_file import read_metrics, write_metrics
 from distributed.errors import ConfigError, TrainingError
@@ -106,6 +107,7 @@ class Wholes:
         self._kept_bytes, self._has_warned = dict.fromkeys(SPLITS, 0), False
         self._stored: dict[str, Any] = {}  # what a checkpoint holds for metrics that are not known yet
         self._is_resumed = False  # whether the running epoch was resumed from a checkpoint
+        self.failures = Failures()
 
     # ------------------------------------------------------------------ which metrics
 
@@ -175,7 +177,7 @@ class Wholes:
             self._is_resumed = False
 
     def measure(self, split: str) -> dict[str, float]:
-        """Return name -> value over all samples since `begin`. A collective; the main process computes the values."""
+        """Return name -> value over all samples since `begin`. A collective; the main process computes, and all raise its errors."""
         names = self.names(split)
         if not names:
             return {}
@@ -184,8 +186,11 @@ class Wholes:
         answer: dict[str, float] = {}
         with self.keeping_generators():
             for name in names if self._rank == 0 else ():
-                answer |= self._value(split, name, [each[name] for each in states])
-        found: dict[str, float] = self._world.broadcast(answer)
+                with self.failures.noting(name):
+                    answer |= self._value(split, name, [each[name] for each in states])
+        found: dict[str, float]
+        found, failure = self._world.broadcast([answer, self.failures.described])
+        self.failures.raise_together([failure])
         return found
 
     def _value(self, split: str, name: str, states: Sequence[Any]) -> dict[str, float]:
@@ -219,17 +224,21 @@ class Wholes:
         if not result.deferred:
             return
         for name, parts in result.deferred.parts.items():
-            measure = self._measures[split].get(name)
-            for part in parts if measure is not None else ():
-                measure.absorb(part)  # type: ignore[union-attr]
-        result.deferred.parts.clear()  # the loop keeps results for longer, and outputs take memory of the device
+            if (measure := self._measures[split].get(name)) is not None:
+                with self.failures.noting(name):
+                    for part in parts:
+                        measure.absorb(part)
+        result.deferred.parts.clear()  # the loop keeps results for longer, and devices have little memory
 
     def _collect(self, split: str) -> None:
         """Send the parts of all ranks to the main process, in chunks. A collective."""
         self._absorb(split)
         mine = [(name, part) for name, measure in self._measures[split].items() for part in measure.take()]
         size = float(sum(num_bytes(part.value) for _, part in mine))
-        total = self._world.reduce({"size": size, "any": float(bool(mine))})
+        has_failed = self.failures.error is not None
+        total = self._world.reduce({"size": size, "any": float(bool(mine)), "failed": float(has_failed)})
+        if total["failed"]:
+            self.failures.raise_together(self._world.gather(self.failures.described))
         if not total["any"]:
             return
         self._kept_bytes[split] += int(total["size"])
@@ -368,3 +377,18 @@ def not_a_number(name: str, value: Any) -> TrainingError:
     return TrainingError(
         f"metric {name!r} gave {what} over all samples: give a number, (sum, count) or a dict of numbers"
     )
+
+
+def not_a_loss(value: Any, metric: str | None) -> ConfigError:
+    """The error for what a loss function, or the function `metric`, returned and nobody can take a mean of."""
+    kind = type(value).__name__
+    if metric is None:
+        return ConfigError(
+            f"a loss of type {kind} is not a number, a tensor or a pair (sum, count): return one of these"
+        )
+    text = (
+        f"metric {metric!r} gave a {kind}, which is not a number, a tensor or a pair (sum, count): return one of these"
+    )
+    if isinstance(value, Mapping):
+        text += f", or pass metrics={{{metric!r}: distributed.over_all(function)}}, which may return a dict of numbers"
+    return ConfigError(text)

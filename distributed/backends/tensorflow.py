@@ -24,7 +24,7 @@ from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
 from distributed.launching.request import WorkerEnvironment, worker_environment
-from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, WorkerContext
+from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends._tensorflow.sources import Data
@@ -287,14 +287,17 @@ class TensorFlowBackend(Backend[Any]):
 
     # ------------------------------------------------------------------ results and evaluation
 
-    def collect(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
-        sums: dict[tuple[str, str], float] = {}
-        for result in results:
+    def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
+        import numpy
+
+        from distributed.backends.sums import added
+
+        sums: dict[str, Any] = {}
+        for place, result in enumerate(results):
             for name, value, _, count in result.averages:
-                sums[name, "sum"] = sums.get((name, "sum"), 0.0) + float(value)
-                sums[name, "count"] = sums.get((name, "count"), 0.0) + float(count)
-        total = self.reduce(dict(sorted(sums.items())))
-        return {name: (total[name, "sum"], total[name, "count"]) for name in sorted({name for name, _ in total})}
+                rows = sums.setdefault(name, numpy.zeros((len(results), 2)))
+                rows[place] += (float(value), float(count))
+        return added(self.gather(sums))
 
     def begin(self, split: str) -> None:
         self._measured.begin(split)

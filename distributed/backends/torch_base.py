@@ -21,7 +21,7 @@ from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.data import sample_seed
 from distributed.errors import ConfigError
-from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, WorkerContext
+from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
 
 if TYPE_CHECKING:
     import torch
@@ -260,8 +260,11 @@ class TorchBackend(Backend[OptionsT]):
 
     @contextlib.contextmanager
     def _keeping_generators(self) -> Iterator[None]:
-        """Put every generator back after the block: what a metric draws must not change the numbers of training."""
-        with self._generators.untouched(), self.kind.without_draws():
+        """The block for the code of metrics. Every generator is put back after it: what a metric draws must not change the
+        numbers of training."""
+        from distributed.backends._torch.over_all import alone
+
+        with self._generators.untouched(), self.kind.without_draws(), alone():
             yield
 
     def own_generators(self) -> contextlib.AbstractContextManager[None]:
@@ -457,9 +460,9 @@ class TorchBackend(Backend[OptionsT]):
 
     # ------------------------------------------------------------------ results
 
-    def collect(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
+    def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
         self._look_back()  # before anything is logged, measured or saved
-        return self._averages.collect(results, self.reduce, self.gather)
+        return self._averages.collect(results, self.gather)
 
     def begin(self, split: str) -> None:
         self._averages.measured.begin(split)
@@ -569,7 +572,6 @@ class TorchBackend(Backend[OptionsT]):
         self._sync_buffers()  # a resume gives every rank the stored ones, so a run that goes on has them too
         extra: dict[str, Any] = {"world_size": self.context.world_size, "step": self._step}
         extra["loss_form"] = self.objective.form if self._settled else None
-        extra["metrics"] = self._averages.names
         extra["means"] = self._averages.measured.form
         extra["over_all"] = self._averages.measured.wholes.save(directory)
         extra["model"] = self.kind.save_model(directory)
@@ -587,7 +589,6 @@ class TorchBackend(Backend[OptionsT]):
         self.schedule.load(state, self._notice)
         self.precision.load(state.get("scaler"))
         self._step = int(state["step"])
-        self._averages.names = list(state.get("metrics", ()))  # sums of three ranks round by their place among them
         self._averages.measured.form = state.get("means") or {}
         self._averages.measured.wholes.load(directory, state.get("over_all"))
         if form := state.get("loss_form"):  # found anew in another batch, it could be another one

@@ -91,6 +91,12 @@ def short_traceback(error: BaseException) -> str:
     return _format(error, short=True)
 
 
+def place_of(error: BaseException) -> str:
+    """Return where in the user's code `error` was raised, as a phrase for a message; "" where that is not known."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
 def _format(error: BaseException, *, short: bool) -> str:
     report = traceback.TracebackException(type(error), error, _users_part(error), compact=True)
     left_out = sum(_trim(part, short) for part in _chain(report))

@@ -13,7 +13,7 @@ from distributed.checkpoints.durable import write_file
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.data import epoch_order, slices
-from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, WorkerContext
+from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +78,8 @@ class FakeBackend(Backend[FakeOptions]):
     def predict_step(self, micro: MicroBatch) -> Any:
         return [sample + self.weight for sample in micro.batch]
 
-    def collect(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
-        sums: dict[str, tuple[float, float]] = {}
-        for result in results:
-            for name, value, scale, count in result.averages:
-                total, number = sums.get(name, (0.0, 0.0))
-                sums[name] = (total + value * scale, number + count)
-        return sums
+    def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
+        return {"loss": [(value * scale, count) for result in results for _, value, scale, count in result.averages]}
 
     def gradient_norm(self) -> float | None:
         return None

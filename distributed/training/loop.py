@@ -24,7 +24,7 @@ from distributed.metrics.monitor import (
     unknown_metric,
 )
 from distributed.runs.summary import was_interrupted
-from distributed.state import Group, MicroBatch, StepResult, TrainState
+from distributed.state import Group, MicroBatch, StepResult, Sums, TrainState
 from distributed.training.common_step import STOP, CommonStep
 from distributed.training.timing import TimeSplit
 
@@ -226,16 +226,24 @@ def _collect(run: Run) -> None:
     sums = run.backend.collect(run.window)
     now = time.perf_counter()
     seconds, run.window_start = now - run.window_start, now
-    sums["samples_per_second"] = (float(sum(result.num_samples for result in run.window)), seconds)
+    sums["samples_per_second"] = [(float(sum(result.num_samples for result in run.window)), seconds)]
     state.train_time_s += seconds
     run.spent.total += seconds - run.saved_s
     run.saved_s = 0.0
     run.spent.updates += len(run.window)
     run.window.clear()
-    for name, (total, count) in sums.items():
-        for into in (state.log_sums, state.epoch_sums):
-            before = into.get(name, (0.0, 0.0))
-            into[name] = [before[0] + total, before[1] + count]
+    _add(state.log_sums, sums)
+    _add(state.epoch_sums, sums)
+
+
+def _add(into: dict[str, list[float]], sums: Mapping[str, Sums]) -> None:
+    """Add one step after the other, so that the result does not depend on how many come at once."""
+    for name, pairs in sums.items():
+        total, count = into.get(name, (0.0, 0.0))
+        for value, number in pairs:
+            total += value
+            count += number
+        into[name] = [total, count]
 
 
 def _log(run: Run) -> None:
@@ -364,9 +372,7 @@ def evaluate(
     window: list[StepResult] = []
 
     def settle() -> None:
-        for name, (total, count) in backend.collect(window).items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = [before[0] + total, before[1] + count]
+        _add(sums, backend.collect(window))
         window.clear()
 
     for micro in micro_batches(data.epoch(0) if groups is None else groups):

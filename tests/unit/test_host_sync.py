@@ -18,9 +18,23 @@ from distributed.training.loop import _EVAL_WINDOW, Run, evaluate, fit
 
 
 class CountReads(TorchDispatchMode):
-    """Counts what makes the host wait for a device: `.item()`, `float(tensor)`, `bool(tensor)`."""
+    """Counts what makes the host wait for a device: `.item()`, `float(tensor)`, `bool(tensor)`, `.tolist()`."""
 
     reads = 0
+
+    def __enter__(self):
+        self._tolist = torch.Tensor.tolist
+
+        def tolist(tensor):
+            self.reads += 1
+            return self._tolist(tensor)
+
+        torch.Tensor.tolist = tolist
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.Tensor.tolist = self._tolist
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:

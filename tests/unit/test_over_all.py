@@ -18,7 +18,7 @@ from distributed import ConfigError, Trainer, TrainingError, over_all
 from distributed.backends import over_all as wholes_module
 from distributed.backends._torch import averages
 from distributed.backends._torch.averages import _pair
-from distributed.backends._torch.over_all import ENGINE, StateMeasure, measure_of
+from distributed.backends._torch.over_all import ENGINE, StateMeasure, alone, measure_of
 from distributed.backends.over_all import Deferred, Wholes
 from distributed.backends.parts import Arguments, Part
 from distributed.backends.splitting import vote
@@ -420,7 +420,7 @@ def on_wholes(world, metrics, work, warned=None):
     def run(rank, reduce):
         made = Wholes(
             ENGINE, Ranks(rank, world, reduce), rank=rank, world_size=world, is_presharded=False,
-            warn=(warned if warned is not None else []).append,
+            warn=(warned if warned is not None else []).append, keeping_generators=alone,
         )  # fmt: skip
         for name, metric in metrics.items():
             made.add(name, lambda metric=metric: measure_of(metric, torch.device("cpu"), torch.float64))
@@ -518,6 +518,127 @@ def measured(wholes, rank, world):
     wholes.begin("train")
     feed(wholes, rank, world, 0, N)
     return wholes.measure("train")
+
+
+class Relative(torchmetrics.Metric):
+    """Has a reduction of its own, and a list that is reduced by none."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("largest", torch.tensor(0.0), dist_reduce_fx=lambda stacked: stacked.max(0).values)
+        self.add_state("sizes", [], dist_reduce_fx=None)
+
+    def update(self, outputs, targets):
+        self.largest = torch.maximum(self.largest, outputs.max().to(self.largest))
+        self.sizes.append(outputs[:, 0])
+
+    def compute(self):
+        return self.largest * torch.cat(self.sizes).sum()
+
+
+class FromRows(torchmetrics.Metric):
+    """Calls another metric with values of its samples, as metrics of regression and retrieval take them."""
+
+    def __init__(self, inner, *columns):
+        super().__init__()
+        self.inner, self.columns = inner, columns
+
+    def update(self, outputs, targets):
+        first, wanted = outputs[:, 0], outputs[:, 0] * 0.3 + targets.to(outputs.dtype)
+        indices = {"indexes": torch.arange(len(first)) % 3} if self.columns else {}
+        self.inner.update(first, (wanted > 0.6).long() if self.columns else wanted, **indices)
+
+    def compute(self):
+        return self.inner.compute()
+
+    def reset(self):
+        super().reset()
+        self.inner.reset()
+
+
+_classes = torchmetrics.classification
+KINDS = {  # by the reductions of their states, and by what is around them
+    "none": FromRows(torchmetrics.PearsonCorrCoef()),
+    "concordance": FromRows(torchmetrics.ConcordanceCorrCoef()),
+    "explained": FromRows(torchmetrics.ExplainedVariance()),
+    "sums": FromRows(torchmetrics.R2Score()),
+    "own": Relative(),
+    "cat": _classes.MulticlassAveragePrecision(2),
+    "binned": _classes.MulticlassAUROC(2, thresholds=20),
+    "matrix": _classes.MulticlassCohenKappa(2),
+    "calibration": _classes.MulticlassCalibrationError(2),
+    "classwise": torchmetrics.wrappers.ClasswiseWrapper(_classes.MulticlassRecall(2, average=None)),
+    "minmax": torchmetrics.wrappers.MinMaxMetric(_classes.MulticlassAccuracy(2)),
+    "collection": torchmetrics.MetricCollection(
+        {"r": _classes.MulticlassRecall(2), "auc": _classes.MulticlassAUROC(2)}
+    ),
+    "composed": _classes.MulticlassRecall(2) + _classes.MulticlassPrecision(2),
+    "in a function": over_all(lambda o, t: updated(_classes.MulticlassF1Score(2), o, t).compute()),
+}
+
+
+def updated(metric, *arguments):
+    metric.update(*arguments)
+    return metric
+
+
+@pytest.fixture
+def in_a_group(monkeypatch):
+    """As torchmetrics sees it, several processes run; talking to them would wait for ever."""
+
+    def wait(*arguments, **named):
+        raise AssertionError("one rank alone waits for the others")
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr("torchmetrics.metric.gather_all_tensors", wait)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_kind_of_torchmetrics_is_right_on_any_number_of_ranks_and_asks_none_of_them(world, in_a_group):
+    def work(wholes, rank):
+        return measured(wholes, rank, wholes._world_size)
+
+    (one,) = on_wholes(1, KINDS, work)
+    many = on_wholes(world, KINDS, work)
+    assert all(each == many[0] for each in many) and many[0].keys() == one.keys()
+    assert len(one) >= len(KINDS) + 3
+    assert {name: value for name, value in many[0].items() if abs(value - one[name]) > 1e-6} == {}
+    outputs, wanted = SCORES[:, 0], SCORES[:, 0] * 0.3 + Y
+    assert one["none"] == pytest.approx(torch.corrcoef(torch.stack([outputs, wanted]))[0, 1].item(), abs=1e-6)
+    assert one["in a function"] == pytest.approx(float(f1_of_all()), abs=1e-9)
+
+
+def f1_of_all():
+    with alone():
+        return updated(_classes.MulticlassF1Score(2), SCORES, Y).compute()
+
+
+def failing(outputs, targets):
+    return 1 / 0
+
+
+@pytest.mark.parametrize(
+    "metric", [over_all(failing), over_all(f1, transform=lambda outputs: 1 / 0)], ids=["value", "kept"]
+)
+def test_an_error_of_one_rank_is_raised_by_all_and_names_the_metric(metric):
+    def work(wholes, rank):
+        try:
+            measured(wholes, rank, 3)
+        except TrainingError as error:
+            return str(error), error.is_echo
+        return None
+
+    found = on_wholes(3, {"right": METRICS["f1"], "broken": metric}, work)
+    (text,) = {text for text, _ in found}
+    assert text.startswith("metric 'broken' failed: ZeroDivisionError: division by zero (") and __file__ in text
+
+
+def test_what_is_no_number_is_told_with_the_name_of_its_metric(tmp_path):
+    trainer = trainer_of(tmp_path, metrics={"both": lambda outputs, targets: {"a": 1.0}})
+    with pytest.raises(ConfigError, match=r"metric 'both' gave a dict, .*over_all"):
+        trainer.fit(DATA)
+    with pytest.raises(ConfigError, match=r"a loss of type str is not"):
+        trainer_of(tmp_path, "loss", loss_fn=lambda outputs, targets: "small").fit(DATA)
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])

@@ -15,7 +15,7 @@ from distributed.backends._keras.losses import compiled_metrics, is_of_keras, me
 from distributed.backends._keras.measures import is_mean
 from distributed.backends._tensorflow.over_all import Calls, measure_of
 from distributed.backends.measured import Measured as Metrics
-from distributed.backends.over_all import no_arguments
+from distributed.backends.over_all import no_arguments, not_a_loss
 from distributed.backends.parts import Arguments, arguments
 from distributed.errors import ConfigError
 from distributed.metrics.monitor import check_names
@@ -120,7 +120,7 @@ class Objective:
                 raise ConfigError(f"training_step returned a dict without 'loss' ({', '.join(value)}): add the loss")
             check_names(name for name in value if name != "loss")
             means = {name: each for name, each in value.items() if name != "loss" and not self._chosen.is_call(name)}
-            metrics = {name: _row(_as_loss(each), num_samples) for name, each in means.items()}
+            metrics = {name: _row(_as_loss(each, name), num_samples) for name, each in means.items()}
             value = value["loss"]
         elif hasattr(value, "loss"):
             value = value.loss
@@ -148,7 +148,7 @@ class Objective:
             rows[name] = metric_value(metric, of_output(parts.y, place), of_output(outputs, place), weight)
         for name, function in self._chosen.functions(split).items():
             values = function(parts.y, outputs) if is_of_keras(function) else function(outputs, parts.y)
-            rows[name] = _row(_as_loss(values), num_samples)
+            rows[name] = _row(_as_loss(values, name), num_samples)
         if "accuracy" not in rows and not self._chosen.wholes.has("accuracy") and _is_class_index(outputs, parts.y):
             hits = tf.argmax(outputs, axis=1, output_type=tf.int64) == tf.cast(parts.y, tf.int64)
             rows["accuracy"] = tf.reduce_sum(tf.cast(hits, tf.float64)), num_samples
@@ -175,15 +175,13 @@ class Objective:
         return self._metrics
 
 
-def _as_loss(value: Any) -> tuple[Any, Any]:
-    """(value, count) of the return forms of a loss or metric; count None: a mean over the batch's samples."""
+def _as_loss(value: Any, metric: str | None = None) -> tuple[Any, Any]:
+    """(value, count) of the return forms of a loss or metric; count None: a mean over the batch's samples. An error names
+    `metric`, where the value is that of one."""
     if isinstance(value, tuple) and len(value) == 2:
         return tf.reshape(tf.convert_to_tensor(value[0]), ()), tf.reshape(tf.convert_to_tensor(value[1]), ())
     if not isinstance(value, (int, float)) and not tf.is_tensor(value):
-        raise ConfigError(
-            f"a loss or metric of type {type(value).__name__} is not a number, a tensor or a pair (sum, count): return one of"
-            " these"
-        )
+        raise not_a_loss(value, metric)
     value = tf.convert_to_tensor(value)
     if value.shape.rank == 0:
         return value, None

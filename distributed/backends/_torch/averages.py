@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from distributed.backends._torch.objective import (
@@ -21,14 +22,15 @@ from distributed.backends.measured import Measured
 from distributed.backends.non_finite import Row, without_weight
 from distributed.backends.over_all import Deferred, Wholes, no_arguments
 from distributed.backends.parts import Arguments, Part, arguments, mapped
-from distributed.state import Group, MicroBatch, StepResult
+from distributed.backends.sums import added
+from distributed.state import Group, MicroBatch, StepResult, Sums
 
 # Outputs up to this many numbers are kept until the next log line, where metrics are computed on all of them at once.
 _SMALL_OUTPUTS = 1 << 16
 
 Kept = tuple[Any, Any, int]  # (outputs, targets, samples)
 Reduce = Callable[[Mapping[tuple[str, str], float]], dict[tuple[str, str], float]]
-Gather = Callable[[list[str]], list[list[str]]]
+Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 class Averages:
@@ -48,7 +50,6 @@ class Averages:
         functions = {name: metric for name, metric in metrics.items() if not is_whole(metric)}
         self._metrics, self._device, self._dtype = functions, device, dtype
         self.measured = Measured(functions, wholes, measure_of_function, reduce, notice)
-        self.names: list[str] = []  # that every rank knows, in the order in which sums travel
         self._large: list[Kept] = []  # the newest step's large outputs
         self._has_accuracy = "accuracy" in metrics  # else class indices get it
         for name, metric in metrics.items():
@@ -113,50 +114,46 @@ class Averages:
 
     # ------------------------------------------------------------------ means
 
-    def collect(self, results: Sequence[StepResult], reduce: Reduce, gather: Gather) -> dict[str, tuple[float, float]]:
-        """name -> (sum, count) over all `results` of the ranks that have the name. A collective, and one all-reduce.
+    def collect(self, results: Sequence[StepResult], gather: Gather) -> dict[str, Sums]:
+        """Return name -> (sum, count) over the ranks, of each of `results`. A collective."""
+        return added(gather(self._local_sums(results)))
 
-        Sums travel without their names, in an order that all ranks know. A rank with a name that is new raises a flag
-        in the same all-reduce; the new names are then agreed, once, and summed in a second one.
-        """
-        mine = self._local_sums(results)
-        new = sorted(mine.keys() - self.names)
-        total = reduce(_numbers(mine, self.names) | {("", "new"): float(bool(new))})
-        if total["", "new"]:
-            found = sorted({name for names in gather(new) for name in names})
-            total |= reduce(_numbers(mine, found))
-            self.names += found
-        return {
-            name: (total[name, "sum"], total[name, "count"])
-            for name in sorted(self.names)
-            if total[name, "ranks"]  # else nobody had it this time
-        }
-
-    def _local_sums(self, results: Sequence[StepResult]) -> dict[str, tuple[float, float]]:
-        """name -> (sum, count) of everything in `results`, on this rank. The host waits for the device here."""
-        entries: defaultdict[str, list[Row]] = defaultdict(list)
-        kept: list[Kept] = []
-        split = "val"
-        for result in results:
-            for row in result.averages:
-                entries[row[0]].append(row)
-            if result.deferred:
-                kept += result.deferred.kept
-                split = result.deferred.split
-        for row in self._measure(kept, split):
-            entries[row[0]].append(row)
-        sums: dict[str, tuple[float, float]] = {}
-        for name, rows in entries.items():
-            _, values, scales, counts = zip(*rows, strict=True)
-            sums[name] = self._dot(values, scales), float(sum(counts))
+    def _local_sums(self, results: Sequence[StepResult]) -> dict[str, Any]:
+        """name -> [results, 2], of sums and counts on this rank. The host waits for the device here."""
+        rows = [(place, *row) for place, result in enumerate(results) for row in result.averages]
+        rows += self._rows_of_metrics(results)
+        by_name: defaultdict[str, list[tuple[int, Any, float, Any]]] = defaultdict(list)
+        for place, name, *entry in rows:
+            by_name[name].append((place, *entry))
+        columns = [column for entries in by_name.values() for column in list(zip(*entries, strict=True))[1::2]]
+        numbers = iter(self._on_host(columns))
+        sums: dict[str, Any] = {}
+        for name, entries in by_name.items():
+            sums[name] = numpy.zeros((len(results), 2))
+            for (place, _, scale, _), value, count in zip(entries, next(numbers), next(numbers), strict=True):
+                sums[name][place] += (value * scale, count)
         return sums
+
+    def _rows_of_metrics(self, results: Sequence[StepResult]) -> list[tuple[int, *Row]]:
+        """The metrics of kept outputs, each with the place of its result.
+
+        In training each update is measured by itself, as the updates that are measured together depend on where log lines and
+        checkpoints are. The default accuracy counts whole numbers, which any order adds up to the same.
+        """
+        kept = [
+            (place, each) for place, result in enumerate(results) if result.deferred for each in result.deferred.kept
+        ]
+        split = next((result.deferred.split for result in results if result.deferred), "val")
+        if split == "train" and self.measured.functions(split):
+            return [(place, *row) for place, each in kept for row in self._measure([each], split)]
+        return [(0, *row) for row in self._measure([each for _, each in kept], split)]
 
     def _rows(self, loss: Loss, n: int) -> list[Row]:
         value = loss.value.detach()
         rows: list[Row] = [("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count)]
         if loss.metrics:
             means = {name: metric for name, metric in loss.metrics.items() if not self.measured.is_call(name)}
-            own = [(name, *weighted(as_loss(metric), n, name)) for name, metric in means.items()]
+            own = [(name, *weighted(as_loss(metric, name), n, name)) for name, metric in means.items()]
             rows += own if n else without_weight(own)
             self._has_accuracy = self._has_accuracy or "accuracy" in loss.metrics
         return rows
@@ -188,27 +185,30 @@ class Averages:
                 rows += evaluate_metrics(functions, outputs, targets, n, default=not self._has_accuracy)
         return rows if counted else without_weight(rows)
 
-    def _dot(self, values: tuple[Any, ...], scales: tuple[float, ...]) -> float:
-        """Sum of value x scale over floats and scalars of the device, in float64; one transfer."""
+    def _on_host(self, columns: Sequence[Sequence[Any]]) -> list[list[float]]:
+        """Columns of floats and of scalars of the device as floats; one transfer for all."""
+        on_device = [column for column in columns if any(isinstance(value, torch.Tensor) for value in column)]
+        flat = torch.cat([self._stacked(column) for column in on_device]).tolist() if on_device else []
+        found, begin = [], 0
+        for column in columns:
+            if any(isinstance(value, torch.Tensor) for value in column):
+                found.append(flat[begin : begin + len(column)])
+                begin += len(column)
+            else:
+                found.append([float(value) for value in column])
+        return found
+
+    def _stacked(self, values: Sequence[Any]) -> torch.Tensor:
         try:
-            stacked = torch.stack(values)
+            return torch.stack(list(values)).double()
         except (TypeError, RuntimeError):  # some are plain numbers, or of shape [1], or elsewhere
-            stacked = torch.stack([torch.as_tensor(value, device=self._device).reshape(()) for value in values])
-        return float(stacked.double() @ torch.tensor(scales, dtype=torch.float64, device=self._device))
+            return torch.stack([torch.as_tensor(value, device=self._device).reshape(()).double() for value in values])
 
 
 def _pair(function: Callable[..., Any], outputs: Any, targets: Any, n: int) -> tuple[float, float]:
     """(sum, count) of one batch, as plain numbers."""
     value, scale, count = weighted(as_loss(function(widened(outputs), widened(targets))), n, "")
     return float(value) * scale, float(count)
-
-
-def _numbers(sums: Mapping[str, tuple[float, float]], names: Sequence[str]) -> dict[tuple[str, str], float]:
-    numbers: dict[tuple[str, str], float] = {}
-    for name in names:
-        total, count = sums.get(name, (0.0, 0.0))
-        numbers |= {(name, "sum"): total, (name, "count"): count, (name, "ranks"): float(name in sums)}
-    return numbers
 
 
 def _is_small(outputs: Any) -> bool:

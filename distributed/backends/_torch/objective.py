@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from distributed.backends._torch.counted import ClassLoss, class_loss
 from distributed.backends.base import TARGET_NAMES
+from distributed.backends.over_all import not_a_loss
 from distributed.errors import ConfigError, TrainingError
 from distributed.metrics.monitor import check_names
 
@@ -34,25 +35,26 @@ class Loss:
     metrics: Mapping[str, Any] | None = None
 
 
-def as_loss(value: Any) -> Loss:
-    """The return forms of a `loss_fn` or metric: a scalar mean, any other tensor (meaned over its elements), or (sum, count)."""
+def as_loss(value: Any, metric: str | None = None) -> Loss:
+    """The return forms of a `loss_fn` or metric: a scalar mean, any other tensor (meaned over its elements), or (sum, count).
+
+    ConfigError for anything else, which names `metric` where the value is that of one.
+    """
     if isinstance(value, tuple) and len(value) == 2:
         total, count = value
-        return Loss(_tensor(total), count.detach() if isinstance(count, torch.Tensor) else float(count))
-    value = _tensor(value)
+        return Loss(_tensor(total, metric), count.detach() if isinstance(count, torch.Tensor) else float(count))
+    value = _tensor(value, metric)
     if value.dim() == 0:
         return Loss(value, None)
     return Loss(value.sum(), float(value.numel()))
 
 
-def _tensor(value: Any) -> torch.Tensor:
+def _tensor(value: Any, metric: str | None) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, (bool, int, float)):
         return torch.tensor(float(value), dtype=torch.float64)
-    raise ConfigError(
-        f"a loss or metric of type {type(value).__name__} is not a number, a tensor or a pair (sum, count): return one of these"
-    )
+    raise not_a_loss(value, metric)
 
 
 class Objective:
@@ -339,7 +341,7 @@ def evaluate_metrics(
     """(name, value, scale, count) of every metric, as `StepResult.averages` holds them; `default`: of the accuracy, too."""
     rows: list[tuple[str, Any, float, Any]] = []
     for name, function in metrics.items():
-        rows.append((name, *weighted(as_loss(function(outputs, targets)), num_samples, name)))
+        rows.append((name, *weighted(as_loss(function(outputs, targets), name), num_samples, name)))
     if default and is_class_index(scores(outputs), targets):
         rows.append(("accuracy", *weighted(as_loss(accuracy(scores(outputs), targets)), num_samples, "accuracy")))
     return rows

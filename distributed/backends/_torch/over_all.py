@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -82,6 +84,7 @@ def measure_of(metric: Any, device: torch.device, dtype: torch.dtype | None) -> 
     if is_of_keras(metric):
         return _measure_of_keras(metric, device, dtype)
     own = copy.deepcopy(metric)
+    _stop_synchronising(own)
     if (states := declared_states(own)) is not None:
         return StateMeasure(own, states, device, dtype)
     return Kept(lambda updates: driven(own, updates, ENGINE, OBJECT), functools.partial(_prepared, with_scores))
@@ -212,9 +215,6 @@ class StateMeasure:
         if dtype is not None:
             for member in self._members.values():
                 member.set_dtype(dtype)
-        for member in self._members.values():
-            member.sync_on_compute = member._to_sync = False  # `value` combines the states of the ranks
-            member.distributed_available_fn = _never
         self._collected = _members_of(metric)
         self._parts: list[Part] = []
         metric.reset()
@@ -305,8 +305,35 @@ def _members_of(metric: Any) -> dict[str, Any]:
     return dict(metric.items(keep_base=False, copy_state=True)) if _is_collection(metric) else {"": metric}
 
 
+def _stop_synchronising(metric: Any) -> None:
+    """Keep the metrics of torchmetrics inside `metric` from asking other ranks: their states are brought together here."""
+    members: list[Any] = list(metric.modules()) if isinstance(metric, torch.nn.Module) else []
+    for member in members:
+        if hasattr(member, "sync_on_compute"):
+            member.sync_on_compute = member._to_sync = False
+            member.distributed_available_fn = _never
+
+
 def _never() -> bool:
     return False
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Code in this block, in this thread, is told that no process group exists: other ranks do not run it at the same time.
+
+    An object of torchmetrics that a user's function computes would wait for them.
+    """
+    before, here = torch.distributed.is_initialized, threading.get_ident()
+
+    def is_initialized() -> bool:
+        return threading.get_ident() != here and before()
+
+    torch.distributed.is_initialized = is_initialized
+    try:
+        yield
+    finally:
+        torch.distributed.is_initialized = before
 
 
 def _merged(values: Sequence[torch.Tensor], word: str, default: torch.Tensor) -> torch.Tensor:

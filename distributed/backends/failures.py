@@ -1,0 +1,50 @@
+"""Errors in a user's metric that one rank meets: each rank raises them, and they name the metric."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from distributed.errors import ConfigError, DistributedError, TrainingError
+from distributed.launching.causes import place_of
+
+
+class Failures:
+    """Keeps the first error of this rank until all ranks raise it together."""
+
+    def __init__(self) -> None:
+        self.error: DistributedError | None = None
+
+    @contextlib.contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        """Keep an error of the block, which is the code of metric `name`, instead of raising it here alone."""
+        try:
+            yield
+        except Exception as error:  # of the user's code anything may come, and the other ranks wait for this one
+            self.error = self.error or _named(name, error)
+
+    @property
+    def described(self) -> list[Any] | None:
+        """What the other ranks are told of the error; None where there is none."""
+        return None if self.error is None else [isinstance(self.error, ConfigError), str(self.error)]
+
+    def raise_together(self, described: Sequence[list[Any] | None]) -> None:
+        """Raise this rank's own error, or else the first of `described`. Every rank calls it with the same."""
+        own, self.error = self.error, None
+        found = next((each for each in described if each is not None), None)
+        if found is None:
+            return
+        if own is not None:
+            raise own
+        echo = (ConfigError if found[0] else TrainingError)(found[1])
+        echo.is_echo = True
+        raise echo
+
+
+def _named(name: str, error: Exception) -> DistributedError:
+    if isinstance(error, DistributedError):
+        return error if repr(name) in str(error) else type(error)(f"metric {name!r}: {error}")
+    made = TrainingError(f"metric {name!r} failed: {type(error).__name__}: {error}{place_of(error)}")
+    made.__cause__ = error
+    return made
