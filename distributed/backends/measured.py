@@ -2,95 +2,113 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distributed.backends.over_all import Measure, Wholes
-from distributed.backends.splitting import Reduce, Splitting, Value, near
+from distributed.backends.checking import CHECK, LIMIT_BYTES, Check, Prepare
+from distributed.backends.over_all import Engine, Measure, Update, Wholes
+from distributed.backends.parts import Arguments
+from distributed.backends.splitting import Value, text_of
 
 Make = Callable[..., Measure]  # (function, training=) -> what computes it over all samples
 
 
 class Measured:
-    """Decides about plain functions; the others, which say what they are, stand in `wholes` alone."""
+    """Decides about plain functions; the others, which say what they are, stand in `wholes` alone.
+
+    A function is taken for a mean until an evaluation, or a log line of training, shows that it is none.
+    """
 
     def __init__(
         self,
         functions: Mapping[str, Callable[..., Any]],
         wholes: Wholes,
+        engine: Engine,
         make: Make,
-        reduce: Reduce,
+        value: Value,
+        prepare: Prepare,
         notice: Callable[[str], None],
     ) -> None:
-        self._functions, self.wholes, self._make, self._reduce = functions, wholes, make, reduce
-        self._splitting = Splitting(functions, notice)
+        """`value` is (sum, count) of a function for one batch; `prepare` takes the arguments of a metric to the host."""
+        self._functions, self.wholes, self._make, self._notice = functions, wholes, make, notice
+        self._candidates = dict(functions)  # that may be means
         self.num_evaluated = 0  # batches of this evaluation
-        self._is_evaluating = False  # between `begin` and `measure`: batches beside an evaluation decide nothing
-        for name, function in functions.items():  # until it is known to be a mean
-            wholes.add(name, lambda function=function: make(function, training=False))  # type: ignore[misc]
+        limit_bytes = LIMIT_BYTES // wholes.world_size
+
+        def whole(function: Callable[..., Any], updates: Sequence[Update]) -> Any:
+            value_of = make(function, training=True).value(updates, [])
+            return next(number for _, number in wholes.numbers(CHECK, value_of))
+
+        if functions:
+            wholes.add(
+                CHECK, lambda: Check(self._candidates, engine, value, whole, prepare, wholes.failures, limit_bytes)
+            )
 
     def begin(self, split: str) -> None:
         """`Backend.begin`."""
         if split == "val":
             self.num_evaluated = 0
-            self._is_evaluating = True
         self.wholes.begin(split)
 
-    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
-        """`Backend.measure`. Of a function that may be a mean, the mean is its value where it is that of all samples, too."""
-        found = self.wholes.measure(split)
-        self._is_evaluating = self._is_evaluating and split != "val"
-        for name in self._splitting.unknown if split == "val" else ():
-            if name in found and near(found[name], means.get(name, math.nan)):
-                del found[name]
-            elif name in found:
-                self._take_up(self._splitting.refute(name))
-        return found
+    def check(self, split: str) -> Check | None:
+        """What finds functions that are no means, while it has something to look for."""
+        is_on = CHECK in self.wholes.names(split)
+        return self.wholes.measure_of(split, CHECK) if is_on else None  # type: ignore[return-value]
 
-    @property
-    def is_looking(self) -> bool:
-        """Whether the batches of this evaluation are asked which functions are means."""
-        return self._is_evaluating and bool(self._splitting.unknown)
+    def ask(self, split: str, call: Arguments, num_samples: int) -> None:
+        """Ask a batch that the check could not keep."""
+        check = self.check(split)
+        if check is not None and num_samples:
+            with self.wholes.keeping_generators():
+                check.ask(call, num_samples)
 
-    @property
-    def unknown(self) -> list[str]:
-        """Functions that may be means."""
-        return self._splitting.unknown
-
-    def look(self, outputs: Any, targets: Any, num_samples: int, value: Value) -> None:
-        """Ask a batch of an evaluation what is a mean. A collective for some batches, see `Splitting.look`."""
-        with self.wholes.keeping_generators():
-            known = self._splitting.look(self.num_evaluated, outputs, targets, num_samples, value, self._reduce)
-        self._take_up(known)
+    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float] | None:
+        """`Backend.measure`."""
+        if (check := self.check(split)) is not None:
+            check.means = means
+        found: dict[str, Any] = self.wholes.measure(split)
+        is_incomplete = False
+        for name in [name for name in found if name in self._candidates]:
+            is_kept = found[name] is not None
+            is_incomplete = is_incomplete or not is_kept
+            self._notice(text_of(name, self._functions[name]))
+            self._take_up(name, is_open=split == "train" and is_kept)
+        if is_incomplete and split == "val":
+            return None
+        return {name: value for name, value in found.items() if value is not None}
 
     def functions(self, split: str) -> dict[str, Callable[..., Any]]:
         """Those that are computed batch by batch."""
-        other = self.wholes.names("train") if split == "train" else self._splitting.not_means
+        other = self.wholes.names(split)
         return {name: function for name, function in self._functions.items() if name not in other}
 
     def is_call(self, name: str) -> bool:
         """Whether what a `training_step` returns as `name` are the arguments of a metric."""
-        return self.wholes.has(name) and name not in self._functions
+        return self.wholes.has(name) and self.is_declared(name)
 
     def is_declared(self, name: str) -> bool:
         """Whether the user says that `name` is computed over all samples."""
-        return name not in self._functions
+        return name not in self._functions and name != CHECK
+
+    def names_over_all(self) -> list[str]:
+        """`Backend.names_over_all`."""
+        return [name for name in self.wholes.names("val") if name != CHECK]
 
     @property
     def form(self) -> dict[str, bool]:
-        """name -> whether it is a mean, for the functions of which that is known. JSON."""
-        return self._splitting.known
+        """name -> False for each function that is known to be no mean. JSON."""
+        return {name: False for name in self._functions if name not in self._candidates}
 
     @form.setter
     def form(self, form: Mapping[str, bool]) -> None:
-        known = {name: is_mean for name, is_mean in form.items() if name in self._splitting.unknown}
-        self._splitting.settle(known)
-        self._take_up(known)
+        for name, is_mean in form.items():
+            if not is_mean and name in self._candidates:
+                self._take_up(name, is_open=False)
 
-    def _take_up(self, known: Mapping[str, bool]) -> None:
-        for name, is_mean in known.items():
-            if is_mean:
-                self.wholes.drop(name)
-            else:
-                self.wholes.train(name, self._make(self._functions[name], training=True))
+    def _take_up(self, name: str, *, is_open: bool) -> None:
+        """Compute `name` over all samples from now on; in training from this epoch on if `is_open`, else from the next."""
+        function = self._candidates.pop(name)
+        pieces = CHECK if is_open else None
+        self.wholes.take_up(name, lambda training: self._make(function, training=training), pieces)
+        if not self._candidates:
+            self.wholes.drop(CHECK)

@@ -245,7 +245,7 @@ def _log(run: Run) -> None:
     if not state.log_sums:
         return
     means = means_of(state.log_sums)
-    state.over_all = run.backend.measure("train", means)
+    state.over_all = run.backend.measure("train", means_of(state.epoch_sums)) or {}
     means |= state.over_all
     means["learning_rate"] = run.backend.learning_rates()[0]
     if (norm := run.backend.gradient_norm()) is not None:
@@ -376,7 +376,8 @@ def evaluate(
     if window:
         settle()
     means = means_of(sums)
-    return means | backend.measure("val", means)
+    over_all = backend.measure("val", means)
+    return means | over_all if over_all is not None else evaluate(backend, data, enter)
 
 
 def micro_batches(groups: Iterable[Group]) -> Iterable[MicroBatch]:

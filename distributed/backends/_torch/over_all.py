@@ -133,6 +133,12 @@ def with_scores(call: Arguments) -> Arguments:
     return call._replace(args=tuple(scores(each) for each in call.args))
 
 
+def on_host(call: Arguments) -> Arguments:
+    """The arguments of a metric as they are kept."""
+    kept: Arguments = mapped(call, _on_host)
+    return kept
+
+
 def _prepared(change: Callable[[Arguments], Arguments], call: Arguments) -> Arguments:
     with torch.no_grad():
         kept: Arguments = mapped(change(call), _on_host)
