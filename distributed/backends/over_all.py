@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 from distributed.backends.failures import Failures
 from distributed.backends.parts import Arguments, Part, Piece, by_update, num_bytes
 from distributed.backends.parts_file import read_metrics, write_metrics
-from distributed.errors import ConfigError, TrainingError
 
 SPLITS = ("train", "val")
 _WARN_BYTES = 1 << 30
@@ -378,36 +377,3 @@ class Deferred(NamedTuple):
     split: str
     kept: list[Any]  # outputs for the metrics that are means
     parts: dict[str, list[Part]]  # by metric over all samples
-
-
-def no_arguments(name: str) -> ConfigError:
-    """The error for a metric of which nothing says what it is computed from."""
-    return ConfigError(
-        f"metric {name!r} is computed over all samples, and it is not known from what: return its arguments from"
-        f" training_step, {{'loss': loss, {name!r}: (outputs, targets)}}"
-    )
-
-
-def not_a_number(name: str, value: Any) -> TrainingError:
-    """The error for a metric that returned something else."""
-    what = f"a {type(value).__name__}"
-    if hasattr(value, "shape"):
-        what += f" of shape {list(value.shape)}"
-    return TrainingError(
-        f"metric {name!r} gave {what} over all samples: give a number, (sum, count) or a dict of numbers"
-    )
-
-
-def not_a_loss(value: Any, metric: str | None) -> ConfigError:
-    """The error for what a loss function, or the function `metric`, returned and nobody can take a mean of."""
-    kind = type(value).__name__
-    if metric is None:
-        return ConfigError(
-            f"a loss of type {kind} is not a number, a tensor or a pair (sum, count): return one of these"
-        )
-    text = (
-        f"metric {metric!r} gave a {kind}, which is not a number, a tensor or a pair (sum, count): return one of these"
-    )
-    if isinstance(value, Mapping):
-        text += f", or pass metrics={{{metric!r}: distributed.over_all(function)}}, which may return a dict of numbers"
-    return ConfigError(text)

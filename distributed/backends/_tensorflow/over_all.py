@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from distributed.backends._keras import measures
 from distributed.backends._tensorflow.outputs import joined
-from distributed.backends.over_all import Kept, Measure, Update, driven, not_a_number
+from distributed.backends.failures import not_a_number
+from distributed.backends.over_all import Kept, Measure, Update, driven
 from distributed.backends.parts import Arguments, Part, mapped
 from distributed.checkpoints.tensor_file import RawTensor
 from distributed.errors import ConfigError

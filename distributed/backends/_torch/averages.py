@@ -19,9 +19,10 @@ from distributed.backends._torch.objective import (
 )
 from distributed.backends._torch.over_all import ENGINE, is_whole, measure_of, measure_of_function, on_host, widened
 from distributed.backends.checking import CHECK
+from distributed.backends.failures import no_arguments
 from distributed.backends.measured import Measured
 from distributed.backends.non_finite import Row, without_weight
-from distributed.backends.over_all import Deferred, Wholes, no_arguments
+from distributed.backends.over_all import Deferred, Wholes
 from distributed.backends.parts import Arguments, Part, arguments, mapped
 from distributed.backends.sums import added
 from distributed.state import Group, MicroBatch, StepResult, Sums

@@ -15,7 +15,8 @@ import torch
 from distributed.backends._torch.objective import scores
 from distributed.backends._torch.outputs import Outputs, joined
 from distributed.backends._torch.tensor_io import dtype_word, raw_bytes, tensor_of
-from distributed.backends.over_all import Kept, Measure, Update, driven, not_a_number
+from distributed.backends.failures import not_a_number
+from distributed.backends.over_all import Kept, Measure, Update, driven
 from distributed.backends.parts import Arguments, Part, mapped
 from distributed.checkpoints.tensor_file import RawTensor
 from distributed.metrics.over_all import (
