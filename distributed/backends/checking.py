@@ -40,6 +40,7 @@ class Check:
         self._functions, self._engine, self._value, self._whole = functions, engine, value, whole
         self._prepare, self._failures, self._limit_bytes = prepare, failures, limit_bytes
         self.means: Mapping[str, float] = {}  # that are compared, of the same samples
+        self.is_end = True  # of the evaluation or epoch
         self.reset()
 
     def reset(self) -> None:
@@ -47,6 +48,7 @@ class Check:
         self._parts: list[Part] = []
         self._num_bytes = 0  # admitted, also of what has been taken away
         self.is_over = False  # whether something was not kept
+        self._num_checked = 0  # samples, the last time; known to the main process
         self._refuted: set[str] = set()  # by batches that were asked by themselves
         self._chunk: list[Update] = []
         self._chunk_bytes = 0
@@ -98,7 +100,12 @@ class Check:
     def state(self) -> dict[str, Any]:
         """What the main process is to know, and a checkpoint keeps."""
         self._ask_chunk()
-        return {"bytes": self._num_bytes, "is_over": self.is_over, "refuted": sorted(self._refuted)}
+        return {
+            "bytes": self._num_bytes,
+            "is_over": self.is_over,
+            "refuted": sorted(self._refuted),
+            "checked": self._num_checked,
+        }
 
     def restore(self, states: Sequence[Any]) -> None:
         """Go on from what `state` gave on one rank, or on several that this one stands for."""
@@ -107,12 +114,19 @@ class Check:
             self._num_bytes += int(state["bytes"])
             self.is_over = self.is_over or bool(state["is_over"])
             self._refuted |= set(state["refuted"])
+            self._num_checked = max(self._num_checked, int(state["checked"]))
 
     def value(self, updates: Sequence[Update], states: Sequence[Any]) -> dict[str, Any]:
-        """name -> value over all samples of each function that is no mean; None where not all samples were kept."""
+        """name -> value over all samples of each function that is no mean; None where not all samples were kept.
+
+        Within an epoch the functions are called each time that the samples have doubled, so that log lines cost little.
+        """
         is_over = any(state["is_over"] for state in states)
         refuted = {name for state in states for name in state["refuted"]}
-        for name, (is_mean, value) in self._judged(updates).items() if updates else ():
+        number = sum(n for update in updates for _, n in update)
+        is_due = number > 0 and (self.is_end or number >= 2 * self._num_checked)
+        self._num_checked = number if is_due else self._num_checked
+        for name, (is_mean, value) in self._judged(updates).items() if is_due else ():
             is_apart = not is_over and name in self.means and not near(value, self.means[name])
             if is_mean is False or is_apart:
                 refuted.add(name)

@@ -62,10 +62,10 @@ class Measured:
             with self.wholes.keeping_generators():
                 check.ask(call, num_samples)
 
-    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float] | None:
+    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
         """`Backend.measure`."""
         if (check := self.check(split)) is not None:
-            check.means = means
+            check.means, check.is_end = means, is_end
         found: dict[str, Any] = self.wholes.measure(split)
         is_incomplete = False
         for name in [name for name in found if name in self._candidates]:

@@ -311,8 +311,8 @@ class TensorFlowBackend(Backend[Any]):
     def names_over_all(self) -> Sequence[str]:
         return self._measured.names_over_all()
 
-    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float] | None:
-        return self._measured.measure(split, means)
+    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
+        return self._measured.measure(split, means, is_end=is_end)
 
     def gradient_norm(self) -> float | None:
         return self._norm

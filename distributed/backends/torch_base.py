@@ -467,8 +467,8 @@ class TorchBackend(Backend[OptionsT]):
     def names_over_all(self) -> Sequence[str]:
         return self._averages.measured.names_over_all()
 
-    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float] | None:
-        return self._averages.measured.measure(split, means)
+    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
+        return self._averages.measured.measure(split, means, is_end=is_end)
 
     def gradient_norm(self) -> float | None:
         return self._gradients.norm() if self._clipped_norm is None else float(self._clipped_norm)

@@ -67,8 +67,8 @@ class Rank:
             return self.averages.of_evaluation(micro, loss)
         return self.averages.of_training([micro], [loss], Group([], min(size, len(targets) - start), start))
 
-    def _measure(self, split, sums):
-        return self.averages.measured.measure(split, means_of(sums))
+    def _measure(self, split, sums, is_end=True):
+        return self.averages.measured.measure(split, means_of(sums), is_end=is_end)
 
     def evaluate(self, outputs, targets, batch):
         self.num_passes += 1
@@ -89,7 +89,7 @@ class Rank:
             if number % log_every == log_every - 1 or start == starts[-1]:
                 _add(sums, self.averages.collect(window, self.ranks.gather))
                 window.clear()
-                found = self._measure("train", sums)
+                found = self._measure("train", sums, start == starts[-1])
         return means_of(sums) | found
 
 
@@ -190,6 +190,17 @@ def test_a_resume_in_the_middle_of_an_epoch_finds_the_same(tmp_path, world, cut,
     saved, sums, whole = on_each(world, functions, first)
     assert on_each(world, functions, second) == whole
     assert without_loss(whole) == {name: each for name, each in expected(outputs, Y).items() if name in functions}
+
+
+def test_training_checks_when_the_samples_have_doubled_and_at_the_end_of_the_epoch():
+    sizes = []
+
+    def seen(outputs, targets):
+        sizes.append(len(targets))
+        return accuracy(outputs, targets)
+
+    on_each(1, {"seen": seen}, lambda rank: rank.train(scores(0.0), Y, 1, size=8))
+    assert [size for size in sizes if size > 8] == [16, 32, 16, 10, 64, 32, 21, 11, 128, 64, 42, 22, 203, 101, 67, 35]
 
 
 def test_what_a_function_cannot_take_at_once_stays_a_mean():
