@@ -226,9 +226,13 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """The names of the metrics that `measure` computes in evaluation; one may give several, named NAME_KEY."""
         return ()
 
-    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
-        """name -> value of each metric over all samples of the epoch so far ("train"), or of the evaluation ("val") whose
-        `means` are known. A collective."""
+    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
+        """Return name -> value of each metric over all samples of the epoch so far ("train") or of the evaluation ("val").
+
+        `means` are those of the same samples. `is_end`: no more samples come, so that what `means` say must be right now; before
+        that, functions are checked now and then. None: evaluate again, as a function turned out to be no mean and not all of what it is
+        computed from was kept. In training it is then computed from the next epoch on. A collective.
+        """
         return {}
 
     def own_generators(self) -> contextlib.AbstractContextManager[None]:

@@ -1,9 +1,9 @@
-"""Errors in a user's metric that one rank meets: each rank raises them, and they name the metric."""
+"""Errors in a user's metric: they name it, and every rank raises what one of them meets."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from distributed.errors import ConfigError, DistributedError, TrainingError
@@ -48,3 +48,36 @@ def _named(name: str, error: Exception) -> DistributedError:
     made = TrainingError(f"metric {name!r} failed: {type(error).__name__}: {error}{place_of(error)}")
     made.__cause__ = error
     return made
+
+
+def no_arguments(name: str) -> ConfigError:
+    """The error for a metric of which nothing says what it is computed from."""
+    return ConfigError(
+        f"metric {name!r} is computed over all samples, and it is not known from what: return its arguments from"
+        f" training_step, {{'loss': loss, {name!r}: (outputs, targets)}}"
+    )
+
+
+def not_a_number(name: str, value: Any) -> TrainingError:
+    """The error for a metric that returned something else."""
+    what = f"a {type(value).__name__}"
+    if hasattr(value, "shape"):
+        what += f" of shape {list(value.shape)}"
+    return TrainingError(
+        f"metric {name!r} gave {what} over all samples: give a number, (sum, count) or a dict of numbers"
+    )
+
+
+def not_a_loss(value: Any, metric: str | None) -> ConfigError:
+    """The error for what a loss function, or the function `metric`, returned and nobody can take a mean of."""
+    kind = type(value).__name__
+    if metric is None:
+        return ConfigError(
+            f"a loss of type {kind} is not a number, a tensor or a pair (sum, count): return one of these"
+        )
+    text = (
+        f"metric {metric!r} gave a {kind}, which is not a number, a tensor or a pair (sum, count): return one of these"
+    )
+    if isinstance(value, Mapping):
+        text += f", or pass metrics={{{metric!r}: distributed.over_all(function)}}, which may return a dict of numbers"
+    return ConfigError(text)

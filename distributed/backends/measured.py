@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distributed.backends.over_all import Measure, Wholes
-from distributed.backends.splitting import Reduce, Splitting, Value, near
+from distributed.backends.checking import CHECK, LIMIT_BYTES, Check, Prepare
+from distributed.backends.over_all import Engine, Measure, Update, Wholes
+from distributed.backends.parts import Arguments
+from distributed.backends.splitting import Value, text_of
 
 Make = Callable[..., Measure]  # (function, training=) -> the Measure that computes the function over all samples
 
@@ -15,90 +16,103 @@ Make = Callable[..., Measure]  # (function, training=) -> the Measure that compu
 class Measured:
     """Keep, for each plain metric function, whether it is a mean over samples.
 
-    Means are computed batch by batch, all other metrics over all samples by `wholes`. Metrics that declare what they are
-    (`over_all`, objects) are in `wholes` from the start and are not examined here.
+    A function counts as a mean, and is computed batch by batch, until an evaluation or a log line of training shows that it is
+    none. Metrics that declare what they are (`over_all`, objects) are in `wholes` from the start and are not examined here.
     """
 
     def __init__(
         self,
         functions: Mapping[str, Callable[..., Any]],
         wholes: Wholes,
+        engine: Engine,
         make: Make,
-        reduce: Reduce,
+        value: Value,
+        prepare: Prepare,
         notice: Callable[[str], None],
     ) -> None:
-        self._functions, self.wholes, self._make, self._reduce = functions, wholes, make, reduce
-        self._splitting = Splitting(functions, notice)
+        """Begin with every function as a mean.
+
+        `value` returns (sum, count) of a function for one batch, `prepare` copies the arguments of a metric to the host.
+        """
+        self._functions, self.wholes, self._make, self._notice = functions, wholes, make, notice
+        self._candidates = dict(functions)  # functions that may be means
         self.num_evaluated = 0  # batches of this evaluation
-        self._is_evaluating = False  # whether an evaluation is running: other batches are not examined
-        for name, function in functions.items():  # over all samples until it is known to be a mean
-            wholes.add(name, lambda function=function: make(function, training=False))  # type: ignore[misc]
+        limit_bytes = LIMIT_BYTES // wholes.world_size
+
+        def whole(function: Callable[..., Any], updates: Sequence[Update]) -> Any:
+            value_of = make(function, training=True).value(updates, [])
+            return next(number for _, number in wholes.numbers(CHECK, value_of))
+
+        if functions:
+            wholes.add(
+                CHECK, lambda: Check(self._candidates, engine, value, whole, prepare, wholes.failures, limit_bytes)
+            )
 
     def begin(self, split: str) -> None:
         """Forget what was kept of `split`, as `Backend.begin` does."""
         if split == "val":
             self.num_evaluated = 0
-            self._is_evaluating = True
         self.wholes.begin(split)
 
-    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
-        """Return the values over all samples, as `Backend.measure` does.
+    def check(self, split: str) -> Check | None:
+        """Return the check that finds functions that are no means, or None where there is nothing to find."""
+        is_on = CHECK in self.wholes.names(split)
+        return self.wholes.measure_of(split, CHECK) if is_on else None  # type: ignore[return-value]
 
-        A function that may be a mean is computed both ways. Where both values agree the mean in `means` stands; where they
-        differ the function is no mean.
-        """
-        found = self.wholes.measure(split)
-        self._is_evaluating = self._is_evaluating and split != "val"
-        for name in self._splitting.unknown if split == "val" else ():
-            if name in found and near(found[name], means.get(name, math.nan)):
-                del found[name]
-            elif name in found:
-                self._take_up(self._splitting.refute(name))
-        return found
+    def ask(self, split: str, call: Arguments, num_samples: int) -> None:
+        """Examine a batch that the check could not keep."""
+        check = self.check(split)
+        if check is not None and num_samples:
+            with self.wholes.keeping_generators():
+                check.ask(call, num_samples)
 
-    @property
-    def is_looking(self) -> bool:
-        """Return whether a batch that is evaluated now must be passed to `look`."""
-        return self._is_evaluating and bool(self._splitting.unknown)
-
-    @property
-    def unknown(self) -> list[str]:
-        """Return the names of the functions that may be means."""
-        return self._splitting.unknown
-
-    def look(self, outputs: Any, targets: Any, num_samples: int, value: Value) -> None:
-        """Examine the unknown functions on one batch of an evaluation. A collective for some batches, see `Splitting.look`."""
-        with self.wholes.keeping_generators():
-            known = self._splitting.look(self.num_evaluated, outputs, targets, num_samples, value, self._reduce)
-        self._take_up(known)
+    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
+        """Return the values over all samples, as `Backend.measure` does."""
+        if (check := self.check(split)) is not None:
+            check.means, check.is_end = means, is_end
+        found: dict[str, Any] = self.wholes.measure(split)
+        is_incomplete = False
+        for name in [name for name in found if name in self._candidates]:
+            is_kept = found[name] is not None
+            is_incomplete = is_incomplete or not is_kept
+            self._notice(text_of(name, self._functions[name]))
+            self._take_up(name, is_open=split == "train" and is_kept)
+        if is_incomplete and split == "val":
+            return None
+        return {name: value for name, value in found.items() if value is not None}
 
     def functions(self, split: str) -> dict[str, Callable[..., Any]]:
         """Return the functions that are computed batch by batch in `split`."""
-        other = self.wholes.names("train") if split == "train" else self._splitting.not_means
+        other = self.wholes.names(split)
         return {name: function for name, function in self._functions.items() if name not in other}
 
     def is_call(self, name: str) -> bool:
         """Return whether the entry `name` in the result of a `training_step` holds the arguments of a metric."""
-        return self.wholes.has(name) and name not in self._functions
+        return self.wholes.has(name) and self.is_declared(name)
 
     def is_declared(self, name: str) -> bool:
         """Return whether the user declared that `name` is computed over all samples."""
-        return name not in self._functions
+        return name not in self._functions and name != CHECK
+
+    def names_over_all(self) -> list[str]:
+        """Return the names of the metrics over all samples, as `Backend.names_over_all` does."""
+        return [name for name in self.wholes.names("val") if name != CHECK]
 
     @property
     def form(self) -> dict[str, bool]:
-        """Return, for each function of which it is known, whether it is a mean. JSON-able."""
-        return self._splitting.known
+        """Return name -> False for each function that is known to be no mean. JSON-able."""
+        return {name: False for name in self._functions if name not in self._candidates}
 
     @form.setter
     def form(self, form: Mapping[str, bool]) -> None:
-        known = {name: is_mean for name, is_mean in form.items() if name in self._splitting.unknown}
-        self._splitting.settle(known)
-        self._take_up(known)
+        for name, is_mean in form.items():
+            if not is_mean and name in self._candidates:
+                self._take_up(name, is_open=False)
 
-    def _take_up(self, known: Mapping[str, bool]) -> None:
-        for name, is_mean in known.items():
-            if is_mean:
-                self.wholes.drop(name)
-            else:
-                self.wholes.train(name, self._make(self._functions[name], training=True))
+    def _take_up(self, name: str, *, is_open: bool) -> None:
+        """Compute `name` over all samples from now on; in training from this epoch on if `is_open`, else from the next."""
+        function = self._candidates.pop(name)
+        pieces = CHECK if is_open else None
+        self.wholes.take_up(name, lambda training: self._make(function, training=training), pieces)
+        if not self._candidates:
+            self.wholes.drop(CHECK)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 from distributed.backends.failures import Failures
 from distributed.backends.parts import Arguments, Part, Piece, by_update, num_bytes
 from distributed.backends.parts_file import read_metrics, write_metrics
-from distributed.errors import ConfigError, TrainingError
 
 SPLITS = ("train", "val")
 _WARN_BYTES = 1 << 30
@@ -98,7 +97,7 @@ class Wholes:
         """`keeping_generators` returns a block for the code of metrics. What they draw in it must not change training."""
         self.keeping_generators = keeping_generators
         self._engine, self._world, self._warn = engine, world, warn
-        self._rank, self._world_size, self._is_presharded = rank, world_size, is_presharded
+        self._rank, self.world_size, self._is_presharded = rank, world_size, is_presharded
         self._measures: dict[str, dict[str, Measure]] = {split: {} for split in SPLITS}
         self._closed: set[str] = set()  # metrics of training that begin with the next epoch
         self._pieces: dict[str, dict[str, list[Piece]]] = {split: {} for split in SPLITS}  # on the main process
@@ -123,12 +122,25 @@ class Wholes:
             elif self._is_resumed:
                 self._closed.add(name)
 
-    def train(self, name: str, measure: Measure) -> None:
-        """Compute `name`, which is computed in evaluation, in training too, from the next epoch on."""
-        self._measures["train"][name] = measure
+    def take_up(self, name: str, make: Callable[[bool], Measure], pieces_of: str | None) -> None:
+        """Compute `name` from the next evaluation on.
+
+        In training it begins with the next epoch, or continues from what was kept in this epoch for the metric `pieces_of`.
+        `make(training)` returns the measure.
+        """
+        self._measures["val"][name] = make(False)
+        self._measures["train"][name] = make(True)
+        if pieces_of is not None:
+            self._pieces["train"][name] = list(self._pieces["train"].get(pieces_of, ()))
+            self._kept_bytes["train"] += sum(num_bytes(piece.value) for piece in self._pieces["train"][name])
+            return
         self._closed.add(name)
         if name in self._stored:
             self._open(name)
+
+    def measure_of(self, split: str, name: str) -> Measure:
+        """Return the measure that computes `name` in `split`."""
+        return self._measures[split][name]
 
     def has(self, name: str) -> bool:
         """Return whether `name` is computed over all samples."""
@@ -182,7 +194,7 @@ class Wholes:
         if not names:
             return {}
         self._collect(split)
-        states = self._world.gather({name: self._measures[split][name].state() for name in names})
+        states = self._states(split, names)
         answer: dict[str, float] = {}
         with self.keeping_generators():
             for name in names if self._rank == 0 else ():
@@ -193,18 +205,24 @@ class Wholes:
         self.failures.raise_together([failure])
         return found
 
+    def _states(self, split: str, names: Sequence[str]) -> list[dict[str, Any]]:
+        with self.keeping_generators():
+            mine = {name: self._measures[split][name].state() for name in names}
+        return self._world.gather(mine)
+
     def _value(self, split: str, name: str, states: Sequence[Any]) -> dict[str, float]:
         pieces = self._pieces[split].get(name, [])
         known = [state for state in states if state is not None]
         if not pieces and not known:
             return {}
         value = self._measures[split][name].value(by_update(pieces, self._is_presharded), known)
-        return dict(self._numbers(name, value))
+        return dict(value if not name else self.numbers(name, value))  # the check gives names of its own
 
-    def _numbers(self, name: str, value: Any) -> Iterable[tuple[str, float]]:
+    def numbers(self, name: str, value: Any) -> Iterable[tuple[str, float]]:
+        """(name, number) of what a metric returned, or several of a mapping."""
         if isinstance(value, Mapping):
             for key, each in value.items():
-                yield from self._numbers(f"{name}_{key}", each)
+                yield from self.numbers(f"{name}_{key}", each)
         elif isinstance(value, tuple) and len(value) == 2:
             total, count = (self._engine.number(name, each) for each in value)
             yield name, total / count if count else math.nan
@@ -242,7 +260,7 @@ class Wholes:
         if not total["any"]:
             return
         self._kept_bytes[split] += int(total["size"])
-        rounds = 1 + int(total["size"] / self._world_size) // _CHUNK_BYTES
+        rounds = 1 + int(total["size"] / self.world_size) // _CHUNK_BYTES
         for number in range(rounds):
             begin, end = (len(mine) * n // rounds for n in (number, number + 1))
             for rank, sent in enumerate(self._world.gather(mine[begin:end])):
@@ -255,7 +273,7 @@ class Wholes:
         size = self._kept_bytes[split]
         if size > _WARN_BYTES and not self._has_warned and self._rank == 0:
             self._has_warned = True
-            names = ", ".join(sorted(self._pieces[split]))
+            names = ", ".join(sorted(filter(None, self._pieces[split])))
             self._warn(
                 f"the metrics over all samples ({names}) keep {size / (1 << 30):.1f} GiB of outputs in the main process's host"
                 " memory: pass over_all(..., transform=...) to keep less of them, over_all(..., training=False) to keep none in"
@@ -270,7 +288,7 @@ class Wholes:
             return None
         names = self.names("train")
         self._collect("train")
-        states = self._world.gather({name: self._measures["train"][name].state() for name in names})
+        states = self._states("train", names)
         if self._rank == 0:
             content = {name: ([each[name] for each in states], self._pieces["train"].get(name, [])) for name in names}
             write_metrics(directory, content, self._engine)
@@ -294,7 +312,7 @@ class Wholes:
         if self._rank == 0:
             self._pieces["train"][name] = list(pieces)
             self._kept_bytes["train"] += sum(num_bytes(piece.value) for piece in pieces)
-        if len(states) == self._world_size:
+        if len(states) == self.world_size:
             mine = [states[self._rank]]
         else:
             mine = list(states) if self._rank == 0 else []
@@ -359,36 +377,3 @@ class Deferred(NamedTuple):
     split: str
     kept: list[Any]  # outputs, for the metrics that are means
     parts: dict[str, list[Part]]  # name of a metric over all samples -> its parts
-
-
-def no_arguments(name: str) -> ConfigError:
-    """Return the error for a metric whose arguments are not known."""
-    return ConfigError(
-        f"metric {name!r} is computed over all samples, and it is not known from what: return its arguments from"
-        f" training_step, {{'loss': loss, {name!r}: (outputs, targets)}}"
-    )
-
-
-def not_a_number(name: str, value: Any) -> TrainingError:
-    """Return the error for a metric that returned something other than a number."""
-    what = f"a {type(value).__name__}"
-    if hasattr(value, "shape"):
-        what += f" of shape {list(value.shape)}"
-    return TrainingError(
-        f"metric {name!r} gave {what} over all samples: give a number, (sum, count) or a dict of numbers"
-    )
-
-
-def not_a_loss(value: Any, metric: str | None) -> ConfigError:
-    """The error for what a loss function, or the function `metric`, returned and nobody can take a mean of."""
-    kind = type(value).__name__
-    if metric is None:
-        return ConfigError(
-            f"a loss of type {kind} is not a number, a tensor or a pair (sum, count): return one of these"
-        )
-    text = (
-        f"metric {metric!r} gave a {kind}, which is not a number, a tensor or a pair (sum, count): return one of these"
-    )
-    if isinstance(value, Mapping):
-        text += f", or pass metrics={{{metric!r}: distributed.over_all(function)}}, which may return a dict of numbers"
-    return ConfigError(text)

@@ -17,6 +17,7 @@ from distributed.backends._tensorflow import start
 from distributed.backends._tensorflow.refusals import REFUSES
 from distributed.backends._tensorflow.scripts import refuse_torch
 from distributed.backends.base import Backend, Key, Refusals, ShardedData
+from distributed.backends.checking import CHECK
 from distributed.backends.non_finite import NanPolicy, describe, vote
 from distributed.config.fields import setting
 from distributed.config.gpus import visible_gpus
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from distributed.backends._tensorflow.step import Pending
     from distributed.backends._tensorflow.world import World
     from distributed.backends.measured import Measured
+    from distributed.backends.parts import Part
     from distributed.loggers.profiling import Profiler
 
 _REFUSED = {
@@ -161,6 +163,7 @@ class TensorFlowBackend(Backend[Any]):
         replicas = self.world.replicas
         self.model = models.build_model(job.model, self.config, policy, replicas)
         self._measured = self._metrics_of(job)
+        self._unasked: Part | None = None
         self._objective = Objective(
             self.model, job.loss_fn, job.training_step, job.metrics, self._measured, self._notice, self.config.dtype
         )
@@ -193,6 +196,7 @@ class TensorFlowBackend(Backend[Any]):
 
     def _metrics_of(self, job: Job) -> Measured:
         from distributed.backends._tensorflow import over_all
+        from distributed.backends._tensorflow.objective import pair
         from distributed.backends.measured import Measured
         from distributed.backends.over_all import Wholes
         from distributed.metrics.over_all import is_of_keras
@@ -207,7 +211,9 @@ class TensorFlowBackend(Backend[Any]):
             keeping_generators=self._generators.untouched,
         )
         functions = {n: f for n, f in job.metrics.items() if not over_all.is_whole(f) and not is_of_keras(f)}
-        measured = Measured(functions, wholes, over_all.measure_of_function, self.reduce, self._notice)
+        measured = Measured(
+            functions, wholes, over_all.ENGINE, over_all.measure_of_function, pair, over_all.on_host, self._notice
+        )
         if (before := getattr(self, "_measured", None)) is not None:  # of an evaluation before the first fit
             measured.form = before.form
         for name, metric in job.metrics.items():
@@ -254,7 +260,6 @@ class TensorFlowBackend(Backend[Any]):
         self._is_training = True
         if self.keeps_batch:
             self.keeps_batch, self._kept = False, group.micro_batches[0].batch
-        from distributed.backends._tensorflow.over_all import parts_of
         from distributed.backends.over_all import Deferred
 
         pending: Pending | None = None
@@ -263,7 +268,7 @@ class TensorFlowBackend(Backend[Any]):
         for number, micro in enumerate(group.micro_batches):
             batch = self._cast(micro.batch)
             pending = self._steps.forward_backward(batch, micro.num_samples, group.num_samples, pending, micro is last)
-            for name, parts in parts_of(pending.calls, (group.position, number)).items():
+            for name, parts in self._parts("train", pending.calls, (group.position, number)).items():
                 deferred.parts.setdefault(name, []).extend(parts)
         assert pending is not None
         result = StepResult(_averages(pending.rows), group.num_samples, deferred)
@@ -292,6 +297,7 @@ class TensorFlowBackend(Backend[Any]):
 
         from distributed.backends.sums import added
 
+        self._ask()
         sums: dict[str, Any] = {}
         for place, result in enumerate(results):
             for name, value, _, count in result.averages:
@@ -303,10 +309,10 @@ class TensorFlowBackend(Backend[Any]):
         self._measured.begin(split)
 
     def names_over_all(self) -> Sequence[str]:
-        return self._measured.wholes.names("val")
+        return self._measured.names_over_all()
 
-    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
-        return self._measured.measure(split, means)
+    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
+        return self._measured.measure(split, means, is_end=is_end)
 
     def gradient_norm(self) -> float | None:
         return self._norm
@@ -328,28 +334,40 @@ class TensorFlowBackend(Backend[Any]):
         return TensorFlowProfiler(directory, self.context.rank, warmup, active)
 
     def eval_step(self, micro: MicroBatch) -> StepResult:
-        from distributed.backends._tensorflow.over_all import parts_of
         from distributed.backends.over_all import Deferred
 
         self._enter_evaluation()
         self._measured.num_evaluated += 1
         rows, calls = self._steps.evaluate(self._cast(micro.batch), micro.num_samples)
-        self._look(calls)
-        deferred = Deferred("val", [], parts_of(calls, (self._measured.num_evaluated, 0)))
+        deferred = Deferred("val", [], self._parts("val", calls, (self._measured.num_evaluated, 0)))
         result = StepResult(_averages(rows), micro.num_samples, deferred)
         self._measured.wholes.keep("val", result)
         return result
 
-    def _look(self, calls: Sequence[tuple[Any, int]]) -> None:
-        """Ask the first replica's samples which functions are means."""
-        from distributed.backends._tensorflow.objective import pair
+    def _parts(self, split: str, calls: Sequence[Any], key: tuple[int, int]) -> dict[str, list[Part]]:
+        """By metric what the replicas gave for one micro-batch; of the check for means only what it may keep."""
+        from distributed.backends._tensorflow.over_all import on_host, parts_of
 
-        if not self._measured.is_looking:
-            return
-        found, number = calls[0]
-        call = next((found[name] for name in self._measured.unknown if name in found), None)
-        outputs, targets = (None, None) if call is None else call.args
-        self._measured.look(outputs, targets, number if call is not None else 0, pair)
+        found = parts_of(calls, key)
+        check = self._measured.check(split)
+        for part in found.pop(CHECK, ()) if check is not None else ():
+            assert check is not None
+            if split == "train" and check.is_over:
+                self._unasked = part  # the newest one: it can wait for the log line
+                continue
+            part = part._replace(value=on_host(part.value))
+            if check.admits(part.value):
+                found.setdefault(CHECK, []).append(part)
+            elif split == "val":
+                self._measured.ask(split, part.value, part.num_samples)
+        return found
+
+    def _ask(self) -> None:
+        from distributed.backends._tensorflow.over_all import on_host
+
+        part, self._unasked = self._unasked, None
+        if part is not None:
+            self._measured.ask("train", on_host(part.value), part.num_samples)
 
     def predict_step(self, micro: MicroBatch) -> Any:
         self._enter_evaluation()

@@ -241,7 +241,7 @@ class TorchBackend(Backend[OptionsT]):
         )  # fmt: skip
         before = getattr(self, "_averages", None)  # an evaluation before the first fit has found out what is a mean
         self._averages = Averages(
-            self.kind.metrics(job), self.device, wholes=wholes, reduce=self.reduce, notice=self._notice, dtype=self._to_dtype
+            self.kind.metrics(job), self.device, wholes=wholes, notice=self._notice, dtype=self._to_dtype
         )  # fmt: skip
         if before is not None:
             self._averages.measured.form = before.measured.form
@@ -468,10 +468,10 @@ class TorchBackend(Backend[OptionsT]):
         self._averages.measured.begin(split)
 
     def names_over_all(self) -> Sequence[str]:
-        return self._averages.measured.wholes.names("val")
+        return self._averages.measured.names_over_all()
 
-    def measure(self, split: str, means: Mapping[str, float]) -> dict[str, float]:
-        return self._averages.measured.measure(split, means)
+    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
+        return self._averages.measured.measure(split, means, is_end=is_end)
 
     def gradient_norm(self) -> float | None:
         return self._gradients.norm() if self._clipped_norm is None else float(self._clipped_norm)

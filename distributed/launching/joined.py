@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 
 from distributed.config.registry import REGISTRY
@@ -13,9 +13,4 @@ def has_joined() -> bool:
     rows = REGISTRY.values()
     if any(name in sys.modules for row in rows for name in row.joining_modules):
         return True
-    return any(_calls(place) for place in dict.fromkeys(row.has_joined for row in rows if row.has_joined))
-
-
-def _calls(place: str) -> bool:
-    module, _, function = place.partition(":")
-    return bool(getattr(importlib.import_module(module), function)())
+    return any(pkgutil.resolve_name(name)() for name in dict.fromkeys(row.has_joined for row in rows if row.has_joined))

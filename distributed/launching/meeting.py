@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import Any, Protocol, cast
 
 from distributed.launching.environment import WorkerEnvironment
@@ -23,7 +23,4 @@ class Meeting(Protocol):
 
 def make_meeting(name: str | None) -> Meeting | None:
     """The meeting that a backend's registry row names as "module:Class"."""
-    if name is None:
-        return None
-    module, _, attribute = name.partition(":")
-    return cast(Meeting, getattr(importlib.import_module(module), attribute)())
+    return None if name is None else cast(Meeting, pkgutil.resolve_name(name)())

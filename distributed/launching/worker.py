@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import pickle
+import pkgutil
 import random
 import signal
 import sys
@@ -163,9 +164,8 @@ def _run(request: LaunchRequest, report: Report, found: WorkerEnvironment | None
 
 def _before_script(request: LaunchRequest, found: WorkerEnvironment | None, report: Report) -> None:
     """What the backend does in a worker before the user's script can touch its engine."""
-    module, _, function = request.before_script.partition(":")
-    if function and found is not None:
-        getattr(importlib.import_module(module), function)(request, found, report)
+    if request.before_script and found is not None:
+        pkgutil.resolve_name(request.before_script)(request, found, report)
 
 
 def _limits(typed: Typed) -> dict[str, Any]:

@@ -257,7 +257,7 @@ def checks_for(adapter: Adapter) -> dict[str, Check]:
 
 
 def check_over_all_samples(ran: Ran, references: References) -> None:
-    """F1, AUROC, perplexity, a metric that minds the order and one that is found out in the first evaluation are those that
+    """F1, AUROC, perplexity, a metric that minds the order and one that is found out are those that
     the predictions of all samples give at once."""
     case = ran.case("whole")
     found, expected = ({"metrics": case.numbers[name]} for name in ("found", "expected"))

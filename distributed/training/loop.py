@@ -52,6 +52,7 @@ class Run:
     is_over: bool = False  # the last checkpoint is saved
     window: list[StepResult] = dataclasses.field(default_factory=list)  # steps not summed up yet
     window_start: float = 0.0
+    is_measured: bool = False  # whether the metrics of the epoch so far are those of its row
     saved_s: float = 0.0  # of checkpoints since then, which `spent.total` has already
     spent: TimeSplit = dataclasses.field(default_factory=TimeSplit)
 
@@ -86,7 +87,7 @@ def fit(run: Run) -> None:
     while state.epoch < run.config.epochs and state.stop_reason is None:
         if not _train_epoch(run) or not _finish_epoch(run):
             break
-    _log(run)
+    _log(run, is_end=True)
     if state.stop_reason is not None and not was_interrupted(state) and state.samples_in_epoch:
         _measure_part(run)
     if run.last_saved != (state.step, state.epoch):
@@ -120,6 +121,7 @@ def _train_epoch(run: Run) -> bool:
                 return False
         result = train_step(group)
         window.append(result)
+        run.is_measured = False
         state.step += 1
         state.samples_in_epoch += group.num_samples
         state.samples_seen += group.num_samples
@@ -246,14 +248,14 @@ def _add(into: dict[str, list[float]], sums: Mapping[str, Sums]) -> None:
         into[name] = [total, count]
 
 
-def _log(run: Run) -> None:
-    """Show what happened since the last log line."""
+def _log(run: Run, *, is_end: bool = False) -> None:
+    """Show what happened since the last log line. `is_end`: nothing more of the epoch comes before its row."""
     _collect(run)
     state = run.state
     if not state.log_sums:
         return
     means = means_of(state.log_sums)
-    state.over_all = run.backend.measure("train", means)
+    _measure_training(run, is_end=is_end or state.samples_in_epoch == run.train.num_samples)
     means |= state.over_all
     means["learning_rate"] = run.backend.learning_rates()[0]
     if (norm := run.backend.gradient_norm()) is not None:
@@ -270,9 +272,14 @@ def _log(run: Run) -> None:
         callback.on_times(state, times)
 
 
+def _measure_training(run: Run, *, is_end: bool) -> None:
+    run.state.over_all = run.backend.measure("train", means_of(run.state.epoch_sums), is_end=is_end) or {}
+    run.is_measured = is_end
+
+
 def _finish_epoch(run: Run) -> bool:
     """Log, validate, schedule, remember the best, save if due. False when a signal ended the validation."""
-    _log(run)
+    _log(run, is_end=True)
     state = run.state
     row = _measure(run)
     if row is None:
@@ -303,6 +310,8 @@ def _measure_part(run: Run) -> None:
 def _measure(run: Run) -> dict[str, float] | None:
     """The row of the running epoch: training means, and validation under `val_`. None when a signal ended the validation."""
     state = run.state
+    if not run.is_measured:
+        _measure_training(run, is_end=True)
     row: dict[str, float] = {
         "epoch": state.epoch + 1,
         "step": state.step,
@@ -384,7 +393,8 @@ def evaluate(
     if window:
         settle()
     means = means_of(sums)
-    return means | backend.measure("val", means)
+    over_all = backend.measure("val", means)
+    return means | over_all if over_all is not None else evaluate(backend, data, enter)
 
 
 def micro_batches(groups: Iterable[Group]) -> Iterable[MicroBatch]:

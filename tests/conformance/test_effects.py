@@ -45,6 +45,7 @@ OF_SUITE = {
 OF_ALL = {
     "backend", "address", "communication_backend", "timeout_s", "start_timeout", "epochs", "max_steps", "monitor",
     "data.presharded", "profile",
+    "num_nodes", "master_addr",
 }  # fmt: skip
 
 

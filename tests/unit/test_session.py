@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Callback, EarlyStopping, Trainer
-from distributed.backends import splitting
+from distributed.backends import checking
 from distributed.backends._torch import loading
 from distributed.config.merging import Typed
 from distributed.errors import ConfigError
@@ -356,8 +356,8 @@ def test_a_monitor_of_validation_that_no_data_is_given_for_can_never_come():
 def test_the_look_at_a_batch_of_validation_counts_for_nothing_else(monkeypatch):
     """Mixed targets in training: only the validation has an accuracy."""
     votes, starts = [], []
-    ask, begin = splitting.vote, loading.MapData.epoch
-    monkeypatch.setattr(splitting, "vote", lambda *args: votes.append(args[3]) or ask(*args))
+    ask, begin = checking.judge, loading.MapData.epoch
+    monkeypatch.setattr(checking, "judge", lambda *args: votes.append(args[3]) or ask(*args))
     monkeypatch.setattr(
         loading.MapData, "epoch", lambda data, *args: starts.append(data._source.name) or begin(data, *args)
     )
@@ -368,7 +368,7 @@ def test_the_look_at_a_batch_of_validation_counts_for_nothing_else(monkeypatch):
     )  # fmt: skip
     history = runner.fit(mixed, DATA)
     assert "val_accuracy" in history.rows[0] and "accuracy" not in history.rows[0]
-    assert votes == [4, 4]  # the first and the second batch of three
+    assert votes == [12, 12]  # all samples of the epoch, and of the evaluation
     assert starts.count("val_data") == 1  # whose loader starts its workers once
 
 
@@ -429,7 +429,7 @@ def test_the_monitor_of_a_callback_is_checked_too():
 
 
 class Running:
-    """A metric with a state of its own, whose names nobody knows before it is computed."""
+    """A function, as it has neither `compute` nor `reset`."""
 
     def __call__(self, outputs, targets):
         return outputs.mean()
@@ -438,14 +438,14 @@ class Running:
         pass
 
 
-def test_metrics_that_keep_a_state_are_judged_by_the_first_row():
+def test_a_function_with_an_update_of_its_own_gives_one_value():
     runner = Trainer(
         torch.nn.Linear(2, 2), metrics={"running": Running()}, monitor="val_running_f1", monitor_mode="max", device="cpu", epochs=2,
         batch_size=4,
     )  # fmt: skip
     with pytest.raises(ConfigError, match="'val_running_f1' is not reported"):
         runner.fit(DATA, DATA)
-    assert runner.backend._step == 3
+    assert runner.backend._step == 1
 
 
 def test_every_fit_in_this_process_leaves_a_report(tmp_path):

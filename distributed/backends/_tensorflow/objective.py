@@ -14,8 +14,8 @@ from distributed.backends._keras.comparison import Comparison
 from distributed.backends._keras.losses import compiled_metrics, is_of_keras, metric_value, of_output
 from distributed.backends._keras.measures import is_mean
 from distributed.backends._tensorflow.over_all import Calls, measure_of
+from distributed.backends.failures import no_arguments, not_a_loss
 from distributed.backends.measured import Measured as Metrics
-from distributed.backends.over_all import no_arguments, not_a_loss
 from distributed.backends.parts import Arguments, arguments
 from distributed.errors import ConfigError
 from distributed.metrics.monitor import check_names

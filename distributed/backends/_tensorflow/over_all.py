@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from distributed.backends._keras import measures
 from distributed.backends._tensorflow.outputs import joined
-from distributed.backends.over_all import Kept, Measure, Update, driven, not_a_number
+from distributed.backends.failures import not_a_number
+from distributed.backends.over_all import Kept, Measure, Update, driven
 from distributed.backends.parts import Arguments, Part, mapped
 from distributed.checkpoints.tensor_file import RawTensor
 from distributed.errors import ConfigError
@@ -84,14 +85,14 @@ def measure_of(metric: Any) -> Measure:
             lambda updates: _called(metric, updates), lambda call: _kept(metric, call), training=metric.training
         )
     if is_of_keras(metric):
-        return measures.measure_of(metric, ENGINE, contextlib.nullcontext, _on_host)
+        return measures.measure_of(metric, ENGINE, contextlib.nullcontext, on_host)
     if type(metric).__module__.startswith("torchmetrics."):
         raise ConfigError(
             f"{type(metric).__name__} is a metric of torch, and the model is of TensorFlow: use one of keras.metrics, or"
             " distributed.over_all(function)"
         )
     own = copy.deepcopy(metric)
-    return Kept(lambda updates: driven(own, updates, ENGINE, ("reset", "update", "compute")), _on_host)
+    return Kept(lambda updates: driven(own, updates, ENGINE, ("reset", "update", "compute")), on_host)
 
 
 def measure_of_function(function: Callable[..., Any], *, training: bool) -> Measure:
@@ -128,10 +129,11 @@ def _kept(metric: OverAll, call: Arguments) -> Arguments:
         else:
             outputs = metric.transform(outputs)
         call = call._replace(args=(outputs, *more))
-    return _on_host(call)
+    return on_host(call)
 
 
-def _on_host(call: Arguments) -> Arguments:
+def on_host(call: Arguments) -> Arguments:
+    """The arguments of a metric as they are kept."""
     kept: Arguments = mapped(call, _as_array)
     return kept
 

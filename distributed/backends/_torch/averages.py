@@ -17,10 +17,12 @@ from distributed.backends._torch.objective import (
     scores,
     weighted,
 )
-from distributed.backends._torch.over_all import is_whole, measure_of, measure_of_function, widened
+from distributed.backends._torch.over_all import ENGINE, is_whole, measure_of, measure_of_function, on_host, widened
+from distributed.backends.checking import CHECK
+from distributed.backends.failures import no_arguments
 from distributed.backends.measured import Measured
 from distributed.backends.non_finite import Row, without_weight
-from distributed.backends.over_all import Deferred, Wholes, no_arguments
+from distributed.backends.over_all import Deferred, Wholes
 from distributed.backends.parts import Arguments, Part, arguments, mapped
 from distributed.backends.sums import added
 from distributed.state import Group, MicroBatch, StepResult, Sums
@@ -29,7 +31,6 @@ from distributed.state import Group, MicroBatch, StepResult, Sums
 _SMALL_OUTPUTS = 1 << 16
 
 Kept = tuple[Any, Any, int]  # (outputs, targets, samples)
-Reduce = Callable[[Mapping[tuple[str, str], float]], dict[tuple[str, str], float]]
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
@@ -42,14 +43,13 @@ class Averages:
         device: torch.device,
         *,
         wholes: Wholes,
-        reduce: Reduce,
         notice: Callable[[str], None],
         dtype: torch.dtype | None = None,
     ) -> None:
         """`dtype`: the run's, where that is not torch's usual one."""
         functions = {name: metric for name, metric in metrics.items() if not is_whole(metric)}
         self._metrics, self._device, self._dtype = functions, device, dtype
-        self.measured = Measured(functions, wholes, measure_of_function, reduce, notice)
+        self.measured = Measured(functions, wholes, ENGINE, measure_of_function, _pair, on_host, notice)
         self._large: list[Kept] = []  # the newest step's large outputs
         self._has_accuracy = "accuracy" in metrics  # else class indices get it
         for name, metric in metrics.items():
@@ -81,7 +81,6 @@ class Averages:
             loss.count, loss.value = None if loss.count is None else 0.0, torch.zeros_like(loss.value)
         rows = self._rows(loss, n)
         deferred = Deferred("val", [(loss.outputs, loss.targets, n)] if loss.targets is not None else [], {})
-        self._look(loss, n)
         if deferred.kept and not (_is_small(loss.outputs) and _is_small(loss.targets)):
             rows += self._measure(deferred.kept, "val")
             deferred.kept.clear()
@@ -92,16 +91,23 @@ class Averages:
 
     # ------------------------------------------------------------------ metrics over all samples
 
-    def _look(self, loss: Loss, n: int) -> None:
-        if loss.targets is not None and self.measured.is_looking:
-            self.measured.look(loss.outputs, loss.targets, n, _pair)
-
     def _keep_parts(self, deferred: Deferred, key: tuple[int, int], n: int, loss: Loss) -> None:
         for name in self.measured.wholes.names(deferred.split):
             call = self._call(name, loss)
-            if n and call is not None:
-                kept = mapped(call, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
-                deferred.parts.setdefault(name, []).append(Part(key, n, kept))
+            if n and call is not None and (name != CHECK or self._admits(deferred.split, call, n)):
+                deferred.parts.setdefault(name, []).append(Part(key, n, _detached(call)))
+
+    def _admits(self, split: str, call: Arguments, n: int) -> bool:
+        """Whether the check keeps a micro-batch. In training large outputs are measured of some updates only."""
+        check = self.measured.check(split)
+        assert check is not None
+        if split == "train" and not all(map(_is_small, call.args)):
+            check.leave_out()
+        if check.admits(call):
+            return True
+        if split == "val":  # in training that can wait for the log line
+            self.measured.ask(split, _detached(call), n)
+        return False
 
     def _call(self, name: str, loss: Loss) -> Arguments | None:
         if loss.metrics is not None and name in loss.metrics and self.measured.is_call(name):
@@ -148,6 +154,11 @@ class Averages:
             return [(place, *row) for place, each in kept for row in self._measure([each], split)]
         return [(0, *row) for row in self._measure([each for _, each in kept], split)]
 
+    def _ask_in_training(self, split: str, outputs: Any, targets: Any, n: int) -> None:
+        check = self.measured.check("train") if split == "train" else None
+        if check is not None and check.is_over:
+            self.measured.ask("train", Arguments((outputs, targets), {}), n)
+
     def _rows(self, loss: Loss, n: int) -> list[Row]:
         value = loss.value.detach()
         rows: list[Row] = [("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count)]
@@ -182,6 +193,7 @@ class Averages:
         functions = self.measured.functions(split)
         with torch.no_grad(), self.measured.wholes.keeping_generators():
             for outputs, targets, n in _joined(counted or kept[:1]):
+                self._ask_in_training(split, outputs, targets, n)
                 rows += evaluate_metrics(functions, outputs, targets, n, default=not self._has_accuracy)
         return rows if counted else without_weight(rows)
 
@@ -203,6 +215,11 @@ class Averages:
             return torch.stack(list(values)).double()
         except (TypeError, RuntimeError):  # some are plain numbers, or of shape [1], or elsewhere
             return torch.stack([torch.as_tensor(value, device=self._device).reshape(()).double() for value in values])
+
+
+def _detached(call: Arguments) -> Arguments:
+    kept: Arguments = mapped(call, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+    return kept
 
 
 def _pair(function: Callable[..., Any], outputs: Any, targets: Any, n: int) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from distributed.backends._torch.counted import ClassLoss, class_loss
 from distributed.backends.base import TARGET_NAMES
-from distributed.backends.over_all import not_a_loss
+from distributed.backends.failures import not_a_loss
 from distributed.errors import ConfigError, TrainingError
 from distributed.metrics.monitor import check_names
 

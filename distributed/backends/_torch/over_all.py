@@ -15,7 +15,8 @@ import torch
 from distributed.backends._torch.objective import scores
 from distributed.backends._torch.outputs import Outputs, joined
 from distributed.backends._torch.tensor_io import dtype_word, raw_bytes, tensor_of
-from distributed.backends.over_all import Kept, Measure, Update, driven, not_a_number
+from distributed.backends.failures import not_a_number
+from distributed.backends.over_all import Kept, Measure, Update, driven
 from distributed.backends.parts import Arguments, Part, mapped
 from distributed.checkpoints.tensor_file import RawTensor
 from distributed.metrics.over_all import (
@@ -131,6 +132,12 @@ def _transformed(transform: Callable[[Any], Any] | str | None, call: Arguments) 
 def with_scores(call: Arguments) -> Arguments:
     """Return `call` with the scores in place of a model's outputs that contain them, because metric objects take scores."""
     return call._replace(args=tuple(scores(each) for each in call.args))
+
+
+def on_host(call: Arguments) -> Arguments:
+    """The arguments of a metric as they are kept."""
+    kept: Arguments = mapped(call, _on_host)
+    return kept
 
 
 def _prepared(change: Callable[[Arguments], Arguments], call: Arguments) -> Arguments:

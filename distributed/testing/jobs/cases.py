@@ -82,9 +82,9 @@ def cases(parts: Any) -> dict[str, dict[str, Any]]:
 
 
 def measured_columns(metrics: Iterable[str]) -> list[str]:
-    """Names in a row of what is measured over all samples; in training a plain function is, from the second epoch on."""
+    """Names in a row of what is measured over all samples."""
     names = sorted(metrics)
-    return [*(name for name in names if name != overall.FOUND_OUT), *(f"val_{name}" for name in names)]
+    return [*names, *(f"val_{name}" for name in names)]
 
 
 class Watch(Callback):

@@ -41,7 +41,7 @@ def in_order(scores: Any, targets: Any) -> float:
 
 
 _FUNCTIONS = {"auroc": auroc, "f1": macro_f1, "order": in_order, "perplexity": perplexity}
-FOUND_OUT = "root_mean"  # a plain function, which is found out in the first evaluation
+FOUND_OUT = "root_mean"  # a plain function, which is found out at the first log line
 
 
 def declared() -> dict[str, Any]:

@@ -1,0 +1,141 @@
+"""Find plain metric functions that are no means: compare the mean over batches with the value over all samples. No framework.
+
+What a rank keeps for this is bounded. Batches beyond that bound are examined one by one: see `splitting.vote`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from distributed.backends.failures import Failures
+from distributed.backends.over_all import Engine, Update
+from distributed.backends.parts import Arguments, Part, num_bytes
+from distributed.backends.splitting import REFUSES, Value, judge, near
+
+CHECK = ""  # the name of the check among the metrics of `Wholes`; no metric has it
+LIMIT_BYTES = 16 << 20  # what all processes together keep
+_CHUNK_BYTES = 1 << 20  # small batches are examined together, up to this size
+
+Prepare = Callable[[Arguments], Arguments]
+
+
+class Check:
+    """Keep the batches of an evaluation, or of an epoch, to find functions that are no means. A `Measure` of `Wholes`."""
+
+    training = True
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[..., Any]],
+        engine: Engine,
+        value: Value,
+        whole: Callable[[Callable[..., Any], Sequence[Update]], Any],
+        prepare: Prepare,
+        failures: Failures,
+        limit_bytes: int,
+    ) -> None:
+        """Begin with nothing kept.
+
+        `functions` is read at each use, and changes. `whole` computes a function over all samples, `prepare` copies arguments to
+        the host.
+        """
+        self._functions, self._engine, self._value, self._whole = functions, engine, value, whole
+        self._prepare, self._failures, self._limit_bytes = prepare, failures, limit_bytes
+        self.means: Mapping[str, float] = {}  # of the same samples, batch by batch: what the values are compared with
+        self.is_end = True  # whether the evaluation or epoch ends
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._parts: list[Part] = []
+        self._num_bytes = 0  # of everything that was admitted, also of what `take` has returned since
+        self.is_over = False  # whether a batch was not kept
+        self._num_checked = 0  # samples at the last check; only the main process knows it
+        self._refuted: set[str] = set()  # no means, as a batch that was not kept has shown
+        self._chunk: list[Update] = []
+        self._chunk_bytes = 0
+
+    def admits(self, call: Arguments) -> bool:
+        """Return whether a micro-batch may be kept. Once one may not, no later one may."""
+        size = num_bytes(call)
+        self.is_over = self.is_over or self._num_bytes + size > self._limit_bytes
+        self._num_bytes += 0 if self.is_over else size
+        return not self.is_over
+
+    def leave_out(self) -> None:
+        """Keep no further batch of this evaluation or epoch."""
+        self.is_over = True
+
+    def ask(self, call: Arguments, num_samples: int) -> None:
+        """Examine a batch that was not kept, small ones together. The host waits for the device once per chunk."""
+        self._chunk.append([(call, num_samples)])
+        self._chunk_bytes += num_bytes(call)
+        if self._chunk_bytes >= _CHUNK_BYTES:
+            self._ask_chunk()
+
+    def _ask_chunk(self) -> None:
+        chunk, self._chunk, self._chunk_bytes = self._chunk, [], 0
+        if chunk:
+            self._refuted |= {name for name, (is_mean, _) in self._judged(chunk).items() if is_mean is False}
+
+    def _judged(self, updates: Sequence[Update]) -> dict[str, tuple[bool | None, float]]:
+        """Return name -> (whether it is a mean, its value) for the samples of `updates`."""
+        args, number = self._engine.joined(updates).args, sum(n for update in updates for _, n in update)
+        found: dict[str, tuple[bool | None, float]] = {}
+        for name, function in self._functions.items():
+            # A function may refuse joined batches, such as sequences of different lengths. Then it stays a mean of batches.
+            with self._failures.noting(name), contextlib.suppress(*REFUSES):
+                found[name] = judge(function, args[0], args[1], number, self._value)
+        return found
+
+    # ------------------------------------------------------------------ as a measure of `Wholes`
+
+    def absorb(self, part: Part) -> None:
+        """Keep a micro-batch that was admitted."""
+        self._parts.append(part._replace(value=self._prepare(part.value)))
+
+    def take(self) -> list[Part]:
+        """Return what was kept since the last call, and forget it."""
+        taken, self._parts = self._parts, []
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """Return what the main process needs and a checkpoint stores."""
+        self._ask_chunk()
+        return {
+            "bytes": self._num_bytes,
+            "is_over": self.is_over,
+            "refuted": sorted(self._refuted),
+            "checked": self._num_checked,
+        }
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Continue from `states`, which `state` returned on one rank, or on several ranks that this rank replaces."""
+        self.reset()
+        for state in states:
+            self._num_bytes += int(state["bytes"])
+            self.is_over = self.is_over or bool(state["is_over"])
+            self._refuted |= set(state["refuted"])
+            self._num_checked = max(self._num_checked, int(state["checked"]))
+
+    def value(self, updates: Sequence[Update], states: Sequence[Any]) -> dict[str, Any]:
+        """Return name -> value over all samples, of each function that is no mean; None where not all samples were kept.
+
+        Within an epoch the functions are called each time that the samples have doubled, so that log lines cost little.
+        """
+        is_over = any(state["is_over"] for state in states)
+        refuted = {name for state in states for name in state["refuted"]}
+        number = sum(n for update in updates for _, n in update)
+        is_due = number > 0 and (self.is_end or number >= 2 * self._num_checked)
+        self._num_checked = number if is_due else self._num_checked
+        for name, (is_mean, value) in self._judged(updates).items() if is_due else ():
+            is_apart = not is_over and name in self.means and not near(value, self.means[name])
+            if is_mean is False or is_apart:
+                refuted.add(name)
+        found: dict[str, Any] = {}
+        for name in sorted(refuted & self._functions.keys()):
+            with self._failures.noting(name):
+                found[name] = None if is_over else self._whole(self._functions[name], updates)
+        return found
