@@ -23,20 +23,19 @@ from distributed.config.plan import ProcessPlan, choose_backend, plan_batch, pla
 from distributed.config.registry import groups_in_use, row_in_use
 from distributed.config.settings import GROUPS, DistributedConfig, nproc_of_world
 from distributed.errors import ConfigError, ResourceError
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import node_environment, worker_environment
+from distributed.launching.environments.torchrun import pass_over_stale_rank
 from distributed.launching.exposure import launcher_warnings, warnings_of
 from distributed.launching.listening import listen_at
 from distributed.launching.request import (
     Handover,
     LaunchRequest,
-    WorkerEnvironment,
     check_script,
     launch,
-    node_environment,
-    pass_over_stale_rank,
     set_missing,
     set_thread_variables,
     thread_count,
-    worker_environment,
 )
 from distributed.runs.directory import RunDirectory, choose_run_dir
 

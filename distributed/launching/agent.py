@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousStateError
 
-from distributed.launching.environment import WorkerEnvironment
+from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_row
 from distributed.launching.listening import loopback_environ
 from distributed.launching.meeting import make_meeting

@@ -8,21 +8,10 @@ import os
 from distributed.config import DistributedConfig
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import row_in_use
-from distributed.launching.request import WorkerEnvironment, launched_by
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import environment_of
+from distributed.launching.request import launched_by
 from distributed.launching.secret import VARIABLE, shared_secret
-
-# The ports of other launchers, by `WorkerEnvironment.source`. srun is missing because its ports authenticate who connects.
-_LAUNCHERS = {
-    "torchrun": (
-        "torchrun listens on all interfaces without a secret, and anyone who connects to its c10d rendezvous (the default on one"
-        " node) can run code as you"
-    ),
-    "openmpi": "mpirun listens on all interfaces",
-    "horovodrun": (
-        "horovodrun listens on all interfaces without a secret, and anyone who connects while the run starts can take the place"
-        " of a rank"
-    ),
-}
 
 
 @dataclasses.dataclass
@@ -54,9 +43,10 @@ def launcher_warnings(found: WorkerEnvironment | None) -> list[str]:
     """
     if found is None or found.world_size == 1 or found.restart_count > 0:
         return []
-    is_torchrun = found.source == "environment" and "TORCHELASTIC_RUN_ID" in os.environ
-    source = "torchrun" if is_torchrun else found.source
-    return _once(_of_listener(_LAUNCHERS[source])) if source in _LAUNCHERS else []
+    row = environment_of(found)
+    if row is None or not row.listens or (row.listens_with and row.listens_with not in os.environ):
+        return []
+    return _once(_of_listener(row.listens))
 
 
 def engine_warnings(listens: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from typing import Any, Protocol, cast
 
-from distributed.launching.environment import WorkerEnvironment
+from distributed.launching.environments.base import WorkerEnvironment
 
 
 class Meeting(Protocol):

@@ -17,19 +17,8 @@ from typing import Any
 
 from distributed.config.merging import Typed
 from distributed.errors import ConfigError, ScriptError, nearest
-from distributed.launching.environment import (
-    NodeEnvironment,
-    WorkerEnvironment,
-    node_environment,
-    worker_environment,
-)
-from distributed.launching.variables import is_local_rank, pass_over_stale_rank
+from distributed.launching.environments.torchrun import is_local_rank
 from distributed.runs.temporary import sweep
-
-__all__ = [
-    "Handover", "LaunchRequest", "Link", "NodeEnvironment", "WorkerEnvironment", "handover", "launch", "launched_by", "link",
-    "node_environment", "pass_over_stale_rank", "running_script", "typed_for_script", "worker_environment",
-]  # fmt: skip
 
 HANDOVER_VARIABLE = "DISTRIBUTED_CONFIG"
 # What the launcher itself uses, or every worker: these settings hold for a script without a Trainer too.

@@ -27,18 +27,10 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import DistributedError, TrainingInterrupted
 from distributed.launching import worker_store
 from distributed.launching.causes import full_traceback, short_traceback
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import worker_environment
 from distributed.launching.joined import has_joined
-from distributed.launching.request import (
-    Handover,
-    LaunchRequest,
-    WorkerEnvironment,
-    has_trainer,
-    link,
-    set_missing,
-    tell,
-    unused_settings,
-    worker_environment,
-)
+from distributed.launching.request import Handover, LaunchRequest, has_trainer, link, set_missing, tell, unused_settings
 from distributed.launching.sharing import ways_out
 from distributed.loggers import environ_of_run
 from distributed.runs.processes import flush_c_streams, keep_interrupts

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from distributed.launching.environment import WorkerEnvironment
-from distributed.launching.identity import launch_identity
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import launch_identity
 from distributed.runs.directory import choose_run_dir, find_run_dir
 
 SCRIPT = """

@@ -21,7 +21,7 @@ from typing import Any
 from distributed.backends._ray.cluster import Cluster
 from distributed.backends._ray.hub import Guest, Hub, attach
 from distributed.errors import ConfigError, DistributedError, ResourceError
-from distributed.launching.environment import WorkerEnvironment
+from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, Row, write_row
 from distributed.launching.guarded import Guarded, Report
 from distributed.launching.listening import loopback_environ, reachable_address
