@@ -5,6 +5,7 @@ Everything is first written into the run directory (`_mlflow.spool`) and sent fr
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -20,7 +21,7 @@ from distributed.callbacks import Callback
 from distributed.checkpoints.agreement import Agreement
 from distributed.config.fields import rules
 from distributed.config.settings import GROUPS, OPTIMIZATION, TRAINING, DistributedConfig
-from distributed.errors import ConfigError, ResourceError
+from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.loggers._mlflow import place
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
@@ -225,8 +226,8 @@ class MlflowLogger(Logger):
         self._fit.report({"kind": "warning", "text": text})
 
 
-def mlflow_loggers(fit: LoggedFit) -> list[Callback]:
-    """The logger of the main process, and on every rank what lets its own code join the run. All ranks call it."""
+def make(fit: LoggedFit) -> list[Callback]:
+    """Return the logger of the main process, and on every rank what lets the user's code join the run. All ranks call it."""
     loggers: list[Callback] = []
 
     def open_on_main() -> dict[str, str]:
@@ -235,6 +236,12 @@ def mlflow_loggers(fit: LoggedFit) -> list[Callback]:
 
     environ = Agreement(fit.backend, fit.context).on_main(open_on_main)
     return [*loggers, JoinedRun(environ, is_worker=fit.is_worker)]
+
+
+def end_without_workers(run: RunDirectory, code: int) -> None:
+    """Tell MLflow that a run ended with the exit code `code`. Launcher only."""
+    with contextlib.suppress(OSError, DistributedError):  # the run's own error is the one to show
+        end_run(run, "KILLED" if code in (130, 143) else "FAILED")
 
 
 def end_run(run: RunDirectory, status: str, is_sent: bool = True) -> bool:

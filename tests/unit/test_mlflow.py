@@ -12,7 +12,6 @@ import pytest
 from distributed.cli.__main__ import run
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
-from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 from distributed.loggers import check, environ_of_run, environ_of_workers
 from distributed.loggers._mlflow import place
@@ -118,7 +117,7 @@ def test_a_file_in_the_place_of_the_library_is_named(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "mlflow", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ResourceError, match=r"mlflow\.py hides the library mlflow: rename"):
-        place.check(DistributedConfig(mlflow_tracking=True))
+        place.check(merged(mlflow_tracking=True))
 
 
 def test_a_folder_of_the_librarys_name_beside_the_script_is_no_library(monkeypatch, tmp_path):
@@ -126,7 +125,7 @@ def test_a_folder_of_the_librarys_name_beside_the_script_is_no_library(monkeypat
     monkeypatch.delitem(sys.modules, "mlflow", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(ResourceError, match="needs mlflow, which is not installed: run pip install"):
-        place.check(DistributedConfig(mlflow_tracking=True))
+        place.check(merged(mlflow_tracking=True))
 
 
 def test_only_a_run_that_the_user_had_open_is_handed_to_a_further_attempt(monkeypatch, tmp_path):

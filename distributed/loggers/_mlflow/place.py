@@ -8,10 +8,13 @@ import sys
 import urllib.parse
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.errors import ConfigError, ResourceError, nearest
+
+if TYPE_CHECKING:
+    from distributed.config.merging import MergedConfig
 
 URI, RUN_ID = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
 _SERVERS, _DATABASES = ("http", "https"), ("sqlite", "mysql", "postgresql", "mssql")
@@ -21,7 +24,7 @@ REINSTALL = "pip install --force-reinstall 'distributed-trainer[mlflow]'"
 given_out: set[str] = set()  # ids of runs that this process put into its own environment: nobody asked to join those
 
 
-def check(config: Any) -> None:
+def check(merged: MergedConfig) -> None:
     """Refuse what cannot work: a missing library, a URI of no form that MLflow has, a name that it does not take.
 
     Raises ResourceError or ConfigError. Whether a server answers is not asked: training does not need it.
@@ -32,7 +35,7 @@ def check(config: Any) -> None:
         _require("sqlalchemy")
     if uri is not None:
         check_uri(uri)
-    model = config.mlflow_register_model
+    model = merged.config.mlflow_register_model
     if model is not None and re.search(r"[/:]|^\s*$|^\.+$", model):
         raise ConfigError(f"mlflow_register_model={model!r} is no name for MLflow: leave out '/' and ':'")
 
@@ -60,7 +63,7 @@ def has_open_run() -> bool:
     return mlflow is not None and hasattr(mlflow, "active_run") and mlflow.active_run() is not None
 
 
-def environ_of_open_run() -> dict[str, str]:
+def environ_of_open_run(merged: MergedConfig) -> dict[str, str]:
     """What workers need for their run to be the one that the user has open in this process."""
     found = said_run()
     if found is None:
