@@ -16,14 +16,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
+from distributed.launching.forking import fork
 from distributed.launching.output import display_of
 from distributed.launching.request import LaunchRequest, check_script, crowding, set_thread_variables
 from distributed.launching.stopping import Signals, Stop
 from distributed.runs.directory import RunDirectory
-from distributed.runs.processes import STOP_SIGNALS, die_with_parent
+from distributed.runs.processes import STOP_SIGNALS
 
 _AGENT_GRACE_S = 10.0  # for the agent to print and leave once every worker is gone
 _MESSAGE_BYTES = 256 * 1024
@@ -44,7 +44,7 @@ def serve(request: LaunchRequest) -> int:
         gc.disable()  # imports make no garbage worth looking for, and a collection would unshare pages
         importlib.import_module("torch")  # the agent's; the only import of it in the whole tree
         server, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        agent = _fork(lambda: _agent(request, run, side, server, signals))
+        agent = fork(lambda: _agent(request, run, side, server, signals))
         side.close()
         for name in request.preload:
             if signals.are_waiting():  # a stop, or the end of the agent: nobody will need the rest
@@ -80,32 +80,6 @@ def _agent(
     from distributed.launching.agent import run_agent
 
     return run_agent(request, run, side)
-
-
-def _fork(child: Callable[[], int]) -> int:
-    """Fork; the child dies with this process and ends with what `child()` returns. Its signals are blocked at first."""
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Until the child has its own handlers, its signals would show up on the descriptor that it shares with us.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
-    pid = os.fork()
-    if pid:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return pid
-    code = 1
-    try:
-        die_with_parent(parent)
-        code = child()
-    except KeyboardInterrupt:  # a Ctrl-C that came before the script began
-        code = 128 + signal.SIGINT
-    except BaseException:  # the top frame of a process: say it, whatever it is
-        sys.excepthook(*sys.exc_info())
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
 
 
 class ForkServer:
@@ -186,7 +160,7 @@ class ForkServer:
         if self._stop.signum:  # too late: nothing may start any more
             self._tell(op="exit", local_rank=order["local_rank"], status=-self._stop.signum, time=time.time())
         else:
-            pid = _fork(lambda: self._worker(order, fds))
+            pid = fork(lambda: self._worker(order, fds))
             with contextlib.suppress(OSError):  # the child does it too; whoever comes first
                 os.setpgid(pid, pid)
             self._workers[pid] = order["local_rank"]

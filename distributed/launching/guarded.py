@@ -13,12 +13,12 @@ import os
 import select
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributed.runs.processes import STOP_SIGNALS, die_with_parent
+from distributed.launching.forking import fork
+from distributed.runs.processes import STOP_SIGNALS
 
 _PR_SET_CHILD_SUBREAPER = 36
 Report = Callable[[dict[str, Any]], None]
@@ -33,16 +33,8 @@ class Guarded:
     def __init__(self, work: Callable[[Report], None], log: Path, scratch: Path | None) -> None:
         life, self._life = os.pipe()
         self.reports, write = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Both are born with the signals of a stop held back: those are for the launcher alone.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
-        self._keeper = os.fork()
-        if self._keeper == 0:
-            os.close(self._life)
-            os.close(self.reports)
-            _keep(work, log, scratch, life, write)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        ends = (self._life, self.reports)
+        self._keeper = fork(lambda: _keep(work, log, scratch, life, write, ends), dies_with_parent=False)
         os.close(life)
         os.close(write)
         self._rest = b""
@@ -60,45 +52,35 @@ class Guarded:
             os.waitpid(self._keeper, 0)
 
 
-def _keep(work: Callable[[Report], None], log: Path, scratch: Path | None, life: int, write: int) -> None:
-    """The life of the keeper. Never returns."""
-    try:
-        os.setsid()
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_IGN if number != signal.SIGCHLD else signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        keeper = os.getpid()
-        child = os.fork()
-        if child == 0:
-            die_with_parent(keeper)
-            os.close(life)
-            _work(work, log, write)
-        os.close(write)
-        select.select([life, os.pidfd_open(child)], [], [])
-        _kill_all_below(keeper)
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-    finally:
-        os._exit(0)
+def _keep(
+    work: Callable[[Report], None], log: Path, scratch: Path | None, life: int, write: int, ends: tuple[int, int]
+) -> int:
+    """Run the subreaper until `work` has ended or the other end of `life` is closed."""
+    for fd in ends:
+        os.close(fd)
+    os.setsid()
+    for number in (*STOP_SIGNALS, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN if number != signal.SIGCHLD else signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    child = fork(lambda: _work(work, log, life, write))
+    os.close(write)
+    select.select([life, os.pidfd_open(child)], [], [])
+    _kill_all_below(os.getpid())
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return 0
 
 
-def _work(work: Callable[[Report], None], log: Path, write: int) -> None:
-    """The life of the process itself. Never returns."""
-    code = 1
-    try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        for target in (1, 2):
-            os.dup2(fd, target)
-        work(lambda report: _write(write, report))
-        code = 0
-    except BaseException:  # the top frame of a process: say it, whatever it is
-        sys.excepthook(*sys.exc_info())
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
+def _work(work: Callable[[Report], None], log: Path, life: int, write: int) -> int:
+    """Call `work` with its output in `log`."""
+    os.close(life)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for target in (1, 2):
+        os.dup2(fd, target)
+    work(lambda report: _write(write, report))
+    return 0
 
 
 def _write(fd: int, report: dict[str, Any]) -> None:

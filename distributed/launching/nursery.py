@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -94,13 +95,15 @@ class _Home:
 
     def live(self) -> None:
         """Until the caller has gone. Whoever is running then goes too: it dies with this process."""
+        from distributed.launching.forking import fork
+
         while True:
             data, fds, _, _ = socket.recv_fds(self._channel, _MESSAGE_BYTES, 2)
             if not data:
                 return
             if data == b"stop":  # it came after the end
                 continue
-            pid = self._fork(data, fds)
+            pid = fork(functools.partial(self._launch, data, fds))
             for fd in fds:
                 os.close(fd)
             if not self._wait(pid):
@@ -123,30 +126,14 @@ class _Home:
         self._channel.send(str(128 - status if status < 0 else status).encode())
         return True
 
-    def _fork(self, data: bytes, fds: list[int]) -> int:
-        home = os.getpid()
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            code = self._launch(data, fds, home)
-        except BaseException:  # the top frame of a process: say it, whatever it is
-            sys.excepthook(*sys.exc_info())
-        finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
-
-    def _launch(self, data: bytes, fds: list[int], home: int) -> int:
+    def _launch(self, data: bytes, fds: list[int]) -> int:
         import dataclasses
 
         from distributed.errors import DistributedError
         from distributed.launching.request import LaunchRequest, launch
-        from distributed.runs.processes import die_with_parent
+        from distributed.runs.processes import STOP_SIGNALS
 
-        die_with_parent(home)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
         os.setsid()
         self._channel.close()
         output, epochs = fds
