@@ -16,8 +16,8 @@ from typing import Any
 
 from distributed.config.merging import Typed, joined, merge, split_sweep
 from distributed.errors import ConfigError, DistributedError, TrainingError
-from distributed.launching.nursery import Nursery
 from distributed.launching.request import THREAD_VARIABLES
+from distributed.launching.worker_server import WorkerServer
 from distributed.runs.directory import RunDirectory
 from distributed.training.trial import Trial, inside
 from distributed.tuning.mlflow_run import environ_of_trials
@@ -99,12 +99,12 @@ class ScriptJob:
         self._share(cpus / request.nproc_per_node)
         run = RunDirectory(trial.directory)
         before = run.events.stat().st_size if run.events.exists() else 0
-        nursery = _nursery(request.preload)
+        server = _worker_server(request.preload)
         with (
             open(f"{trial.directory}.log", "a", encoding="utf-8") as log,
-            _StopWatch(self.stop_file, nursery.stop) as watch,
+            _StopWatch(self.stop_file, server.stop) as watch,
         ):
-            code = nursery.launch(request, log.fileno(), trial.report)
+            code = server.launch(request, log.fileno(), trial.report)
         if watch.is_stopped:
             raise SystemExit(0)
         if code:
@@ -161,19 +161,19 @@ class _Output:
 class _Actor:
     """What stays in the process of a trial for the next one."""
 
-    nursery: Nursery | None = None
+    server: WorkerServer | None = None
     output: Any = _Output()
 
 
-def _nursery(preload: tuple[str, ...]) -> Nursery:
-    """A process that has imported what `preload` names, made once."""
-    before = _Actor.nursery
+def _worker_server(preload: tuple[str, ...]) -> WorkerServer:
+    """Return a server that has imported the modules `preload`. It is created once per process."""
+    before = _Actor.server
     if before is not None and before.is_alive and before.preload == preload:
         return before
     if before is not None:
         before.close()
-    _Actor.nursery = Nursery(preload)
-    return _Actor.nursery
+    _Actor.server = WorkerServer(preload)
+    return _Actor.server
 
 
 def cause_of(code: int, run: RunDirectory, events_before: int, log: Path) -> str:

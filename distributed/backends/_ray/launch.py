@@ -23,12 +23,12 @@ from distributed.backends._ray.hub import Guest, Hub, attach
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, Row, write_row
-from distributed.launching.guarded import Guarded, Report
 from distributed.launching.listening import loopback_environ, reachable_address
 from distributed.launching.output import WorkerOutput, display_of
 from distributed.launching.request import THREAD_VARIABLES, LaunchRequest, check_script, set_thread_variables
 from distributed.launching.secret import VARIABLE
 from distributed.launching.stopping import Signals, Stop
+from distributed.launching.subreaper import Report, Subreaper
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers import end_elsewhere
 from distributed.loggers.console import Display
@@ -90,7 +90,7 @@ class _Launch:
         """To the end."""
         if lines := [*self._notices(), *self._request.started_lines]:
             self._display.handle({"kind": "started", "lines": lines})
-        ray = Guarded(self._ray, self._run.logs / "ray.log", self._cluster.scratch)
+        ray = Subreaper(self._ray, self._run.logs / "ray.log", self._cluster.scratch)
         try:
             self._output.start()
             self._hub.start(ray)

@@ -1,7 +1,7 @@
-"""A process whose descendants, however they detached themselves, end with it and with the one that asked for it.
+"""Run a function in a process whose descendants all end with it, and with the process that asked for it.
 
-Some of Ray's processes outlive a cluster that was killed: they are children of children in sessions of their own. So a
-keeper stands between, which inherits every orphan below it (Linux: PR_SET_CHILD_SUBREAPER).
+Some of Ray's processes (seen in 2.60) outlive a cluster that was killed, because they are descendants in sessions of their own. A subreaper
+between the caller and the function inherits every orphan below it and kills what is left (Linux: PR_SET_CHILD_SUBREAPER).
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ _PR_SET_CHILD_SUBREAPER = 36
 Report = Callable[[dict[str, Any]], None]
 
 
-class Guarded:
-    """Runs `work(report)` below a keeper. Start it from a process with a single thread.
+class Subreaper:
+    """Run `work(report)` in a process below a subreaper. Create it in a process with a single thread.
 
-    Its output goes to `log`; when all is over `scratch` is removed.
+    Args:
+        work: the function to run; it gets a function `report` that sends a JSON-able event to this process.
+        log: the file that gets its output and that of its children.
+        scratch: a directory that is removed when all processes have ended, or None.
     """
 
     def __init__(self, work: Callable[[Report], None], log: Path, scratch: Path | None) -> None:
         life, self._life = os.pipe()
         self.reports, write = os.pipe()
         ends = (self._life, self.reports)
-        self._keeper = fork(lambda: _keep(work, log, scratch, life, write, ends), dies_with_parent=False)
+        self._pid = fork(lambda: _keep(work, log, scratch, life, write, ends), dies_with_parent=False)
         os.close(life)
         os.close(write)
         self._rest = b""
 
     def read(self) -> list[dict[str, Any]] | None:
-        """What `work` reported since the last call, waiting for it; None once it has ended."""
+        """Wait for events and return those since the last call. Return None once `work` has ended."""
         data = os.read(self.reports, 65536)
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines] if data else None
 
     def end(self) -> None:
-        """Kill what is left of it, and wait until all is gone."""
+        """Kill the processes that are left, and wait until all have ended."""
         os.close(self._life)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._keeper, 0)
+            os.waitpid(self._pid, 0)
 
 
 def _keep(
@@ -88,10 +91,10 @@ def _write(fd: int, report: dict[str, Any]) -> None:
         os.write(fd, json.dumps(report).encode() + b"\n")
 
 
-def _kill_all_below(keeper: int) -> None:
-    """Until this process has no child: each one that ends leaves its own to this process."""
+def _kill_all_below(subreaper: int) -> None:
+    """Kill children until this process has none: the children of each one that ends become its own."""
     while True:
-        for pid in _children(keeper):
+        for pid in _children(subreaper):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
