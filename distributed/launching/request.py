@@ -11,14 +11,19 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.config.merging import Typed
 from distributed.errors import ConfigError, ScriptError, nearest
 from distributed.launching.environments.torchrun import is_local_rank
 from distributed.runs.temporary import sweep
+
+if TYPE_CHECKING:
+    from distributed.config.merging import MergedConfig
+    from distributed.config.plan import ProcessPlan
+    from distributed.config.registry import BackendRow
 
 HANDOVER_VARIABLE = "DISTRIBUTED_CONFIG"
 # What the launcher itself uses, or every worker: these settings hold for a script without a Trainer too.
@@ -233,6 +238,33 @@ class LaunchRequest:
         if content["sys_path"] is not None:
             content["sys_path"] = tuple(content["sys_path"])
         return cls(**{**content, "typed": typed_from(content["typed"])})
+
+
+_FROM_CONFIG = (
+    "node_rank", "max_restarts", "restart_on_exception", "monitor_interval", "start_timeout", "timeout_s", "verbose",
+)  # fmt: skip
+
+
+def make_request(
+    merged: MergedConfig, plan: ProcessPlan, row: BackendRow, run_dir: str, *, typed: Typed, started_lines: Sequence[str], **more: Any
+) -> LaunchRequest:  # fmt: skip
+    """Return the request for the processes of `plan` under the settings `merged`.
+
+    Args:
+        merged: the settings; their notices are shown at the start, before `started_lines`.
+        plan: the processes to start.
+        row: the backend, as its options make it.
+        run_dir: the run directory.
+        typed: what the workers get of the values that were set outside the script.
+        started_lines: what is shown once, before the workers start.
+        more: further fields of the request, such as the script or the payload.
+    """
+    settings = {name: getattr(merged.config, name) for name in _FROM_CONFIG}
+    return LaunchRequest(
+        run_dir, dataclasses.replace(typed, notices=()), nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes,
+        device=plan.device, preload=row.preload, meeting=row.meeting, before_script=row.before_script,
+        started_lines=(*merged.notices, *started_lines), **settings, **more,
+    )  # fmt: skip
 
 
 def check_script(script: str) -> None:

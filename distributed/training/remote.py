@@ -26,7 +26,7 @@ from distributed.config.settings import GROUPS
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
 from distributed.launching.exposure import warnings_of
 from distributed.launching.reporter import Reporter
-from distributed.launching.request import LaunchRequest
+from distributed.launching.request import LaunchRequest, make_request
 from distributed.launching.subprocess_launch import start_launcher
 from distributed.loggers import environ_of_workers
 from distributed.metrics.monitor import check_monitor
@@ -227,18 +227,14 @@ def _pickled(fit: RemoteFit) -> bytes:
 
 
 def _request(setup: Setup, merged: MergedConfig, run: RunDirectory, payload: int, resume: bool) -> LaunchRequest:
-    config, plan = merged.config, setup.plan
-    row = row_in_use(config, plan.backend)
-    return LaunchRequest(
-        run_dir=str(run.path), typed=dataclasses.replace(setup.typed, notices=()),  # merged.notices has them
+    plan, backend = setup.plan, setup.backend
+    row = row_in_use(merged.config, plan.backend)
+    return make_request(
+        merged, plan, row, str(run.path), typed=setup.typed, started_lines=[*warnings_of(merged.config, plan), starting_line(plan)],
         payload=f"/proc/self/fd/{payload}", script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
-        working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume, nproc_per_node=plan.nproc_per_node,
-        device=plan.device, preload=row.preload, meeting=row.meeting,
-        before_script=row.before_script, environ={**row.environ, **environ_of_workers(merged)}, max_restarts=config.max_restarts,
-        restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
-        start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose,
-        started_lines=(*merged.notices, *warnings_of(config, plan), starting_line(plan)),
-        launcher=setup.backend.launcher, launcher_options=setup.backend.launcher_options(),
+        working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume,
+        environ={**row.environ, **environ_of_workers(merged)},
+        launcher=backend.launcher, launcher_options=backend.launcher_options(),
     )  # fmt: skip
 
 
