@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import linecache
 import os
 import pickle
@@ -108,7 +107,7 @@ def fit_in_workers(fits: Fits, merged: MergedConfig, train_data: Any, val_data: 
     resume = before is not None or merged.config.resume_from_checkpoint is not False or is_again
     run.check(resume=resume)
     fit = remote_fit(RemoteFit, fits, merged, directory, train_data, val_data)
-    events_before = _size(run.events)
+    events_before = run.events_size()
     _warn_of_profiler(merged.config.verbose)
     try:
         code = run_in_workers(fit, setup, merged, run, resume=resume)
@@ -247,18 +246,15 @@ def failure(
     """The error of a launcher that ended with `code`, with the cause that this fit wrote into the journal. `kinds`: what
     further codes mean."""
     kinds = {**_KINDS, **kinds}
-    lines = run.events.read_bytes()[events_before:].splitlines() if run.events.exists() else []
-    failed = [event for line in lines if (event := json.loads(line))["event"] in _FAILURES]
-    if not failed:
+    cause = run.last_failure(events_before)
+    if cause is None:
         return kinds.get(code, TrainingError)(f"the launcher of the workers ended with code {code}: it said why")
-    cause = failed[-1]
     if code in kinds:
         return kinds[code](cause["cause"])
     text = f"{cause['cause']} (whole log: {run.logs / 'rank-{rank}.log'.format(**cause)})"
     return TrainingError("\n".join([text, cause["traceback"]]) if cause.get("traceback") else text)
 
 
-_FAILURES = ("worker_failed", "not_started")
 _KINDS: dict[int, type[DistributedError]] = {2: ConfigError, 3: ResourceError}
 
 
@@ -278,7 +274,3 @@ def _take_back(fits: Fits, run: RunDirectory) -> History | None:
     load_states(setup.callbacks, state.callbacks)
     fits.take_back(Remote(run.path.absolute(), checkpoint, state.epoch, state.step), model)
     return History(state.rows, state.best, result["total_time"], state.step, str(run.path), state.stop_reason)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

@@ -98,7 +98,7 @@ class ScriptJob:
         os.environ.update(self.environ)
         self._share(cpus / request.nproc_per_node)
         run = RunDirectory(trial.directory)
-        before = run.events.stat().st_size if run.events.exists() else 0
+        before = run.events_size()
         server = _worker_server(request.preload)
         with (
             open(f"{trial.directory}.log", "a", encoding="utf-8") as log,
@@ -178,10 +178,8 @@ def _worker_server(preload: tuple[str, ...]) -> WorkerServer:
 
 def cause_of(code: int, run: RunDirectory, events_before: int, log: Path) -> str:
     """Why a launcher ended with `code`, in one line: what its journal says, else the last words in its log."""
-    lines = run.events.read_bytes()[events_before:].splitlines() if run.events.exists() else []
-    for event in map(json.loads, reversed(lines)):
-        if event["event"] in ("worker_failed", "not_started"):
-            return _told(event, run)
+    if (event := run.last_failure(events_before)) is not None:
+        return _told(event, run)
     said = list(_words(log))
     return said[-1].removeprefix("error: ") if said else f"the launcher ended with code {code}"
 
