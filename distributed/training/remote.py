@@ -36,6 +36,7 @@ from distributed.training.files import is_trial_again, own_checkpoint_dir, take_
 from distributed.training.setup import Setup
 
 if TYPE_CHECKING:
+    from distributed.state import TrainState
     from distributed.training.fits import Fits
 
 _INTERRUPTED, _PREEMPTED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -268,9 +269,14 @@ def _take_back(fits: Fits, run: RunDirectory) -> History | None:
             f"training ended, but no checkpoint could be written to {run.checkpoints}: see {run.events}"
         )
     checkpoint = (run.path / result["checkpoint"]).absolute()
+    model, state = take_up(fits.setup, checkpoint)
+    fits.take_back(Remote(run.path.absolute(), checkpoint, state.epoch, state.step), model)
+    return History.of(state, str(run.path), result["total_time"])
+
+
+def take_up(setup: Setup, checkpoint: Path) -> tuple[Any, TrainState]:
+    """Return the model with the weights of `checkpoint`, and the state saved there; the callbacks get theirs back."""
     state, _ = read_state(checkpoint)
-    setup = fits.setup
     model = setup.backend.take_weights(setup.job.model, checkpoint)
     load_states(setup.callbacks, state.callbacks)
-    fits.take_back(Remote(run.path.absolute(), checkpoint, state.epoch, state.step), model)
-    return History(state.rows, state.best, result["total_time"], state.step, str(run.path), state.stop_reason)
+    return model, state

@@ -177,9 +177,7 @@ class Session:
             self.backend.unwrap()
         fit.stop_clock()
         self._state = state
-        history = History(
-            list(state.rows), dict(state.best), state.total_time, state.step, str(fit.run.path), state.stop_reason
-        )
+        history = History.of(state, str(fit.run.path), state.total_time)
         self._say_end(fit)
         self._close_loggers(fit)
         if caller.error is not None:
