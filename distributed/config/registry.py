@@ -55,6 +55,9 @@ class BackendRow:
     # and modules that only a script imports, and only to join others.
     has_joined: str = ""
     joining_modules: tuple[str, ...] = ()
+    seed: str = (
+        ""  # "module:function" that seeds the engine's global generators, called where the engine is not loaded too
+    )
     listens: str = ""  # what its workers open to others, and cannot close, where there are several: shown as a warning
 
     @property
@@ -98,6 +101,7 @@ REGISTRY: dict[str, BackendRow] = {
                 "ddp_broadcast_buffers": "not here, because it is always so: drop it",
             },
             shares_gpus=True, has_joined="distributed.backends._torch.joined:has_joined",
+            seed="distributed.backends._torch.seeding:seed",
         ),
         BackendRow(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",

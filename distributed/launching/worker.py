@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import pkgutil
-import random
 import signal
 import sys
 import threading
@@ -27,9 +26,9 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import DistributedError, TrainingInterrupted
 from distributed.launching import worker_store
 from distributed.launching.causes import full_traceback, short_traceback
+from distributed.launching.engines import has_joined, seed_generators
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
-from distributed.launching.joined import has_joined
 from distributed.launching.request import Handover, LaunchRequest, has_trainer, link, set_missing, tell, unused_settings
 from distributed.launching.sharing import ways_out
 from distributed.loggers import environ_of_run
@@ -47,7 +46,7 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
     set_missing(environ_of_run(Path(request.run_dir)))
     worker_store.use(order.get("store"))
     tell(Handover(request.typed, request.run_dir, request.resume, order["restart_count"]), fds[2], request)
-    _seed_generators(request.typed)
+    _seed(request.typed)
     rank = int(order["environ"]["RANK"])
 
     def report(event: dict[str, Any]) -> None:
@@ -76,7 +75,7 @@ def run_here(given: Handover, environment: WorkerEnvironment, before_script: str
     if importlib.util.find_spec("torch") is not None:
         importlib.import_module("torch")  # its generator is seeded below, as in the workers that we start
         worker_store.use(None)
-    _seed_generators(given.typed)
+    _seed(given.typed)
 
     def report(event: dict[str, Any]) -> None:
         if event["kind"] == "warning":
@@ -234,16 +233,8 @@ def _take_streams(fds: list[int]) -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _seed_generators(typed: Typed) -> None:
-    """Seed what a script may draw from, alike on every rank: the same model and the same split of the data everywhere,
-    and again after a restart. `Trainer` gives each rank a stream of its own later."""
-    seed = int(typed.flag.get("seed", typed.file.get("seed", 0)))
-    random.seed(seed)
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None:
-        numpy.random.seed(seed & 0xFFFFFFFF)
-    if torch is not None:
-        torch.manual_seed(seed)
+def _seed(typed: Typed) -> None:
+    seed_generators(int(typed.flag.get("seed", typed.file.get("seed", 0))))
 
 
 def _finish() -> None:

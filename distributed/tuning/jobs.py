@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
-import random
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 from distributed.config.merging import Typed, joined, merge, split_sweep
 from distributed.errors import ConfigError, DistributedError, TrainingError
+from distributed.launching.engines import seed_generators
 from distributed.launching.request import THREAD_VARIABLES
 from distributed.launching.worker_server import WorkerServer
 from distributed.runs.directory import RunDirectory
@@ -47,15 +46,6 @@ class FunctionJob:
             contextlib.redirect_stdout(_Actor.output), contextlib.redirect_stderr(_Actor.output),
         ):  # fmt: skip
             return self.train_fn(dict(values))
-
-
-def seed_generators(seed: int) -> None:
-    """Every trial starts from the same numbers, whichever process it is in."""
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(seed)
 
 
 def script_job(typed: Typed, metric: str, mode: str, directory: Path) -> ScriptJob:

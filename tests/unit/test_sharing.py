@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Each entry: what a script does, and whether it joined others by that. One process runs the torch ones, in a row.
 TORCH = """
 import sys
-from distributed.launching.joined import has_joined
+from distributed.launching.engines import has_joined
 assert not has_joined(), "before torch"
 import torch.distributed as dist
 assert not has_joined(), "torch is preloaded in every worker"
@@ -48,7 +48,7 @@ def test_a_group_of_torch_is_seen_also_after_it_was_left(join):
 
 @pytest.mark.parametrize("module", ["horovod.common.basics", "ray", "mpi4py.MPI"])
 def test_engines_that_only_a_script_imports_count_by_their_presence(monkeypatch, module):
-    from distributed.launching.joined import has_joined
+    from distributed.launching.engines import has_joined
 
     for name in ("horovod.common.basics", "ray", "mpi4py.MPI", _C10D, "tensorflow.python.eager.context"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -70,7 +70,7 @@ class _Context:
 
 @pytest.mark.parametrize(("tasks", "own", "joined"), [(2, None, True), (1, None, False), (2, 0, False), (2, 1, True)])
 def test_a_strategy_counts_where_its_cluster_has_others_and_the_script_made_it(monkeypatch, tasks, own, joined):
-    from distributed.launching.joined import has_joined
+    from distributed.launching.engines import has_joined
 
     for name in ("horovod.common.basics", "ray", "mpi4py.MPI", _C10D):
         monkeypatch.delitem(sys.modules, name, raising=False)
