@@ -31,7 +31,7 @@ class BackendRow:
     is_default: bool = (
         False  # chosen where nobody says which: for one process if it is single_process, else for several
     )
-    meeting: str | None = None  # "module:Class" of what our launcher opens for the workers of each attempt
+    rendezvous: str | None = None  # "module:Class" of what our launcher opens for the workers of each attempt
     alone: str = "single"  # the backend that evaluates and predicts in one process, beside a fit in several
     # "module:function" called in each worker before the user's script, as `(LaunchRequest, WorkerEnvironment, report)`.
     before_script: str = ""
@@ -139,7 +139,7 @@ REGISTRY: dict[str, BackendRow] = {
             "horovod", "distributed.backends.horovod", "HorovodBackend", "horovod", _TORCH_PRELOAD, ("torch", "horovod"),
             "'make horovod' (builds it for the installed torch)",
             "Horovod: a full copy of the model in every process, over Gloo or MPI",
-            meeting="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
+            rendezvous="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
             joining_modules=("horovod.common.basics", "mpi4py.MPI"),
             hints={
                 "'Variable' object has no attribute 'ref'": "Horovod's BroadcastGlobalVariablesCallback does not work with Keras 3:"

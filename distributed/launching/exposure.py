@@ -32,7 +32,7 @@ def warnings_of(config: DistributedConfig, plan: ProcessPlan) -> list[str]:
     if listens and plan.world_size > 1:
         found.append(_of_listener(listens))
     if plan.num_nodes > 1 and shared_secret() is None:
-        found.append(_of_meeting("nodes", config.master_addr, config.master_port, "on all nodes"))
+        found.append(_of_rendezvous("nodes", config.master_addr, config.master_port, "on all nodes"))
     return [f"warning: {text}" for text in found]
 
 
@@ -58,7 +58,7 @@ def store_warnings(host: str, port: int) -> list[str]:
     """Return a warning about the store that this worker hosts at `host`, if no secret is set. Main process only."""
     if shared_secret() is not None:
         return []
-    return _once(_of_meeting("processes", host, port, "for all of them"))
+    return _once(_of_rendezvous("processes", host, port, "for all of them"))
 
 
 def script_warnings(host: str, port: int) -> list[str]:
@@ -78,7 +78,7 @@ def _of_listener(listens: str) -> str:
     return f"{listens}: run where only people you trust can reach this machine (docs/security.md)"
 
 
-def _of_meeting(who: str, host: str, port: int | None, where: str) -> str:
+def _of_rendezvous(who: str, host: str, port: int | None, where: str) -> str:
     return (
         f"the {who} meet at {_place(host, port)} without a secret: anyone who reaches that port can disturb the run but not run code in it;"
         f" set the same {VARIABLE}, or --token-file, {where}"

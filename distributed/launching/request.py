@@ -203,7 +203,7 @@ class LaunchRequest:
     master_port: int | None = None
     device: str = "cpu"
     preload: tuple[str, ...] = ("torch",)
-    meeting: str | None = None  # "module:Class" of what is opened for the workers of each attempt
+    rendezvous: str | None = None  # "module:Class" of an EngineRendezvous
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of every worker, unless the user has set it
     before_script: str = ""  # "module:function" that each worker calls first, see BackendRow
     max_restarts: int = 3
@@ -262,7 +262,7 @@ def make_request(
     settings = {name: getattr(merged.config, name) for name in _FROM_CONFIG}
     return LaunchRequest(
         run_dir, dataclasses.replace(typed, notices=()), nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes,
-        device=plan.device, preload=row.preload, meeting=row.meeting, before_script=row.before_script,
+        device=plan.device, preload=row.preload, rendezvous=row.rendezvous, before_script=row.before_script,
         started_lines=(*merged.notices, *started_lines), **settings, **more,
     )  # fmt: skip
 
