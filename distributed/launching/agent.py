@@ -50,7 +50,7 @@ class ForkAgent(SimpleElasticAgent):
         epochs = Epochs(functools.partial(write_row, request.epochs_fd))
         self.output = WorkerOutput(run, display, channel, self.verdicts.note, epochs)
         self._master: tuple[str, int] = ("127.0.0.1", 0)
-        self._rendezvous = engine_rendezvous(request.rendezvous)
+        self._of_engine = engine_rendezvous(request.rendezvous)
         self._opened: Any = None  # what the rendezvous of this attempt returned on node 0
 
     # torch's hooks
@@ -64,7 +64,7 @@ class ForkAgent(SimpleElasticAgent):
         if node == 0:
             # With several nodes `master_port` is that of the nodes' store; the workers need another one.
             asked = self._request.master_port if self._request.num_nodes == 1 else None
-            opened = self._open_rendezvous()
+            opened = self._open_of_engine()
             store.set("rendezvous", json.dumps([self._request.master_addr, asked or _free_port(), opened]))
         addr, port, self._opened = json.loads(store.get("rendezvous"))
         is_local = addr == "localhost" or self._request.num_nodes == 1
@@ -72,11 +72,11 @@ class ForkAgent(SimpleElasticAgent):
         world_size = group_world_size * local
         return [Worker(i, node * local + i, node * local + i, world_size, world_size) for i in range(local)]
 
-    def _open_rendezvous(self) -> Any:
-        if self._rendezvous is None:
+    def _open_of_engine(self) -> Any:
+        if self._of_engine is None:
             return None
         is_alone = self._request.num_nodes == 1
-        return self._rendezvous.open("127.0.0.1" if is_alone else self._request.master_addr, is_alone=is_alone)
+        return self._of_engine.open("127.0.0.1" if is_alone else self._request.master_addr, is_alone=is_alone)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         attempt = worker_group.spec.max_restarts - self._remaining_restarts
@@ -107,7 +107,7 @@ class ForkAgent(SimpleElasticAgent):
             worker.global_rank, worker.local_rank, worker.world_size, group.spec.local_world_size,
             self._request.node_rank, *self._master, attempt, "environment",
         )  # fmt: skip
-        more = self._rendezvous.environ(found, self._opened) if self._rendezvous is not None else {}
+        more = self._of_engine.environ(found, self._opened) if self._of_engine is not None else {}
         environ = found.to_torchrun_environ(
             num_nodes=self._request.num_nodes, max_restarts=group.spec.max_restarts,
             run_id=group.spec.rdzv_handler.get_run_id(), error_file=error_file,
