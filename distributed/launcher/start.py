@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed import loggers
 from distributed.backends import make_backend
 from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends.base import Backend
@@ -27,17 +26,18 @@ from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import node_environment, worker_environment
 from distributed.launching.environments.torchrun import pass_over_stale_rank
 from distributed.launching.exposure import launcher_warnings, warnings_of
+from distributed.launching.forkserver import launch
 from distributed.launching.listening import listen_at
 from distributed.launching.request import (
     Handover,
     LaunchRequest,
     check_script,
-    launch,
     make_request,
     set_missing,
     set_thread_variables,
     thread_count,
 )
+from distributed.loggers import registry as loggers
 from distributed.runs.directory import RunDirectory, choose_run_dir
 
 _NODE_SETTINGS = ("num_nodes", "node_rank", "master_addr", "master_port")

@@ -27,12 +27,9 @@ from distributed.launching.output import WorkerOutput, display_of
 from distributed.launching.rendezvous import StoreLostError, engine_rendezvous, rendezvous_of
 from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import messages
-from distributed.launching.verdicts import Verdict, Verdicts, in_words
-from distributed.loggers import end_elsewhere
+from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
-from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
-from distributed.runs.summary import close_results
 from distributed.runs.temporary import temporary_directory
 
 
@@ -178,18 +175,12 @@ def _run_to_the_end(
     )  # fmt: skip
     agent = ForkAgent(spec, request, run, channel, display, directory)
     agent.output.start()
-    verdicts = agent.verdicts
     try:
         agent.run()
-        code = verdicts.exit_code()
     finally:
         if request.num_nodes > 1:
             handler.shutdown()
-    if request.node_rank == 0:
-        close_results(run, code, in_words(verdicts.cause) if verdicts.cause is not None else None, end_elsewhere)
-        write_reports_at_end(run, lambda text: display.handle({"kind": "notice", "text": text}))
-    verdicts.show_end(code)
-    return code
+    return agent.verdicts.finish()
 
 
 def _free_port() -> int:

@@ -15,6 +15,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -24,9 +25,21 @@ from distributed.launching.request import LaunchRequest, check_script, crowding,
 from distributed.launching.stopping import Signals, Stop
 from distributed.runs.directory import RunDirectory
 from distributed.runs.processes import STOP_SIGNALS
+from distributed.runs.temporary import sweep
 
 _AGENT_GRACE_S = 10.0  # for the agent to print and leave once every worker is gone
 _MESSAGE_BYTES = 256 * 1024
+
+
+def launch(request: LaunchRequest) -> int:
+    """Run the workers of `request` from this process until they end, by the launcher that it names. Return the exit code.
+
+    The caller must have a single thread. Raises ConfigError or ResourceError, before a framework is imported, for what can be known
+    by then.
+    """
+    sweep(tempfile.gettempdir())
+    code: int = importlib.import_module(request.launcher).serve(request)
+    return code
 
 
 def serve(request: LaunchRequest) -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import sys
-import tempfile
 import threading
 import traceback
 import warnings
@@ -18,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from distributed.config.merging import Typed
 from distributed.errors import ConfigError, ScriptError, nearest
 from distributed.launching.environments.torchrun import is_local_rank
-from distributed.runs.temporary import sweep
 
 if TYPE_CHECKING:
     from distributed.config.merging import MergedConfig
@@ -333,13 +330,3 @@ def set_thread_variables(local_processes: int) -> None:
     threads = str(thread_count(local_processes))
     for name in THREAD_VARIABLES:
         os.environ.setdefault(name, threads)
-
-
-def launch(request: LaunchRequest) -> int:
-    """Run the workers from this process until they end; returns the exit code. The caller must have a single thread.
-
-    Raises ConfigError or ResourceError, before a framework is imported, for what can be known by then.
-    """
-    sweep(tempfile.gettempdir())
-    code: int = importlib.import_module(request.launcher).serve(request)
-    return code

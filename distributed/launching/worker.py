@@ -31,7 +31,7 @@ from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
 from distributed.launching.request import Handover, LaunchRequest, has_trainer, link, set_missing, tell, unused_settings
 from distributed.launching.sharing import ways_out
-from distributed.loggers import environ_of_run
+from distributed.loggers.registry import environ_of_run
 from distributed.runs.processes import flush_c_streams, keep_interrupts
 
 Report = Callable[[dict[str, Any]], None]

@@ -131,7 +131,8 @@ class _Server:
         import dataclasses
 
         from distributed.errors import DistributedError
-        from distributed.launching.request import LaunchRequest, launch
+        from distributed.launching.forkserver import launch
+        from distributed.launching.request import LaunchRequest
         from distributed.runs.processes import STOP_SIGNALS
 
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGCHLD))

@@ -27,7 +27,7 @@ from distributed.launching.exposure import warnings_of
 from distributed.launching.reporter import Reporter
 from distributed.launching.request import LaunchRequest, make_request
 from distributed.launching.subprocess_launch import start_launcher
-from distributed.loggers import environ_of_workers
+from distributed.loggers.registry import environ_of_workers
 from distributed.metrics.monitor import check_monitor
 from distributed.runs.directory import RunDirectory, choose_run_dir, script_name
 from distributed.runs.history import History

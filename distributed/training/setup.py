@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed import loggers
 from distributed.backends import make_backend
 from distributed.backends.base import Backend
 from distributed.callbacks import Callback
@@ -22,6 +21,7 @@ from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
 from distributed.launching.request import handover, launched_by, running_script
+from distributed.loggers import registry as loggers
 from distributed.state import Job
 from distributed.training.trial import current
 

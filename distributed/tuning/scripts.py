@@ -24,7 +24,7 @@ from distributed.launcher.start import launch_request
 from distributed.launching.request import check_script
 from distributed.launching.stopping import Signals
 from distributed.launching.subreaper import Report, Subreaper
-from distributed.loggers import check_directories, check_libraries
+from distributed.loggers.registry import check_directories, check_libraries
 from distributed.metrics.direction import is_larger_better
 from distributed.runs.directory import choose_run_dir
 from distributed.runs.processes import STOP_SIGNALS

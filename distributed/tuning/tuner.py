@@ -20,8 +20,8 @@ from distributed.config.settings import canonical
 from distributed.errors import ConfigError, ResourceError, TrainingInterrupted
 from distributed.launching.engines import seed_generators
 from distributed.launching.request import check_script
-from distributed.loggers import check_directories, check_libraries
 from distributed.loggers.notebook import in_notebook
+from distributed.loggers.registry import check_directories, check_libraries
 from distributed.metrics.direction import is_larger_better
 from distributed.runs.directory import choose_run_dir, script_name
 from distributed.training.trial import Trial, inside

@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 
 from distributed import Trainer
 from distributed.errors import ConfigError
-from distributed.loggers import end_elsewhere, registry
+from distributed.loggers import registry
+from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
 from distributed.runs.summary import close_results
 

@@ -13,12 +13,12 @@ from distributed.cli.__main__ import run
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError, ResourceError
-from distributed.loggers import check, environ_of_run, environ_of_workers
 from distributed.loggers._mlflow import place
 from distributed.loggers._mlflow.run import grouped, metric_name
 from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
 from distributed.loggers.base import is_on_mlflow
 from distributed.loggers.mlflow import JoinedRun, MlflowLogger
+from distributed.loggers.registry import check, environ_of_run, environ_of_workers
 from distributed.runs.directory import RunDirectory
 from distributed.tuning.mlflow_run import SweepRun, run_of_sweep
 from distributed.tuning.sweep import Sweep

@@ -29,10 +29,9 @@ from distributed.launching.request import THREAD_VARIABLES, LaunchRequest, check
 from distributed.launching.secret import VARIABLE
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.subreaper import Report, Subreaper
-from distributed.launching.verdicts import Verdict, Verdicts, in_words
-from distributed.loggers import end_elsewhere
+from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
-from distributed.report import write_reports_at_end
+from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
 from distributed.runs.summary import close_results
 
@@ -100,7 +99,7 @@ class _Launch:
         finally:
             ray.end()
         self._tell_of_strangers()
-        return self._judged() if is_judged else self._never_begun()
+        return self._verdicts.finish() if is_judged else self._never_begun()
 
     def _notices(self) -> list[str]:
         if self._request.launcher_options.get("address") is None or not os.environ.get(VARIABLE):
@@ -148,13 +147,6 @@ class _Launch:
             self._run.event("strangers_refused", count=count)
             text = f"{count} connections to this launcher were closed: they did not know the secret of this run"
             self._display.handle({"kind": "warning", "text": text})
-
-    def _judged(self) -> int:
-        code, cause = self._verdicts.exit_code(), self._verdicts.cause
-        close_results(self._run, code, in_words(cause) if cause is not None else None, end_elsewhere)
-        write_reports_at_end(self._run, lambda text: self._display.handle({"kind": "notice", "text": text}))
-        self._verdicts.show_end(code)
-        return code
 
     def _never_begun(self) -> int:
         error = self._error
