@@ -45,7 +45,7 @@ class ForkAgent(SimpleElasticAgent):
         self._request, self._run, self._channel = request, run, channel
         self.verdicts = Verdicts(request, run, display)
         epochs = Epochs(functools.partial(write_row, request.epochs_fd))
-        self.output = WorkerOutput(run, display, channel, self.verdicts.note, epochs)
+        self.output = WorkerOutput(run, display, channel, self.verdicts.add, epochs)
         self._master: tuple[str, int] = ("127.0.0.1", 0)
         self._of_engine = engine_rendezvous(request.rendezvous)
         self._opened: Any = None  # what the rendezvous of this attempt returned on node 0

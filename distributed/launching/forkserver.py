@@ -46,7 +46,7 @@ def serve(request: LaunchRequest) -> int:
     """Run the job of `request` from this single-threaded process; returns the exit code."""
     run = RunDirectory(request.run_dir)
     _check(request, run)
-    _say_start(request)
+    _show_start(request)
     set_thread_variables(request.nproc_per_node)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart can read stale addresses
     if {**request.typed.file, **request.typed.flag}.get("profile"):
@@ -75,7 +75,7 @@ def _check(request: LaunchRequest, run: RunDirectory) -> None:
         run.lock()
 
 
-def _say_start(request: LaunchRequest) -> None:
+def _show_start(request: LaunchRequest) -> None:
     """What starts, before the first import that takes long."""
     display = display_of(request)
     if request.started_lines:
@@ -115,7 +115,7 @@ class ForkServer:
             while self._agent_status is None:
                 ready = [key.fileobj for key, _ in selector.select(self._patience())]
                 for number in self._signals.read():  # first: after a stop no order to start is carried out
-                    self._note_signal(number)
+                    self._take_signal(number)
                 if self._channel in ready and not self._take_order():
                     selector.unregister(self._channel)  # the agent is going; its end is a signal
                 self._reap()
@@ -165,13 +165,13 @@ class ForkServer:
             self._agent_deadline = time.monotonic() + _AGENT_GRACE_S
         return True
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         with contextlib.suppress(OSError):  # the agent has gone: its end is handled where it is reaped
             self._channel.send(json.dumps(message).encode())
 
     def _start_worker(self, order: dict[str, Any], fds: list[int]) -> None:
         if self._stop.signum:  # too late: nothing may start any more
-            self._tell(op="exit", local_rank=order["local_rank"], status=-self._stop.signum, time=time.time())
+            self._send(op="exit", local_rank=order["local_rank"], status=-self._stop.signum, time=time.time())
         else:
             pid = fork(lambda: self._worker(order, fds))
             with contextlib.suppress(OSError):  # the child does it too; whoever comes first
@@ -208,7 +208,7 @@ class ForkServer:
             if pid == self._agent:
                 self._agent_status = status
             elif (local_rank := self._workers.pop(pid, None)) is not None:
-                self._tell(op="exit", local_rank=local_rank, status=status, time=time.time())
+                self._send(op="exit", local_rank=local_rank, status=status, time=time.time())
 
     def _kill_workers(self) -> None:
         for pid in self._workers:
@@ -217,17 +217,17 @@ class ForkServer:
 
     # signals
 
-    def _note_signal(self, number: int) -> None:
+    def _take_signal(self, number: int) -> None:
         if number not in STOP_SIGNALS:
             return
         is_starting = not self._num_begun or self._num_begun % self._request.nproc_per_node > 0
-        if is_first := self._stop.note(number):
+        if is_first := self._stop.add(number):
             # As long as workers are missing nobody has trained: there is nothing to save, and many take long to leave.
             for pid in self._workers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if is_starting else self._stop.signum)
         if is_first or number == signal.SIGINT:
-            self._tell(
+            self._send(
                 op="stop", signum=self._stop.signum, is_first=is_first, interrupts=self._stop.interrupts,
                 is_starting=is_starting,
             )  # fmt: skip

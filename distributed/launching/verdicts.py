@@ -67,7 +67,7 @@ class _Rank:
 
 
 class Verdicts:
-    """One thread notes what happens (`note`), another waits for what follows from it (`judge`)."""
+    """One thread notes what happens (`add`), another waits for what follows from it (`judge`)."""
 
     def __init__(self, request: LaunchRequest, run: RunDirectory, display: Display) -> None:
         self._request, self._run, self._display = request, run, display
@@ -95,19 +95,19 @@ class Verdicts:
 
     # what comes from the launcher and the workers
 
-    def note(self, message: Mapping[str, Any]) -> None:
+    def add(self, message: Mapping[str, Any]) -> None:
         """A stop that was asked for, the end of a worker, or what a worker reports. Any thread."""
         with self._changed:
             if message["op"] == "stop":
-                self._note_stop(message)
+                self._add_stop(message)
             elif message["op"] == "exit":
                 rank = self._ranks[message["local_rank"]]
                 rank.status, rank.ended = message["status"], message["time"]
             else:
-                self._note_report(message)
+                self._add_report(message)
             self._changed.notify_all()
 
-    def _note_stop(self, message: Mapping[str, Any]) -> None:
+    def _add_stop(self, message: Mapping[str, Any]) -> None:
         self.stop_signal, interrupts = message["signum"], message["interrupts"]
         if message["is_first"]:
             what = "the workers"  # their script trains with something else, or not yet
@@ -121,7 +121,7 @@ class Verdicts:
         elif interrupts == KILLING:
             self._display.handle({"kind": "warning", "text": "killing the workers, what was not saved is lost"})
 
-    def _note_report(self, message: Mapping[str, Any]) -> None:
+    def _add_report(self, message: Mapping[str, Any]) -> None:
         for rank in self._ranks.values():
             if rank.rank != message["rank"]:
                 continue

@@ -60,8 +60,8 @@ LOGGERS: list[LoggerRow] = [
     LoggerRow("display", "distributed.loggers.progress:make"),
     LoggerRow(
         "mlflow", "distributed.loggers.mlflow:make", "distributed.loggers.base:is_on_mlflow",
-        check_library="distributed.loggers._mlflow.place:check",
-        environ_of_workers="distributed.loggers._mlflow.place:environ_of_open_run",
+        check_library="distributed.loggers._mlflow.tracking_uri:check",
+        environ_of_workers="distributed.loggers._mlflow.tracking_uri:environ_of_open_run",
         record="mlflow.json", environ_of_run="distributed.loggers.mlflow:recorded_environ",
         end="distributed.loggers.mlflow:end_without_workers",
     ),

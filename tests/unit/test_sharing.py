@@ -98,8 +98,8 @@ def verdicts(tmp_path, **more):
 def end(found, statuses=(0, 0), alone=(True, True)):
     for rank, (status, is_alone) in enumerate(zip(statuses, alone, strict=True)):
         if is_alone:
-            found.note({"op": "report", "kind": "unshared", "rank": rank})
-        found.note({"op": "exit", "local_rank": rank, "status": status, "time": time.time()})
+            found.add({"op": "report", "kind": "unshared", "rank": rank})
+        found.add({"op": "exit", "local_rank": rank, "status": status, "time": time.time()})
     found.judge(0)
     found.show_end(found.exit_code())
 
@@ -140,7 +140,7 @@ def test_nothing_is_said_of_shared_work_and_of_a_script_that_failed(tmp_path, ca
 
 def test_an_attempt_is_judged_by_its_own_workers(tmp_path, capsys):
     found = verdicts(tmp_path)
-    found.note({"op": "report", "kind": "unshared", "rank": 0})
+    found.add({"op": "report", "kind": "unshared", "rank": 0})
     found.begin({0: 0, 1: 1}, 1)
     end(found, alone=(False, True))
     assert "ran on" not in capsys.readouterr().err

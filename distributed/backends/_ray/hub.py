@@ -126,7 +126,7 @@ class Hub:
         for number in self._signals.read():
             if number not in STOP_SIGNALS:
                 continue
-            if is_first := self._stop.note(number):
+            if is_first := self._stop.add(number):
                 self.order(op="signal", signum=self._stop.signum)
             if is_first or number == signal.SIGINT:
                 self._tell(

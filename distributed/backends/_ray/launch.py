@@ -78,7 +78,7 @@ class _Launch:
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # "joined", "begun", "stop", or Ray has ended: "left"
         self._verdicts = Verdicts(request, run, display)
         self._channel, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._output = WorkerOutput(run, display, side, self._verdicts.note, Epochs(self._report))
+        self._output = WorkerOutput(run, display, side, self._verdicts.add, Epochs(self._report))
         self._stop = Stop(request.timeout_s)
         self._hub = Hub(request.nproc_per_node, signals, self._stop, self._tell, self._begin, self._note)
         self._attempt, self._threads = 0, threads

@@ -29,7 +29,7 @@ def check(merged: MergedConfig) -> None:
 
     Raises ResourceError or ConfigError. Whether a server answers is not asked: training does not need it.
     """
-    uri = said_uri()
+    uri = users_uri()
     _require("mlflow")
     if uri is None or _scheme(uri) in _DATABASES:
         _require("sqlalchemy")
@@ -40,7 +40,7 @@ def check(merged: MergedConfig) -> None:
         raise ConfigError(f"mlflow_register_model={model!r} is no name for MLflow: leave out '/' and ':'")
 
 
-def said_uri() -> str | None:
+def users_uri() -> str | None:
     """The tracking URI that the user set, in this process or by MLFLOW_TRACKING_URI."""
     mlflow = sys.modules.get("mlflow")
     if mlflow is not None and hasattr(mlflow, "is_tracking_uri_set") and mlflow.is_tracking_uri_set():
@@ -48,13 +48,13 @@ def said_uri() -> str | None:
     return os.environ.get(URI) or None
 
 
-def said_run() -> tuple[str, str | None] | None:
+def users_run() -> tuple[str, str | None] | None:
     """(id, tracking URI) of the run that the user has open here, or that MLFLOW_RUN_ID names; None without one."""
     if has_open_run():
         mlflow: Any = sys.modules["mlflow"]
         return str(mlflow.active_run().info.run_id), str(mlflow.get_tracking_uri())
     run_id = os.environ.get(RUN_ID)
-    return (run_id, said_uri()) if run_id and run_id not in given_out else None
+    return (run_id, users_uri()) if run_id and run_id not in given_out else None
 
 
 def has_open_run() -> bool:
@@ -65,7 +65,7 @@ def has_open_run() -> bool:
 
 def environ_of_open_run(merged: MergedConfig) -> dict[str, str]:
     """What workers need for their run to be the one that the user has open in this process."""
-    found = said_run()
+    found = users_run()
     if found is None:
         return {}
     run_id, uri = found
