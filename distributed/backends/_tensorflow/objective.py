@@ -14,7 +14,7 @@ from distributed.backends._keras.comparison import Comparison
 from distributed.backends._keras.losses import compiled_metrics, is_of_keras, metric_value, of_output
 from distributed.backends._keras.measures import is_mean
 from distributed.backends._tensorflow.over_all import Calls, measure_of
-from distributed.backends.failures import no_arguments, not_a_loss
+from distributed.backends.failures import no_arguments, not_a_loss, not_called
 from distributed.backends.measured import Measured as Metrics
 from distributed.backends.parts import Arguments, arguments
 from distributed.errors import ConfigError
@@ -115,6 +115,8 @@ class Objective:
             if name not in given:
                 raise no_arguments(name)
             calls[name] = arguments(given[name])
+        for name in self._chosen.functions(split).keys() - given.keys():
+            raise not_called(name)
         if isinstance(value, Mapping):
             if "loss" not in value:
                 raise ConfigError(f"training_step returned a dict without 'loss' ({', '.join(value)}): add the loss")

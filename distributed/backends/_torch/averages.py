@@ -19,7 +19,7 @@ from distributed.backends._torch.objective import (
 )
 from distributed.backends._torch.over_all import ENGINE, is_whole, measure_of, measure_of_function, on_host, widened
 from distributed.backends.checking import CHECK
-from distributed.backends.failures import no_arguments
+from distributed.backends.failures import no_arguments, not_called
 from distributed.backends.measured import Measured
 from distributed.backends.non_finite import Row, without_weight
 from distributed.backends.over_all import Deferred, Wholes
@@ -160,6 +160,9 @@ class Averages:
             self.measured.ask("train", Arguments((outputs, targets), {}), n)
 
     def _rows(self, loss: Loss, n: int) -> list[Row]:
+        if loss.targets is None:
+            for name in self._metrics.keys() - (loss.metrics or {}).keys():
+                raise not_called(name)
         value = loss.value.detach()
         rows: list[Row] = [("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count)]
         if loss.metrics:
