@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from distributed.config.gpus import visible_gpus
 from distributed.errors import ConfigError, ResourceError, nearest
+from distributed.metrics.direction import is_larger_better
 from distributed.training.trial import Trial
 from distributed.tuning.space import Space
 from distributed.tuning.sweep import Record
@@ -134,12 +135,21 @@ def check_pairing(scheduler: str | None, search: str, max_concurrent: int | None
         )
 
 
-def check_metric(metric: Any, mode: Any) -> None:
-    """Raises ConfigError where they cannot be what is optimised."""
+def mode_of(metric: Any, mode: Any) -> str:
+    """Return "min" or "max": `mode`, or the direction that the name of `metric` says if `mode` is None.
+
+    Raises ConfigError if `metric` is no name, if `mode` is neither, or if the name says no direction.
+    """
     if not isinstance(metric, str) or not metric:
         raise ConfigError(f"metric={metric!r} is no name: say what is optimised, such as metric='val_loss'")
+    if mode is None:
+        is_larger = is_larger_better(metric)
+        if is_larger is None:
+            raise ConfigError(f"nothing says whether a small or a large {metric!r} is best: set the mode, min or max")
+        return "max" if is_larger else "min"
     if mode not in MODES:
         raise ConfigError(f"mode={mode!r} is not known: choose min or max, what is best of {metric}")
+    return str(mode)
 
 
 def bundles_of(resources: Any, gpus: float = 0.0) -> tuple[Bundle, ...]:

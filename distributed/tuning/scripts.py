@@ -25,7 +25,6 @@ from distributed.launching.guarded import Guarded, Report
 from distributed.launching.request import check_script
 from distributed.launching.stopping import Signals
 from distributed.loggers import check_directories, check_libraries
-from distributed.metrics.direction import is_larger_better
 from distributed.runs.directory import choose_run_dir
 from distributed.runs.processes import STOP_SIGNALS
 from distributed.tuning.jobs import script_job
@@ -34,10 +33,10 @@ from distributed.tuning.plan import (
     SearchPlan,
     bundles_of,
     check_fits,
-    check_metric,
     check_pairing,
     check_scheduler,
     here,
+    mode_of,
     total,
 )
 from distributed.tuning.proposals import check_search, make_proposals
@@ -84,8 +83,7 @@ class Sweeping:
         if asked.resume and asked.run_dir is None:
             raise ConfigError("--resume needs the sweep to go on with: add --run-dir DIR")
         self._asked = asked
-        self.mode = asked.mode or ("min" if is_larger_better(asked.metric) is False else "max")
-        check_metric(asked.metric, self.mode)
+        self.mode = mode_of(asked.metric, asked.mode)
         check_script(typed.script)
         self.space = read_space(asked.search_space)
         self.num_samples = check_search(asked.search, self.space, asked.num_samples)

@@ -21,13 +21,12 @@ from distributed.errors import ConfigError, ResourceError, TrainingInterrupted
 from distributed.launching.request import check_script
 from distributed.loggers import check_directories, check_libraries
 from distributed.loggers.notebook import in_notebook
-from distributed.metrics.direction import is_larger_better
 from distributed.runs.directory import choose_run_dir, script_name
 from distributed.training.trial import Trial, inside
 from distributed.tuning.cell import CellProgress
 from distributed.tuning.jobs import FunctionJob, ScriptJob, script_job, seed_generators
 from distributed.tuning.mlflow_run import environ_of_trials, run_of_sweep
-from distributed.tuning.plan import SHARING, SearchPlan, bundles_of, check_metric, check_pairing, check_scheduler, total
+from distributed.tuning.plan import SHARING, SearchPlan, bundles_of, check_pairing, check_scheduler, mode_of, total
 from distributed.tuning.proposals import check_search
 from distributed.tuning.results import checkpoint_of, taken_up
 from distributed.tuning.search import engine, run_search
@@ -94,8 +93,7 @@ class DistributedTuner:
             raise ConfigError(
                 f"train_fn is a {type(train_fn).__name__}: pass a function of one argument, the trial's values, or a script"
             )
-        mode = mode or ("min" if is_larger_better(str(metric)) is False else "max")
-        check_metric(metric, mode)
+        mode = mode_of(metric, mode)
         if resume and run_dir is None:
             raise ConfigError("resume=True needs the sweep to go on with: add run_dir")
         self.train_fn, self.metric, self.mode = train_fn, metric, mode

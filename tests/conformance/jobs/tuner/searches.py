@@ -199,7 +199,7 @@ def failures():
 
 def refusals():
     return {
-        "unknown": told(lambda: tuner("unknown", trained, {"lr": [0.1, 0.2]}, metric="val_los", search="grid").tune()),
+        "unknown": told(lambda: tuner("unknown", trained, {"lr": [0.1, 0.2]}, metric="val_los", mode="min", search="grid").tune()),
         "too much": told(lambda: tuner("much", bowl, {"a": [1]}, resources_per_trial={"cpu": 64}, search="grid").tune()),
         "no gpus": told(lambda: tuner("gpus", bowl, {"a": [1]}, num_gpus=32, search="grid").tune()),
         "a lock": told(lambda: tuner("lock", holds_a_lock, {"a": [1]}, search="grid").tune()),
