@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from distributed.backends.failures import Failures
-from distributed.backends.parts import Arguments, Part, Piece, by_update, num_bytes
+from distributed.backends.parts import Arguments, Part, Piece, by_update, micro_batches, num_bytes
 from distributed.backends.parts_file import read_metrics, write_metrics
 
 SPLITS = ("train", "val")
@@ -131,7 +131,11 @@ class Wholes:
         self._measures["val"][name] = make(False)
         self._measures["train"][name] = make(True)
         if pieces_of is not None:
-            self._pieces["train"][name] = list(self._pieces["train"].get(pieces_of, ()))
+            self._pieces["train"][name] = [
+                Piece(key, piece.rank, num_samples, value)
+                for piece in self._pieces["train"].get(pieces_of, ())
+                for key, num_samples, value in micro_batches(piece.key, piece.num_samples, piece.value)
+            ]
             self._kept_bytes["train"] += sum(num_bytes(piece.value) for piece in self._pieces["train"][name])
             return
         self._closed.add(name)

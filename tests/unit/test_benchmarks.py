@@ -163,7 +163,13 @@ def test_overhead_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, 
     import overhead
 
     timed = turns_of(**turns)
-    result = {"turns": timed, "digests": dict(zip(timed, digests, strict=True)), "about": "", "turn_steps": 5}
+    result = {
+        "turns": timed,
+        "digests": dict(zip(timed, digests, strict=True)),
+        "about": "",
+        "turn_steps": 5,
+        "metric_s": 0.0,
+    }
     stores = []
     monkeypatch.setattr(overhead, "measure", lambda name, quick, store: stores.append(store) or result)
     monkeypatch.setattr(sys, "argv", ["overhead.py", "--workload", *flags.split()])
