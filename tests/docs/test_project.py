@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 import distributed
 from distributed.config.registry import REGISTRY
@@ -71,6 +72,30 @@ def test_continuous_integration_skips_no_backend():
     (line,) = re.findall(r"^export REQUIRE_BACKENDS=(\S+)", (ROOT / ".ci" / "run").read_text(), re.M)
 
     assert line.split(",") == list(REGISTRY)
+
+
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+
+
+def test_the_workflow_fits_its_schema(run_python):
+    pytest.importorskip("check_jsonschema")
+    check = ["-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+
+    done = run_python([*check, str(WORKFLOW)])
+
+    assert done.returncode == 0, done.output
+
+
+def test_the_workflow_runs_all_checks_on_one_python_and_the_unit_tests_on_later_ones():
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    check, unit = jobs["check"], jobs["unit"]
+    script = (ROOT / ".ci" / "run").read_text()
+
+    assert check["container"]["image"].startswith("python:3.11-")
+    assert "make check" in [step.get("run") for step in check["steps"]]
+    assert check["env"]["REQUIRE_BACKENDS"] == re.search(r"REQUIRE_BACKENDS=(\S+)", script).group(1)
+    assert unit["strategy"]["matrix"]["python"] == ["3.12", "3.13"]
+    assert unit["steps"][-1]["run"].endswith("tests/unit")
 
 
 TRAIN = "train --script examples/train.py --backend pytorch-ddp --nproc-per-node 2"
