@@ -12,10 +12,10 @@ from typing import Any
 from distributed.config.merging import MergedConfig
 from distributed.errors import DistributedError
 from distributed.loggers import mlflow
-from distributed.loggers._mlflow.place import said_uri
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
-from distributed.loggers._mlflow.spool import RECORD, Record, Spool, told_params
+from distributed.loggers._mlflow.spool import RECORD, Record, Spool, logged_params
+from distributed.loggers._mlflow.tracking_uri import users_uri
 from distributed.loggers.base import is_on_mlflow
 from distributed.runs.directory import RunDirectory
 from distributed.tuning.sweep import OPEN, Sweep
@@ -49,7 +49,7 @@ class SweepRun:
         mlflow.import_quietly()
         self._before = mlflow.retry_once()
         self._is_started = True
-        told = told_params(self._spool.open())
+        told = logged_params(self._spool.open())
         now = {metric_name(name): str(value) for name, value in self._asked.items()}
         new = {name: value for name, value in now.items() if told.get(name) != value}
         if new:  # MLflow changes no parameter: what a resume changed stands beside it
@@ -124,7 +124,7 @@ def environ_of_trials(merged: MergedConfig) -> dict[str, str]:
     """What the processes of trials, also on other machines, need to find the store that was named in this one."""
     if not is_on_mlflow(merged):
         return {}
-    uri = said_uri()
+    uri = users_uri()
     return {} if uri is None else {"MLFLOW_TRACKING_URI": uri}
 
 

@@ -1,4 +1,4 @@
-"""What a pod of Kubernetes is told about its place: torchrun's PET_ variables, which Kubeflow sets, and the index of an indexed Job.
+"""Pods of Kubernetes: torchrun's PET_ variables, which Kubeflow sets, and the index of an indexed Job.
 
 Each of torchrun's options can be given as a variable: PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR and
 PET_MASTER_PORT. Kubeflow also sets RANK, which is then the number of the pod, and WORLD_SIZE, which counts processes.
@@ -6,23 +6,12 @@ PET_MASTER_PORT. Kubeflow also sets RANK, which is then the number of the pod, a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 from distributed.errors import ResourceError
+from distributed.launching.environments.base import Node, NodeEnvironment, Surroundings, Worker, WorkerEnvironment
 
 _DEFAULT_PORT = 29500
-
-
-@dataclasses.dataclass(frozen=True)
-class Pod:
-    """One pod among `num_pods`, and where they meet. `nproc_per_node` is None where nothing says it."""
-
-    num_pods: int
-    index: int
-    master_addr: str
-    master_port: int
-    nproc_per_node: int | None
 
 
 def numbers_pod(environ: Mapping[str, str]) -> bool:
@@ -30,8 +19,9 @@ def numbers_pod(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("PET_NNODES")) and environ.get("PET_NODE_RANK", "") == environ.get("RANK")
 
 
-def find_node(environ: Mapping[str, str], nproc_per_node: int | None) -> Pod | None:
-    """Return this pod where it is to launch processes, else None. `nproc_per_node` was explicitly asked for, or is None."""
+def node(at: Surroundings) -> Node:
+    """Return this pod if it is to launch processes."""
+    environ, nproc_per_node = at.environ, at.nproc_per_node
     if environ.get("PET_NNODES"):
         pod = _from_torchrun_options(environ)
         return pod if (nproc_per_node or pod.nproc_per_node or 1) > 1 or nproc_per_node else None
@@ -43,11 +33,23 @@ def find_node(environ: Mapping[str, str], nproc_per_node: int | None) -> Pod | N
             f"WORLD_SIZE={world_size} cannot be {nproc_per_node} processes of each pod with JOB_COMPLETION_INDEX={index} among"
             f" them: WORLD_SIZE counts processes, set it to the number of pods x {nproc_per_node}"
         )
-    return Pod(world_size // nproc_per_node, index, *_meeting_point(environ, ""), None)
+    return NodeEnvironment(world_size // nproc_per_node, index, *_master(environ, ""), None)
 
 
-def find_worker(environ: Mapping[str, str]) -> Pod | None:
-    """Return this pod where it is one worker itself, else None. Raises ResourceError where it should have been launched."""
+def worker(at: Surroundings) -> Worker:
+    """Return this pod if it is one worker itself, and nobody asked for processes in it.
+
+    Raises ResourceError if the processes of this pod should have been launched.
+    """
+    pod = None if at.nproc_per_node else _of_one_process(at.environ)
+    if pod is None:
+        return None
+    return WorkerEnvironment(
+        pod.node_rank, 0, pod.num_nodes, 1, pod.node_rank, pod.master_addr, pod.master_port, 0, "pod"
+    )  # fmt: skip
+
+
+def _of_one_process(environ: Mapping[str, str]) -> NodeEnvironment | None:
     if environ.get("PET_NNODES"):
         pod = _from_torchrun_options(environ)
         if (pod.nproc_per_node or 1) > 1:
@@ -55,7 +57,7 @@ def find_worker(environ: Mapping[str, str]) -> Pod | None:
                 f"PET_NPROC_PER_NODE={pod.nproc_per_node}: this pod is to run {pod.nproc_per_node} processes: start the script"
                 " with 'python -m distributed.cli train --script SCRIPT' or torchrun"
             )
-        return pod if pod.num_pods > 1 else None
+        return pod if pod.num_nodes > 1 else None
     if not _has_index(environ):
         return None
     world_size, index = _number(environ, "WORLD_SIZE"), _number(environ, "JOB_COMPLETION_INDEX")
@@ -63,16 +65,19 @@ def find_worker(environ: Mapping[str, str]) -> Pod | None:
         raise ResourceError(
             f"JOB_COMPLETION_INDEX={index} is not below WORLD_SIZE={world_size}: set WORLD_SIZE to the Job's completions"
         )
-    return Pod(world_size, index, *_meeting_point(environ, ""), 1)
+    return NodeEnvironment(world_size, index, *_master(environ, ""), 1)
 
 
 def _has_index(environ: Mapping[str, str]) -> bool:
-    """A Job of independent tasks has an index too; only WORLD_SIZE says that they train together."""
+    """Return whether this is a pod of an indexed Job that trains together.
+
+    A Job of independent tasks has an index too; only WORLD_SIZE says that they train together.
+    """
     has_size = environ.get("WORLD_SIZE", "") not in ("", "1")
     return has_size and environ.get("RANK", "") == "" and environ.get("JOB_COMPLETION_INDEX", "") != ""
 
 
-def _from_torchrun_options(environ: Mapping[str, str]) -> Pod:
+def _from_torchrun_options(environ: Mapping[str, str]) -> NodeEnvironment:
     num_pods = _num_nodes(environ["PET_NNODES"])
     if num_pods > 1 and environ.get("PET_NODE_RANK", "") == "":
         raise ResourceError(
@@ -82,12 +87,12 @@ def _from_torchrun_options(environ: Mapping[str, str]) -> Pod:
     index = _number(environ, "PET_NODE_RANK", 0)
     if index >= num_pods:
         raise ResourceError(f"PET_NODE_RANK={index} is not below PET_NNODES={num_pods}: number the pods from 0")
-    addr, port = _meeting_point(environ, "PET_") if num_pods > 1 else ("localhost", 0)
+    addr, port = _master(environ, "PET_") if num_pods > 1 else ("localhost", 0)
     processes = environ.get("PET_NPROC_PER_NODE", "")
     if processes.isdigit():
-        return Pod(num_pods, index, addr, port, int(processes))
+        return NodeEnvironment(num_pods, index, addr, port, int(processes))
     world_size = _number(environ, "WORLD_SIZE", 0)  # "auto": Kubeflow has counted it here
-    return Pod(num_pods, index, addr, port, world_size // num_pods or None)
+    return NodeEnvironment(num_pods, index, addr, port, world_size // num_pods or None)
 
 
 def _num_nodes(text: str) -> int:
@@ -97,7 +102,7 @@ def _num_nodes(text: str) -> int:
     return int(low)
 
 
-def _meeting_point(environ: Mapping[str, str], prefix: str) -> tuple[str, int]:
+def _master(environ: Mapping[str, str], prefix: str) -> tuple[str, int]:
     endpoint, _, end = environ.get(f"{prefix}RDZV_ENDPOINT", "").partition(":")
     addr = environ.get(f"{prefix}MASTER_ADDR") or endpoint or environ.get("MASTER_ADDR", "")
     if not addr:

@@ -1,4 +1,4 @@
-"""A guarded process leaves no descendant, however that detached itself; nor does it outlive its launcher."""
+"""A process below a subreaper leaves no descendant, however that detached itself; nor does it outlive its launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conftest import poll
 JOB = """
 import os, subprocess, sys, time
 from pathlib import Path
-from distributed.launching.guarded import Guarded
+from distributed.launching.subreaper import Subreaper
 
 def work(report):
     print("noise")
@@ -25,13 +25,13 @@ def work(report):
 
 scratch = Path(sys.argv[2]) / "scratch"
 scratch.mkdir()
-guarded = Guarded(work, Path(sys.argv[2]) / "log", scratch)
-(first,) = guarded.read()
+subreaper = Subreaper(work, Path(sys.argv[2]) / "log", scratch)
+(first,) = subreaper.read()
 print(first["orphan"], first["me"], flush=True)
 if sys.argv[1] == "stays":
     time.sleep(100)
-assert guarded.read() is None
-guarded.end()
+assert subreaper.read() is None
+subreaper.end()
 """
 
 

@@ -1,11 +1,13 @@
-"""Launchers one after the other, out of a process that has imported the framework already: each starts in milliseconds.
+"""The worker server: a process that has imported the framework, and forks a launcher for each request within milliseconds.
 
-`python nursery.py FD MODULES`: run by its path, not with -m, as nothing of the working directory is to be on the path.
+It runs as `python worker_server.py FD MODULES`, by its path and not with -m, so that nothing of the working directory is on the
+path. `forkserver.py` is the launcher that it forks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 _MESSAGE_BYTES = 1 << 20
 
 
-class Nursery:
-    """The side of the caller. One launch at a time; the nursery and what it launched end with this process."""
+class WorkerServer:
+    """A worker server as its caller sees it. One launch at a time; the server and its launcher end with this process."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         self.preload = preload
@@ -45,9 +47,9 @@ class Nursery:
         return self._process.poll() is None
 
     def launch(self, request: LaunchRequest, output: int, on_epoch: Callable[[Row], None]) -> int:
-        """Run `request` to its end with both streams in the descriptor `output`; returns the exit code.
+        """Run `request` to its end with both streams in the descriptor `output`. Return the exit code.
 
-        `on_epoch` gets the row of each finished epoch in this thread; what it raises ends the workers as SIGTERM does, and is
+        `on_epoch` gets the row of each finished epoch in this thread. An exception from it ends the workers as SIGTERM does, and is
         raised when they have ended.
         """
         from distributed.launching.epochs import Caller
@@ -76,38 +78,40 @@ class Nursery:
         return int(data) if data else 1
 
     def stop(self) -> None:
-        """End what runs, if anything, as SIGTERM does. Any thread."""
+        """Stop the launcher that runs, if any, as SIGTERM does. Any thread."""
         with self._lock, contextlib.suppress(OSError):
             self._channel.send(b"stop")
 
     def close(self) -> None:
-        """End it."""
+        """End the server."""
         self._channel.close()
         self._process.wait()
 
 
-class _Home:
-    """The nursery itself: a single thread, so that its children start from a clean state."""
+class _Server:
+    """The loop of the server's process, which has a single thread so that its children start from a clean state."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
 
-    def live(self) -> None:
-        """Until the caller has gone. Whoever is running then goes too: it dies with this process."""
+    def serve(self) -> None:
+        """Serve requests until the caller has ended. A launcher that still runs then dies with this process."""
+        from distributed.launching.forking import fork
+
         while True:
             data, fds, _, _ = socket.recv_fds(self._channel, _MESSAGE_BYTES, 2)
             if not data:
                 return
             if data == b"stop":  # it came after the end
                 continue
-            pid = self._fork(data, fds)
+            pid = fork(functools.partial(self._launch, data, fds))
             for fd in fds:
                 os.close(fd)
             if not self._wait(pid):
                 return
 
     def _wait(self, pid: int) -> bool:
-        """Until the launcher has ended; False where the caller has gone."""
+        """Wait until the launcher has ended. Return False if the caller has ended first."""
         end = os.pidfd_open(pid)
         try:
             while True:
@@ -123,30 +127,15 @@ class _Home:
         self._channel.send(str(128 - status if status < 0 else status).encode())
         return True
 
-    def _fork(self, data: bytes, fds: list[int]) -> int:
-        home = os.getpid()
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            code = self._launch(data, fds, home)
-        except BaseException:  # the top frame of a process: say it, whatever it is
-            sys.excepthook(*sys.exc_info())
-        finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
-
-    def _launch(self, data: bytes, fds: list[int], home: int) -> int:
+    def _launch(self, data: bytes, fds: list[int]) -> int:
         import dataclasses
 
         from distributed.errors import DistributedError
-        from distributed.launching.request import LaunchRequest, launch
-        from distributed.runs.processes import die_with_parent
+        from distributed.launching.forkserver import launch
+        from distributed.launching.request import LaunchRequest
+        from distributed.runs.processes import STOP_SIGNALS
 
-        die_with_parent(home)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
         os.setsid()
         self._channel.close()
         output, epochs = fds
@@ -166,10 +155,10 @@ def _main(fd: int, preload: list[str]) -> Any:
     for name in preload:
         importlib.import_module(name)
     gc.freeze()
-    _Home(socket.socket(fileno=fd)).live()
+    _Server(socket.socket(fileno=fd)).serve()
 
 
 if __name__ == "__main__":
-    # sys.path[0] is this directory, whose files would hide others: the package's parent is what is meant.
+    # sys.path[0] is this directory, whose files would hide others of the same name: replace it by the package's parent.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     _main(int(sys.argv[1]), [name for name in sys.argv[2].split(",") if name])

@@ -8,10 +8,13 @@ import sys
 import urllib.parse
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.errors import ConfigError, ResourceError, nearest
+
+if TYPE_CHECKING:
+    from distributed.config.merging import MergedConfig
 
 URI, RUN_ID = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
 _SERVERS, _DATABASES = ("http", "https"), ("sqlite", "mysql", "postgresql", "mssql")
@@ -21,23 +24,23 @@ REINSTALL = "pip install --force-reinstall 'distributed-trainer[mlflow]'"
 given_out: set[str] = set()  # ids of runs that this process put into its own environment: nobody asked to join those
 
 
-def check(config: Any) -> None:
+def check(merged: MergedConfig) -> None:
     """Refuse what cannot work: a missing library, a URI of no form that MLflow has, a name that it does not take.
 
     Raises ResourceError or ConfigError. Whether a server answers is not asked: training does not need it.
     """
-    uri = said_uri()
+    uri = users_uri()
     _require("mlflow")
     if uri is None or _scheme(uri) in _DATABASES:
         _require("sqlalchemy")
     if uri is not None:
         check_uri(uri)
-    model = config.mlflow_register_model
+    model = merged.config.mlflow_register_model
     if model is not None and re.search(r"[/:]|^\s*$|^\.+$", model):
         raise ConfigError(f"mlflow_register_model={model!r} is no name for MLflow: leave out '/' and ':'")
 
 
-def said_uri() -> str | None:
+def users_uri() -> str | None:
     """The tracking URI that the user set, in this process or by MLFLOW_TRACKING_URI."""
     mlflow = sys.modules.get("mlflow")
     if mlflow is not None and hasattr(mlflow, "is_tracking_uri_set") and mlflow.is_tracking_uri_set():
@@ -45,13 +48,13 @@ def said_uri() -> str | None:
     return os.environ.get(URI) or None
 
 
-def said_run() -> tuple[str, str | None] | None:
+def users_run() -> tuple[str, str | None] | None:
     """(id, tracking URI) of the run that the user has open here, or that MLFLOW_RUN_ID names; None without one."""
     if has_open_run():
         mlflow: Any = sys.modules["mlflow"]
         return str(mlflow.active_run().info.run_id), str(mlflow.get_tracking_uri())
     run_id = os.environ.get(RUN_ID)
-    return (run_id, said_uri()) if run_id and run_id not in given_out else None
+    return (run_id, users_uri()) if run_id and run_id not in given_out else None
 
 
 def has_open_run() -> bool:
@@ -60,9 +63,9 @@ def has_open_run() -> bool:
     return mlflow is not None and hasattr(mlflow, "active_run") and mlflow.active_run() is not None
 
 
-def environ_of_open_run() -> dict[str, str]:
+def environ_of_open_run(merged: MergedConfig) -> dict[str, str]:
     """What workers need for their run to be the one that the user has open in this process."""
-    found = said_run()
+    found = users_run()
     if found is None:
         return {}
     run_id, uri = found
