@@ -109,7 +109,7 @@ def test_a_timeline_that_nobody_prepared_is_refused_and_costs_nothing(seen):
 
 def test_killed_at_any_moment_a_run_of_three_ends_in_the_same_bits(run_cli_once, tmp_path):
     """Three terms sum up to the same only where they always come in the same order."""
-    faults = [["step", 5, 1], ["save", 3, 0], ["step", 9, 0], ["validation", 3, 1], ["step", 16, 1]]
+    faults = [["step", 5, 1], ["save", 3, 0], ["step", 9, 0], ["validation", 3, 1]]
     for name, struck in (("clean", []), ("hurt", faults)):
         (tmp_path / name).mkdir()
         flags = ["--backend", "horovod", "--global-batch-size", "16"]
