@@ -205,11 +205,8 @@ def tensors(saved):
     return weights | state
 
 
-# test_every_backend.py takes checkpoints of two stages to every backend.
-@pytest.mark.parametrize(
-    ("backend", "world"),
-    [("single", 1), *(pytest.param(*each, marks=FULL) for each in (("pytorch-ddp", 2), ("fsdp", 2), ("deepspeed", 3)))],
-)
+@FULL  # test_every_backend.py takes checkpoints of two stages to every backend
+@pytest.mark.parametrize(("backend", "world"), [("single", 1), ("pytorch-ddp", 2), ("fsdp", 2), ("deepspeed", 3)])
 def test_a_checkpoint_of_deepspeed_goes_on_anywhere(run_cli_once, tmp_path, travelled, backend, world):
     whole, half = travelled
     shutil.copytree(half / "run", tmp_path / "run")
