@@ -226,13 +226,14 @@ def freeze() -> None:
 
 def main(out: Path, asked: dict[str, Any]) -> None:
     parts = parts_of(asked["model"])
-    asked_cases = {name: case for name, case in cases(parts).items() if name not in asked["refused"]}
+    parts.metrics()  # imports torchmetrics
     freeze()
     for dtype in asked["dtypes"]:
         (out / dtype).mkdir(exist_ok=True)
         fits = Fits(parts, out / dtype, dtype)
-        for number, (name, case) in enumerate(asked_cases.items()):
-            fits(name, **case)
+        for number, (name, case) in enumerate(cases(parts).items()):
+            if name not in asked["refused"]:
+                fits(name, **case)
             if number == 0:
                 freeze()  # what the first fit has imported
         fits.clipped()
