@@ -15,7 +15,7 @@ HOROVOD_WITH ?=
 # Three test processes, each of which runs whole files: most tests start workers and wait for them.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 25
 
-.PHONY: demo test test-gpu check format bench screenshots docker-check release clean horovod
+.PHONY: demo test test-full test-gpu check format bench screenshots docker-check release clean horovod
 .DEFAULT_GOAL := demo
 
 demo: $(DEMO_STAMP)
@@ -23,6 +23,10 @@ demo: $(DEMO_STAMP)
 
 test: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST)
+
+# The same with every long matrix: all numbers of processes of every backend, and more kills and starts.
+test-full: $(STAMP) $(HOROVOD_STAMP)
+	CONFORMANCE_STARTS=3 $(PYTEST) -m ''
 
 # On a machine with a GPU, in eight minutes, with its own Python (torch with CUDA, pytest) and nothing installed. The tests
 # themselves can be tried out on CPUs: GPU_REHEARSAL=cpu make test-gpu GPU_PYTHON=.venv/bin/python

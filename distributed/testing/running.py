@@ -168,8 +168,12 @@ def _is_refused(adapter: Adapter, name: str, value: Any) -> bool:
 
 
 def has_compiled(adapter: Adapter, world_size: int) -> bool:
-    """Whether the compiled case is among the others: it takes a second or two, so in one number of processes."""
-    return adapter.takes(compile=True) and world_size == min(2, max(adapter.world_sizes))
+    """Return whether the compiled case is among the others.
+
+    It takes a second or two and therefore runs in one number of processes: the smallest above one, if there is one.
+    """
+    chosen = min((size for size in adapter.world_sizes if size > 1), default=1)
+    return adapter.takes(compile=True) and world_size == chosen
 
 
 def train_cases(adapter: Adapter, world_size: int, directory: Path, run: Runner = run_python) -> Ran:

@@ -50,7 +50,7 @@ def rows_of(table: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-@pytest.mark.parametrize("workload", ["mlp", "gpt"])
+@pytest.mark.parametrize("workload", ["mlp", pytest.param("gpt", marks=pytest.mark.full)])
 def test_trainer_and_hand_written_loop_end_in_identical_weights(run_python, workload, tmp_path):
     done = run_python([str(BENCHMARKS / "overhead.py"), "--workload", workload, "--quick"], timeout=240, cwd=tmp_path)
 
