@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributed import loggers
 from distributed.backends.base import Backend
 from distributed.callbacks import Callback
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, nearest
+from distributed.loggers import registry as loggers
 from distributed.metrics.monitor import check_names
 from distributed.metrics.over_all import as_declared, check_metric
 from distributed.runs.history import History

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
-from distributed.launching.request import WorkerEnvironment, worker_environment
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import worker_environment
 
 if TYPE_CHECKING:
     from distributed.backends._torch.world import World

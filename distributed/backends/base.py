@@ -13,7 +13,7 @@ from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, TrainingError
-from distributed.launching.request import WorkerEnvironment
+from distributed.launching.environments.base import WorkerEnvironment
 from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
 
 if TYPE_CHECKING:

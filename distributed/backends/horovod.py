@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from distributed.backends._torch.world import World
     from distributed.config.registry import BackendRow
     from distributed.config.settings import DistributedConfig
-    from distributed.launching.request import WorkerEnvironment
+    from distributed.launching.environments.base import WorkerEnvironment
     from distributed.loggers.profiling import Profiler
 
 

@@ -18,7 +18,7 @@ from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import ProcessPlan
 from distributed.errors import ConfigError
-from distributed.launching.request import worker_environment
+from distributed.launching.environments.registry import worker_environment
 
 _PLACES = "Ray chooses the nodes: drop it, and set nproc_per_node to the number of processes in all"
 

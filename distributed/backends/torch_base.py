@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from distributed.backends._torch.precision import Precision
     from distributed.backends._torch.world import World
     from distributed.config.settings import DistributedConfig
-    from distributed.launching.request import WorkerEnvironment
+    from distributed.launching.environments.base import WorkerEnvironment
     from distributed.loggers.profiling import Profiler
 
 

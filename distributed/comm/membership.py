@@ -19,7 +19,9 @@ from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
 from distributed.config.registry import REGISTRY, TRANSPORTS, backend_class
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
-from distributed.launching.request import WorkerEnvironment, typed_for_script, worker_environment
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import worker_environment
+from distributed.launching.request import typed_for_script
 
 if TYPE_CHECKING:
     from distributed.backends._torch.world import World

@@ -12,6 +12,7 @@ from distributed.config.fields import in_file, rules
 from distributed.config.peers import answer_for
 from distributed.config.registry import backend_row
 from distributed.config.settings import ALIASES, GROUPS, SWEEP_ALIASES, DistributedConfig, canonical, check_setting
+from distributed.config.unique_names import read_unique
 from distributed.errors import ConfigError, nearest
 
 
@@ -175,47 +176,22 @@ def _check(content: Mapping[str, Any], lines: Mapping[str, int], path: str | os.
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the file says, and the line of each name; the options of a group have dotted names there."""
+    """Return what the file says, and the line of each name; the options of a group have dotted names there."""
     import yaml
 
+    file = f"config file {str(path)!r}"
     try:
-        loader = yaml.SafeLoader(path.read_bytes())
-        node = loader.get_single_node()
-        lines = _lines(node, path)
-        content = None if node is None else loader.construct_document(node)
-    except OSError as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read ({error.strerror}): name another") from None
+        content, lines = read_unique(path, file)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "no text"
-        raise ConfigError(
-            f"config file {str(path)!r}{where} is not YAML ({problem}): write 'name: value' lines"
-        ) from None
+        raise ConfigError(f"{file}{where} is not YAML ({problem}): write 'name: value' lines") from None
     if content is None:
         return {}, {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise ConfigError(f"config file {str(path)!r} is not a mapping: write 'name: value' lines")
+        raise ConfigError(f"{file} is not a mapping: write 'name: value' lines")
     return content, lines
-
-
-def _lines(node: Any, path: Path, prefix: str = "") -> dict[str, int]:
-    """The line of each setting and option. YAML lets the last of two equal names win without a word: here an error."""
-    lines: dict[str, int] = {}
-    if getattr(node, "id", "") != "mapping":
-        return lines
-    for key, value in node.value:
-        if key.id != "scalar":
-            continue
-        name, line = prefix + key.value, key.start_mark.line + 1
-        if name in lines:
-            raise ConfigError(
-                f"config file {str(path)!r} has {key.value!r} in line {lines[name]} and again in line {line}: drop one"
-            )
-        lines[name] = line
-        if not prefix:
-            lines.update(_lines(value, path, f"{name}."))
-    return lines
 
 
 def _popped(content: dict[str, Any], name: str, kind: type, path: str | os.PathLike[str]) -> Any:

@@ -31,7 +31,7 @@ class BackendRow:
     is_default: bool = (
         False  # chosen where nobody says which: for one process if it is single_process, else for several
     )
-    meeting: str | None = None  # "module:Class" of what our launcher opens for the workers of each attempt
+    rendezvous: str | None = None  # "module:Class" of what our launcher opens for the workers of each attempt
     alone: str = "single"  # the backend that evaluates and predicts in one process, beside a fit in several
     # "module:function" called in each worker before the user's script, as `(LaunchRequest, WorkerEnvironment, report)`.
     before_script: str = ""
@@ -55,6 +55,9 @@ class BackendRow:
     # and modules that only a script imports, and only to join others.
     has_joined: str = ""
     joining_modules: tuple[str, ...] = ()
+    seed: str = (
+        ""  # "module:function" that seeds the engine's global generators, called where the engine is not loaded too
+    )
     listens: str = ""  # what its workers open to others, and cannot close, where there are several: shown as a warning
 
     @property
@@ -98,6 +101,7 @@ REGISTRY: dict[str, BackendRow] = {
                 "ddp_broadcast_buffers": "not here, because it is always so: drop it",
             },
             shares_gpus=True, has_joined="distributed.backends._torch.joined:has_joined",
+            seed="distributed.backends._torch.seeding:seed",
         ),
         BackendRow(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
@@ -135,7 +139,7 @@ REGISTRY: dict[str, BackendRow] = {
             "horovod", "distributed.backends.horovod", "HorovodBackend", "horovod", _TORCH_PRELOAD, ("torch", "horovod"),
             "'make horovod' (builds it for the installed torch)",
             "Horovod: a full copy of the model in every process, over Gloo or MPI",
-            meeting="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
+            rendezvous="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
             joining_modules=("horovod.common.basics", "mpi4py.MPI"),
             hints={
                 "'Variable' object has no attribute 'ref'": "Horovod's BroadcastGlobalVariablesCallback does not work with Keras 3:"

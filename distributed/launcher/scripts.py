@@ -12,7 +12,8 @@ from typing import Any
 from distributed.config.merging import Typed
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError, nearest
-from distributed.launching.request import pass_over_stale_rank, worker_environment
+from distributed.launching.environments.registry import worker_environment
+from distributed.launching.environments.torchrun import pass_over_stale_rank
 from distributed.launching.subprocess_launch import start_launcher
 
 # LaunchConfig's names that are not the settings' own

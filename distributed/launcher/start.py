@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed import loggers
 from distributed.backends import make_backend
 from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends.base import Backend
@@ -23,21 +22,22 @@ from distributed.config.plan import ProcessPlan, choose_backend, plan_batch, pla
 from distributed.config.registry import groups_in_use, row_in_use
 from distributed.config.settings import GROUPS, DistributedConfig, nproc_of_world
 from distributed.errors import ConfigError, ResourceError
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import node_environment, worker_environment
+from distributed.launching.environments.torchrun import pass_over_stale_rank
 from distributed.launching.exposure import launcher_warnings, warnings_of
+from distributed.launching.forkserver import launch
 from distributed.launching.listening import listen_at
 from distributed.launching.request import (
     Handover,
     LaunchRequest,
-    WorkerEnvironment,
     check_script,
-    launch,
-    node_environment,
-    pass_over_stale_rank,
+    make_request,
     set_missing,
     set_thread_variables,
     thread_count,
-    worker_environment,
 )
+from distributed.loggers import registry as loggers
 from distributed.runs.directory import RunDirectory, choose_run_dir
 
 _NODE_SETTINGS = ("num_nodes", "node_rank", "master_addr", "master_port")
@@ -114,9 +114,19 @@ def _checked_request(
     typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool
 ) -> tuple[Backend[Any], LaunchRequest]:
     backend = _refuse(typed, merged, plan, run_dir, resume)
-    request = _request(typed, merged, plan, run_dir, resume)
-    started = dataclasses.replace(request, launcher=backend.launcher, launcher_options=backend.launcher_options())
-    return backend, started
+    config, script = merged.config, _script(typed)
+    where = run_dir if run_dir is not None else str(choose_run_dir(script))
+    row = row_in_use(config, plan.backend)
+    starting = starting_line(plan, is_chosen=config.backend is not None)
+    lines = [*warnings_of(config, plan), _plan_line(plan), f"run directory: {where}", starting]
+    request = make_request(
+        merged, plan, row, where, typed=typed, started_lines=lines, script=script, script_args=typed.script_args, resume=resume,
+        master_addr=config.master_addr, master_port=config.master_port,
+        # A script that chooses its backend, or makes no Trainer, sets what its engine needs itself.
+        environ={} if config.backend is None else environ_for(Path(script), row.environ),
+        launcher=backend.launcher, launcher_options=backend.launcher_options(),
+    )  # fmt: skip
+    return backend, request if config.node_rank == 0 else dataclasses.replace(request, started_lines=())
 
 
 def _asked_processes(config: DistributedConfig) -> int | None:
@@ -268,32 +278,6 @@ def _script(typed: Typed) -> str:
     if typed.script is None:
         raise ConfigError("no script to run: add --script train.py")
     return typed.script
-
-
-def _request(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool) -> LaunchRequest:
-    config = merged.config
-    where = run_dir if run_dir is not None else str(choose_run_dir(_script(typed)))
-    row = row_in_use(config, plan.backend)
-    starting = starting_line(plan, is_chosen=config.backend is not None)
-    lines = [*merged.notices, *warnings_of(config, plan), _plan_line(plan), f"run directory: {where}", starting]
-    return LaunchRequest(
-        run_dir=where, typed=dataclasses.replace(typed, notices=()), script=typed.script, script_args=typed.script_args,
-        resume=resume, nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes, node_rank=config.node_rank,
-        master_addr=config.master_addr, master_port=config.master_port, device=plan.device,
-        preload=row.preload, meeting=row.meeting,
-        before_script=row.before_script,
-        environ=_environ(merged, plan, _script(typed)), max_restarts=config.max_restarts,
-        restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
-        start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose,
-        started_lines=tuple(lines) if config.node_rank == 0 else (),
-    )  # fmt: skip
-
-
-def _environ(merged: MergedConfig, plan: ProcessPlan, script: str) -> dict[str, str]:
-    """The environment of the backend that was typed: a script that chooses, or makes no Trainer, knows best without one."""
-    if merged.config.backend is None:
-        return {}
-    return environ_for(Path(script), row_in_use(merged.config, plan.backend).environ)
 
 
 def _plan_line(plan: ProcessPlan) -> str:

@@ -20,20 +20,16 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousStateError
 
-from distributed.launching.environment import WorkerEnvironment
+from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_row
 from distributed.launching.listening import loopback_environ
-from distributed.launching.meeting import make_meeting
 from distributed.launching.output import WorkerOutput, display_of
-from distributed.launching.rendezvous import StoreLostError, rendezvous_of
+from distributed.launching.rendezvous import StoreLostError, engine_rendezvous, rendezvous_of
 from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import messages
-from distributed.launching.verdicts import Verdict, Verdicts, in_words
-from distributed.loggers import end_elsewhere
+from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
-from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
-from distributed.runs.summary import close_results
 from distributed.runs.temporary import temporary_directory
 
 
@@ -49,35 +45,35 @@ class ForkAgent(SimpleElasticAgent):
         self._request, self._run, self._channel = request, run, channel
         self.verdicts = Verdicts(request, run, display)
         epochs = Epochs(functools.partial(write_row, request.epochs_fd))
-        self.output = WorkerOutput(run, display, channel, self.verdicts.note, epochs)
+        self.output = WorkerOutput(run, display, channel, self.verdicts.add, epochs)
         self._master: tuple[str, int] = ("127.0.0.1", 0)
-        self._meeting = make_meeting(request.meeting)
-        self._opened: Any = None  # what the meeting of this attempt said on node 0
+        self._of_engine = engine_rendezvous(request.rendezvous)
+        self._opened: Any = None  # what the rendezvous of this attempt returned on node 0
 
     # torch's hooks
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Ranks follow `node_rank`, and the workers meet at node 0 on a port of this attempt alone."""
+        """Number the ranks by `node_rank`, and agree on the port of node 0 at which the workers of this attempt join each other."""
         node, local = self._request.node_rank, spec.local_world_size
         store = messages(store, "distributed")
         if node == 0:
-            # With several nodes `master_port` is where the nodes meet; the workers need another one.
+            # With several nodes `master_port` is that of the nodes' store; the workers need another one.
             asked = self._request.master_port if self._request.num_nodes == 1 else None
-            opened = self._open_meeting()
-            store.set("meet", json.dumps([self._request.master_addr, asked or _free_port(), opened]))
-        addr, port, self._opened = json.loads(store.get("meet"))
+            opened = self._open_of_engine()
+            store.set("rendezvous", json.dumps([self._request.master_addr, asked or _free_port(), opened]))
+        addr, port, self._opened = json.loads(store.get("rendezvous"))
         is_local = addr == "localhost" or self._request.num_nodes == 1
         self._master = ("127.0.0.1" if is_local else addr, port)
         world_size = group_world_size * local
         return [Worker(i, node * local + i, node * local + i, world_size, world_size) for i in range(local)]
 
-    def _open_meeting(self) -> Any:
-        if self._meeting is None:
+    def _open_of_engine(self) -> Any:
+        if self._of_engine is None:
             return None
         is_alone = self._request.num_nodes == 1
-        return self._meeting.open("127.0.0.1" if is_alone else self._request.master_addr, is_alone=is_alone)
+        return self._of_engine.open("127.0.0.1" if is_alone else self._request.master_addr, is_alone=is_alone)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         attempt = worker_group.spec.max_restarts - self._remaining_restarts
@@ -108,7 +104,7 @@ class ForkAgent(SimpleElasticAgent):
             worker.global_rank, worker.local_rank, worker.world_size, group.spec.local_world_size,
             self._request.node_rank, *self._master, attempt, "environment",
         )  # fmt: skip
-        more = self._meeting.environ(found, self._opened) if self._meeting is not None else {}
+        more = self._of_engine.environ(found, self._opened) if self._of_engine is not None else {}
         environ = found.to_torchrun_environ(
             num_nodes=self._request.num_nodes, max_restarts=group.spec.max_restarts,
             run_id=group.spec.rdzv_handler.get_run_id(), error_file=error_file,
@@ -179,18 +175,12 @@ def _run_to_the_end(
     )  # fmt: skip
     agent = ForkAgent(spec, request, run, channel, display, directory)
     agent.output.start()
-    verdicts = agent.verdicts
     try:
         agent.run()
-        code = verdicts.exit_code()
     finally:
         if request.num_nodes > 1:
             handler.shutdown()
-    if request.node_rank == 0:
-        close_results(run, code, in_words(verdicts.cause) if verdicts.cause is not None else None, end_elsewhere)
-        write_reports_at_end(run, lambda text: display.handle({"kind": "notice", "text": text}))
-    verdicts.show_end(code)
-    return code
+    return agent.verdicts.finish()
 
 
 def _free_port() -> int:

@@ -8,21 +8,10 @@ import os
 from distributed.config import DistributedConfig
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import row_in_use
-from distributed.launching.request import WorkerEnvironment, launched_by
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import environment_of
+from distributed.launching.request import launched_by
 from distributed.launching.secret import VARIABLE, shared_secret
-
-# The ports of other launchers, by `WorkerEnvironment.source`. srun is missing because its ports authenticate who connects.
-_LAUNCHERS = {
-    "torchrun": (
-        "torchrun listens on all interfaces without a secret, and anyone who connects to its c10d rendezvous (the default on one"
-        " node) can run code as you"
-    ),
-    "openmpi": "mpirun listens on all interfaces",
-    "horovodrun": (
-        "horovodrun listens on all interfaces without a secret, and anyone who connects while the run starts can take the place"
-        " of a rank"
-    ),
-}
 
 
 @dataclasses.dataclass
@@ -43,7 +32,7 @@ def warnings_of(config: DistributedConfig, plan: ProcessPlan) -> list[str]:
     if listens and plan.world_size > 1:
         found.append(_of_listener(listens))
     if plan.num_nodes > 1 and shared_secret() is None:
-        found.append(_of_meeting("nodes", config.master_addr, config.master_port, "on all nodes"))
+        found.append(_of_rendezvous("nodes", config.master_addr, config.master_port, "on all nodes"))
     return [f"warning: {text}" for text in found]
 
 
@@ -54,9 +43,10 @@ def launcher_warnings(found: WorkerEnvironment | None) -> list[str]:
     """
     if found is None or found.world_size == 1 or found.restart_count > 0:
         return []
-    is_torchrun = found.source == "environment" and "TORCHELASTIC_RUN_ID" in os.environ
-    source = "torchrun" if is_torchrun else found.source
-    return _once(_of_listener(_LAUNCHERS[source])) if source in _LAUNCHERS else []
+    row = environment_of(found)
+    if row is None or not row.listens or (row.listens_with and row.listens_with not in os.environ):
+        return []
+    return _once(_of_listener(row.listens))
 
 
 def engine_warnings(listens: str) -> list[str]:
@@ -68,7 +58,7 @@ def store_warnings(host: str, port: int) -> list[str]:
     """Return a warning about the store that this worker hosts at `host`, if no secret is set. Main process only."""
     if shared_secret() is not None:
         return []
-    return _once(_of_meeting("processes", host, port, "for all of them"))
+    return _once(_of_rendezvous("processes", host, port, "for all of them"))
 
 
 def script_warnings(host: str, port: int) -> list[str]:
@@ -88,7 +78,7 @@ def _of_listener(listens: str) -> str:
     return f"{listens}: run where only people you trust can reach this machine (docs/security.md)"
 
 
-def _of_meeting(who: str, host: str, port: int | None, where: str) -> str:
+def _of_rendezvous(who: str, host: str, port: int | None, where: str) -> str:
     return (
         f"the {who} meet at {_place(host, port)} without a secret: anyone who reaches that port can disturb the run but not run code in it;"
         f" set the same {VARIABLE}, or --token-file, {where}"

@@ -15,25 +15,38 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
+from distributed.launching.forking import fork
 from distributed.launching.output import display_of
 from distributed.launching.request import LaunchRequest, check_script, crowding, set_thread_variables
 from distributed.launching.stopping import Signals, Stop
 from distributed.runs.directory import RunDirectory
-from distributed.runs.processes import STOP_SIGNALS, die_with_parent
+from distributed.runs.processes import STOP_SIGNALS
+from distributed.runs.temporary import sweep
 
 _AGENT_GRACE_S = 10.0  # for the agent to print and leave once every worker is gone
 _MESSAGE_BYTES = 256 * 1024
+
+
+def launch(request: LaunchRequest) -> int:
+    """Run the workers of `request` from this process until they end, by the launcher that it names. Return the exit code.
+
+    The caller must have a single thread. Raises ConfigError or ResourceError, before a framework is imported, for what can be known
+    by then.
+    """
+    sweep(tempfile.gettempdir())
+    code: int = importlib.import_module(request.launcher).serve(request)
+    return code
 
 
 def serve(request: LaunchRequest) -> int:
     """Run the job of `request` from this single-threaded process; returns the exit code."""
     run = RunDirectory(request.run_dir)
     _check(request, run)
-    _say_start(request)
+    _show_start(request)
     set_thread_variables(request.nproc_per_node)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart can read stale addresses
     if {**request.typed.file, **request.typed.flag}.get("profile"):
@@ -44,7 +57,7 @@ def serve(request: LaunchRequest) -> int:
         gc.disable()  # imports make no garbage worth looking for, and a collection would unshare pages
         importlib.import_module("torch")  # the agent's; the only import of it in the whole tree
         server, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        agent = _fork(lambda: _agent(request, run, side, server, signals))
+        agent = fork(lambda: _agent(request, run, side, server, signals))
         side.close()
         for name in request.preload:
             if signals.are_waiting():  # a stop, or the end of the agent: nobody will need the rest
@@ -62,7 +75,7 @@ def _check(request: LaunchRequest, run: RunDirectory) -> None:
         run.lock()
 
 
-def _say_start(request: LaunchRequest) -> None:
+def _show_start(request: LaunchRequest) -> None:
     """What starts, before the first import that takes long."""
     display = display_of(request)
     if request.started_lines:
@@ -80,32 +93,6 @@ def _agent(
     from distributed.launching.agent import run_agent
 
     return run_agent(request, run, side)
-
-
-def _fork(child: Callable[[], int]) -> int:
-    """Fork; the child dies with this process and ends with what `child()` returns. Its signals are blocked at first."""
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Until the child has its own handlers, its signals would show up on the descriptor that it shares with us.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
-    pid = os.fork()
-    if pid:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return pid
-    code = 1
-    try:
-        die_with_parent(parent)
-        code = child()
-    except KeyboardInterrupt:  # a Ctrl-C that came before the script began
-        code = 128 + signal.SIGINT
-    except BaseException:  # the top frame of a process: say it, whatever it is
-        sys.excepthook(*sys.exc_info())
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
 
 
 class ForkServer:
@@ -128,7 +115,7 @@ class ForkServer:
             while self._agent_status is None:
                 ready = [key.fileobj for key, _ in selector.select(self._patience())]
                 for number in self._signals.read():  # first: after a stop no order to start is carried out
-                    self._note_signal(number)
+                    self._take_signal(number)
                 if self._channel in ready and not self._take_order():
                     selector.unregister(self._channel)  # the agent is going; its end is a signal
                 self._reap()
@@ -178,15 +165,15 @@ class ForkServer:
             self._agent_deadline = time.monotonic() + _AGENT_GRACE_S
         return True
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         with contextlib.suppress(OSError):  # the agent has gone: its end is handled where it is reaped
             self._channel.send(json.dumps(message).encode())
 
     def _start_worker(self, order: dict[str, Any], fds: list[int]) -> None:
         if self._stop.signum:  # too late: nothing may start any more
-            self._tell(op="exit", local_rank=order["local_rank"], status=-self._stop.signum, time=time.time())
+            self._send(op="exit", local_rank=order["local_rank"], status=-self._stop.signum, time=time.time())
         else:
-            pid = _fork(lambda: self._worker(order, fds))
+            pid = fork(lambda: self._worker(order, fds))
             with contextlib.suppress(OSError):  # the child does it too; whoever comes first
                 os.setpgid(pid, pid)
             self._workers[pid] = order["local_rank"]
@@ -221,7 +208,7 @@ class ForkServer:
             if pid == self._agent:
                 self._agent_status = status
             elif (local_rank := self._workers.pop(pid, None)) is not None:
-                self._tell(op="exit", local_rank=local_rank, status=status, time=time.time())
+                self._send(op="exit", local_rank=local_rank, status=status, time=time.time())
 
     def _kill_workers(self) -> None:
         for pid in self._workers:
@@ -230,17 +217,17 @@ class ForkServer:
 
     # signals
 
-    def _note_signal(self, number: int) -> None:
+    def _take_signal(self, number: int) -> None:
         if number not in STOP_SIGNALS:
             return
         is_starting = not self._num_begun or self._num_begun % self._request.nproc_per_node > 0
-        if is_first := self._stop.note(number):
+        if is_first := self._stop.add(number):
             # As long as workers are missing nobody has trained: there is nothing to save, and many take long to leave.
             for pid in self._workers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if is_starting else self._stop.signum)
         if is_first or number == signal.SIGINT:
-            self._tell(
+            self._send(
                 op="stop", signum=self._stop.signum, is_first=is_first, interrupts=self._stop.interrupts,
                 is_starting=is_starting,
             )  # fmt: skip

@@ -12,7 +12,8 @@ from pathlib import Path
 def main() -> None:
     """Launch what the request says and leave with its exit code."""
     from distributed.errors import DistributedError
-    from distributed.launching.request import LaunchRequest, launch
+    from distributed.launching.forkserver import launch
+    from distributed.launching.request import LaunchRequest
     from distributed.runs.processes import die_with_parent
 
     die_with_parent(int(sys.argv[2]))

@@ -1,4 +1,6 @@
-"""How the agents of all nodes find each other. Nothing that came over a socket is unpickled.
+"""Rendezvous: how the agents of all nodes find each other, and what an engine opens so that its workers do.
+
+Nothing that came over a socket is unpickled.
 
 One node needs no store, and nothing listens. Several nodes use torch's dynamic rendezvous over a store on node 0. Torch keeps the
 state of a rendezvous in that store as a pickle, which anyone who reaches the port could replace. This package keeps the state as
@@ -11,9 +13,10 @@ import datetime
 import hmac
 import json
 import pickle
+import pkgutil
 import socket
 import uuid
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -26,12 +29,36 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
+from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.listening import listen_at
 from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import shared_secret, signature
 
 _KEY = "distributed/rendezvous"
 _NOTHING = "nothing"  # the first value of the key: `get` of a store waits for a key that does not exist
+
+
+class EngineRendezvous(Protocol):
+    """What an engine needs beside torchrun's variables so that its workers find each other. Created once in the agent of each node."""
+
+    def open(self, host: str, *, is_alone: bool) -> Any:
+        """Open a rendezvous for the next attempt and return what the workers must know of it. On node 0 only.
+
+        Args:
+            host: the host at which the workers look for it.
+            is_alone: whether there is no other node.
+
+        Returns:
+            A JSON-able value, which reaches the other nodes.
+        """
+
+    def environ(self, place: WorkerEnvironment, opened: Any) -> dict[str, str]:
+        """Return the variables of the worker at `place`. `opened` is what `open` returned on node 0."""
+
+
+def engine_rendezvous(name: str | None) -> EngineRendezvous | None:
+    """Return an instance of the class that a backend's registry row names as "module:Class"."""
+    return None if name is None else cast(EngineRendezvous, pkgutil.resolve_name(name)())
 
 
 def rendezvous_of(request: LaunchRequest) -> RendezvousHandler:

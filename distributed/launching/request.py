@@ -1,35 +1,26 @@
-"""Starts the workers of a run, or tells that this process already is one. Imports no framework before `launch`."""
+"""What a launcher is asked for, what it hands to its workers, and what a worker knows of both. Imports no framework."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import sys
-import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.config.merging import Typed
 from distributed.errors import ConfigError, ScriptError, nearest
-from distributed.launching.environment import (
-    NodeEnvironment,
-    WorkerEnvironment,
-    node_environment,
-    worker_environment,
-)
-from distributed.launching.variables import is_local_rank, pass_over_stale_rank
-from distributed.runs.temporary import sweep
+from distributed.launching.environments.torchrun import is_local_rank
 
-__all__ = [
-    "Handover", "LaunchRequest", "Link", "NodeEnvironment", "WorkerEnvironment", "handover", "launch", "launched_by", "link",
-    "node_environment", "pass_over_stale_rank", "running_script", "typed_for_script", "worker_environment",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from distributed.config.merging import MergedConfig
+    from distributed.config.plan import ProcessPlan
+    from distributed.config.registry import BackendRow
 
 HANDOVER_VARIABLE = "DISTRIBUTED_CONFIG"
 # What the launcher itself uses, or every worker: these settings hold for a script without a Trainer too.
@@ -38,7 +29,7 @@ _FOR_ANY_SCRIPT = frozenset({
     "master_port", "timeout_s", "start_timeout", "monitor_interval", "max_restarts", "restart_on_exception", "seed",
     "verbose",
 })  # fmt: skip
-_MOST_PER_CORE = 4  # processes, before a start is warned of
+_MOST_PER_CORE = 4  # processes: a start with more shows a warning
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -47,7 +38,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 @dataclasses.dataclass(frozen=True)
 class Handover:
-    """What the launcher tells a worker: what was typed outside the script, and which attempt this is."""
+    """What the launcher hands to a worker: the settings given outside the script, and the number of this attempt."""
 
     typed: Typed
     run_dir: str | None = None
@@ -55,12 +46,12 @@ class Handover:
     restart_count: int = 0
 
     def to_json(self) -> str:
-        """The text of DISTRIBUTED_CONFIG."""
+        """Return the value of the variable DISTRIBUTED_CONFIG."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Handover:
-        """What `to_json` wrote. Raises ConfigError where the text is something else."""
+        """Return the handover that `to_json` wrote. Raises ConfigError for any other text."""
         try:
             content = json.loads(text)
             return cls(**{**content, "typed": typed_from(content["typed"])})
@@ -71,12 +62,12 @@ class Handover:
 
 
 def typed_from(content: Mapping[str, Any]) -> Typed:
-    """A Typed out of its JSON form."""
+    """Return a Typed from its JSON form."""
     return Typed(**{**content, "notices": tuple(content["notices"]), "script_args": tuple(content["script_args"])})
 
 
 class Link:
-    """The way from a worker to its launcher: one JSON line per event. None where another launcher started it."""
+    """The pipe from a worker to its launcher, which carries one JSON line per event."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -84,7 +75,7 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, event: Mapping[str, Any]) -> None:
-        """Send one event. Any thread; nothing happens in a fork of the worker or when the launcher has gone."""
+        """Send one event, from any thread. Do nothing in a fork of the worker, or if the launcher has ended."""
         if os.getpid() != self._pid:
             return
         data = (json.dumps(event) + "\n").encode()
@@ -98,13 +89,13 @@ class Link:
 
 @dataclasses.dataclass
 class _ThisProcess:
-    """What this process was told; filled in once by the entry of a worker, or from the environment."""
+    """What this process got from a launcher, by `set_this_worker` or by the environment."""
 
     handover: Handover | None = None
     link: Link | None = None
     request: LaunchRequest | None = None  # what our launcher was asked for, where it started this process
-    is_told: bool = False
-    is_taken: bool = False  # a Trainer has asked
+    is_known: bool = False  # whether `handover` is final
+    is_taken: bool = False  # whether a Trainer has asked for the handover
     asked: set[str] = dataclasses.field(default_factory=set)  # settings that `distributed.comm` has asked for
 
 
@@ -112,33 +103,33 @@ _this = _ThisProcess()
 
 
 def handover() -> Handover | None:
-    """What the launcher told this worker, or None. The variable is taken out of the environment at the first call."""
+    """Return what a Trainer of this worker got from the launcher, or None. The first call removes the variable from the environment."""
     _this.is_taken = True
-    return _told()
+    return _handover()
 
 
 def typed_for_script(*names: str) -> Typed:
-    """Of what was typed outside the script the settings `names`, for a script without a Trainer."""
-    given = _told()
+    """Return the settings `names` as far as they were given outside the script, for a script without a Trainer."""
+    found = _handover()
     _this.asked.update(names)
-    if given is None:
+    if found is None:
         return Typed()
     file, flag = (
-        {name: layer[name] for name in names if name in layer} for layer in (given.typed.file, given.typed.flag)
+        {name: layer[name] for name in names if name in layer} for layer in (found.typed.file, found.typed.flag)
     )
     return Typed(file=file, flag=flag)
 
 
-def _told() -> Handover | None:
-    if not _this.is_told:
+def _handover() -> Handover | None:
+    if not _this.is_known:
         text = os.environ.pop(HANDOVER_VARIABLE, None)
         _this.handover = Handover.from_json(text) if text is not None else None
-        _this.is_told = True
+        _this.is_known = True
     return _this.handover
 
 
 def running_script() -> Typed:
-    """The script of this process and its arguments as typed; nothing in a notebook and under `python -m`."""
+    """Return the script of this process and its arguments, or neither in a notebook and under `python -m`."""
     main = sys.modules["__main__"]
     is_file = hasattr(main, "__file__") and main.__spec__ is None and sys.argv[0].endswith(".py")
     if not is_file:
@@ -148,7 +139,7 @@ def running_script() -> Typed:
 
 
 def unused_settings() -> list[str]:
-    """The typed settings that nobody in this worker has asked for."""
+    """Return the settings given outside the script that nothing in this worker has asked for."""
     from distributed.config.registry import REGISTRY
 
     if _this.handover is None or _this.is_taken:
@@ -164,25 +155,30 @@ def unused_settings() -> list[str]:
 
 
 def has_trainer() -> bool:
-    """Whether a Trainer was made in this process."""
+    """Return whether a Trainer was created in this process."""
     return _this.is_taken
 
 
 def link() -> Link | None:
-    """The way to our launcher, or None in a process that it did not start."""
+    """Return the pipe to our launcher, or None in a process that it did not start."""
     return _this.link
 
 
 def launched_by() -> LaunchRequest | None:
-    """What our launcher was asked for, in a worker that it started; None in any other process."""
+    """Return the request of our launcher in a worker that it started, or None in any other process."""
     return _this.request
 
 
-def tell(given: Handover, link_fd: int | None = None, request: LaunchRequest | None = None) -> None:
-    """Make `given` this process' handover, `link_fd` its way to the launcher and `request` what that was asked for. Entry of
-    a worker only."""
+def set_this_worker(handover: Handover, link_fd: int | None = None, request: LaunchRequest | None = None) -> None:
+    """Make this process a worker. Called once, before the script.
+
+    Args:
+        handover: what the launcher hands to it.
+        link_fd: the descriptor of the pipe to our launcher; None if another launcher started this process.
+        request: the request of our launcher.
+    """
     os.environ.pop(HANDOVER_VARIABLE, None)
-    _this.handover, _this.is_told = given, True
+    _this.handover, _this.is_known = handover, True
     _this.link = Link(link_fd) if link_fd is not None else None
     _this.request = request
 
@@ -192,7 +188,7 @@ def tell(given: Handover, link_fd: int | None = None, request: LaunchRequest | N
 
 @dataclasses.dataclass(frozen=True)
 class LaunchRequest:
-    """All that a launcher process must know. JSON-able. Either `script` or `payload` is what the workers run."""
+    """All that a launcher process must know. JSON-able. The workers run either `script` or `payload`."""
 
     run_dir: str
     typed: Typed = dataclasses.field(default_factory=Typed)
@@ -209,7 +205,7 @@ class LaunchRequest:
     master_port: int | None = None
     device: str = "cpu"
     preload: tuple[str, ...] = ("torch",)
-    meeting: str | None = None  # "module:Class" of what is opened for the workers of each attempt
+    rendezvous: str | None = None  # "module:Class" of an EngineRendezvous
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of every worker, unless the user has set it
     before_script: str = ""  # "module:function" that each worker calls first, see BackendRow
     max_restarts: int = 3
@@ -228,16 +224,16 @@ class LaunchRequest:
 
     @property
     def world_size(self) -> int:
-        """Workers in all."""
+        """The number of workers on all nodes."""
         return self.num_nodes * self.nproc_per_node
 
     def to_json(self) -> str:
-        """One JSON object."""
+        """Return one JSON object."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> LaunchRequest:
-        """The request that `to_json` wrote."""
+        """Return the request that `to_json` wrote."""
         content = json.loads(text)
         for name in ("script_args", "preload", "started_lines"):
             content[name] = tuple(content[name])
@@ -246,9 +242,38 @@ class LaunchRequest:
         return cls(**{**content, "typed": typed_from(content["typed"])})
 
 
+_FROM_CONFIG = (
+    "node_rank", "max_restarts", "restart_on_exception", "monitor_interval", "start_timeout", "timeout_s", "verbose",
+)  # fmt: skip
+
+
+def make_request(
+    merged: MergedConfig, plan: ProcessPlan, row: BackendRow, run_dir: str, *, typed: Typed, started_lines: Sequence[str], **more: Any
+) -> LaunchRequest:  # fmt: skip
+    """Return the request for the processes of `plan` under the settings `merged`.
+
+    Args:
+        merged: the settings; their notices are shown at the start, before `started_lines`.
+        plan: the processes to start.
+        row: the backend, as its options make it.
+        run_dir: the run directory.
+        typed: what the workers get of the values that were set outside the script.
+        started_lines: what is shown once, before the workers start.
+        more: further fields of the request, such as the script or the payload.
+    """
+    settings = {name: getattr(merged.config, name) for name in _FROM_CONFIG}
+    return LaunchRequest(
+        run_dir, dataclasses.replace(typed, notices=()), nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes,
+        device=plan.device, preload=row.preload, rendezvous=row.rendezvous, before_script=row.before_script,
+        started_lines=(*merged.notices, *started_lines), **settings, **more,
+    )  # fmt: skip
+
+
 def check_script(script: str) -> None:
-    """Raise ConfigError where `script` cannot be run, naming a file of a similar name where there is one; ScriptError where
-    it does not compile."""
+    """Check that `script` can be run.
+
+    Raises ConfigError if it is no readable file, with the nearest name in its directory, and ScriptError if it does not compile.
+    """
     path = Path(script)
     if path.is_file():
         if not os.access(path, os.R_OK):
@@ -265,7 +290,7 @@ def check_script(script: str) -> None:
 
 
 def _check_syntax(script: str, source: bytes) -> None:
-    """Raise ScriptError with Python's own words where `source` does not compile. Warnings are left to the workers."""
+    """Raise ScriptError with Python's own message if `source` does not compile. Warnings are left to the workers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -273,20 +298,20 @@ def _check_syntax(script: str, source: bytes) -> None:
         except (SyntaxError, ValueError) as error:  # ValueError: a null byte, in Python 3.11
             said = "".join(traceback.format_exception_only(error)).rstrip()
             raise ScriptError(f"script {script!r} does not compile:\n{said}") from None
-        except (RecursionError, MemoryError):  # too deep for the compiler here: the workers will see
+        except (RecursionError, MemoryError):  # too deep for the compiler here: the workers will report it
             return
 
 
 def thread_count(local_processes: int) -> int:
-    """Threads each process of this machine gets: its share of the cores, or what OMP_NUM_THREADS says."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and int(given) > 0:
-        return int(given)
+    """Return the number of threads of each process of this machine: its share of the cores, or OMP_NUM_THREADS."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > 0:
+        return int(threads)
     return max(1, _cores() // max(1, local_processes))
 
 
 def crowding(local_processes: int) -> str | None:
-    """A warning where this machine gets far more processes than it has cores; else None."""
+    """Return a warning if this machine gets far more processes than it has cores, else None."""
     cores = _cores()
     if local_processes <= _MOST_PER_CORE * cores:
         return None
@@ -297,7 +322,7 @@ def crowding(local_processes: int) -> str | None:
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -312,13 +337,3 @@ def set_thread_variables(local_processes: int) -> None:
     threads = str(thread_count(local_processes))
     for name in THREAD_VARIABLES:
         os.environ.setdefault(name, threads)
-
-
-def launch(request: LaunchRequest) -> int:
-    """Run the workers from this process until they end; returns the exit code. The caller must have a single thread.
-
-    Raises ConfigError or ResourceError, before a framework is imported, for what can be known by then.
-    """
-    sweep(tempfile.gettempdir())
-    code: int = importlib.import_module(request.launcher).serve(request)
-    return code

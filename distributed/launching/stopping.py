@@ -20,7 +20,7 @@ class Signals:
         self._read, self._write = os.pipe()
         for fd in (self._read, self._write):
             os.set_blocking(fd, False)
-        self._old = {number: signal.signal(number, _noted) for number in (*heeded_signals(), signal.SIGCHLD)}
+        self._old = {number: signal.signal(number, _do_nothing) for number in (*heeded_signals(), signal.SIGCHLD)}
         self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         # Who started this process may have held them back until now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -69,7 +69,7 @@ class Signals:
         os.close(self._write)
 
 
-def _noted(number: int, frame: FrameType | None) -> None:
+def _do_nothing(number: int, frame: FrameType | None) -> None:
     """The byte on the wake-up descriptor says it all."""
 
 
@@ -88,7 +88,7 @@ class Stop:
         """Of a run that ends by it."""
         return 128 + (signal.SIGINT if self.signum == signal.SIGINT else signal.SIGTERM)
 
-    def note(self, number: int) -> bool:
+    def add(self, number: int) -> bool:
         """Take in one more stop signal; True where it is the first, which the workers are to get."""
         if number == signal.SIGHUP:  # the terminal has gone, and with it who could say more
             number = signal.SIGTERM

@@ -17,8 +17,10 @@ from distributed.launching.request import LaunchRequest
 from distributed.launching.sharing import ways_out
 from distributed.launching.stopping import KILLING
 from distributed.loggers.console import Display
+from distributed.loggers.registry import end_elsewhere
+from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
-from distributed.runs.summary import add_warning, is_training, resume_lines
+from distributed.runs.summary import add_warning, close_results, is_training, resume_lines
 
 # After the first sign of a failure: how long a better explanation is waited for. A lost connection is a consequence
 # of something that another rank, or the kernel, is about to report.
@@ -65,7 +67,7 @@ class _Rank:
 
 
 class Verdicts:
-    """One thread notes what happens (`note`), another waits for what follows from it (`judge`)."""
+    """One thread notes what happens (`add`), another waits for what follows from it (`judge`)."""
 
     def __init__(self, request: LaunchRequest, run: RunDirectory, display: Display) -> None:
         self._request, self._run, self._display = request, run, display
@@ -93,19 +95,19 @@ class Verdicts:
 
     # what comes from the launcher and the workers
 
-    def note(self, message: Mapping[str, Any]) -> None:
+    def add(self, message: Mapping[str, Any]) -> None:
         """A stop that was asked for, the end of a worker, or what a worker reports. Any thread."""
         with self._changed:
             if message["op"] == "stop":
-                self._note_stop(message)
+                self._add_stop(message)
             elif message["op"] == "exit":
                 rank = self._ranks[message["local_rank"]]
                 rank.status, rank.ended = message["status"], message["time"]
             else:
-                self._note_report(message)
+                self._add_report(message)
             self._changed.notify_all()
 
-    def _note_stop(self, message: Mapping[str, Any]) -> None:
+    def _add_stop(self, message: Mapping[str, Any]) -> None:
         self.stop_signal, interrupts = message["signum"], message["interrupts"]
         if message["is_first"]:
             what = "the workers"  # their script trains with something else, or not yet
@@ -119,7 +121,7 @@ class Verdicts:
         elif interrupts == KILLING:
             self._display.handle({"kind": "warning", "text": "killing the workers, what was not saved is lost"})
 
-    def _note_report(self, message: Mapping[str, Any]) -> None:
+    def _add_report(self, message: Mapping[str, Any]) -> None:
         for rank in self._ranks.values():
             if rank.rank != message["rank"]:
                 continue
@@ -210,8 +212,20 @@ class Verdicts:
 
     # the end
 
+    def finish(self) -> int:
+        """End the run and return its exit code.
+
+        On node 0, result files that no worker closed are closed, and the report is written. The cause is the last thing on the screen.
+        """
+        code, cause = self.exit_code(), self.cause
+        if self._request.node_rank == 0:
+            close_results(self._run, code, None if cause is None else in_words(cause), end_elsewhere)
+            write_reports_at_end(self._run, lambda text: self._display.handle({"kind": "notice", "text": text}))
+        self.show_end(code)
+        return code
+
     def exit_code(self) -> int:
-        """What the run ends with."""
+        """Return the exit code of the run."""
         cause = self.cause
         if self.stop_signal and not (cause is not None and cause.kind == "error"):
             return 130 if self.stop_signal == 2 else 143
@@ -220,7 +234,7 @@ class Verdicts:
         return cause.exit_code if cause is not None and cause.kind == "error" else 1
 
     def show_end(self, code: int) -> None:
-        """The cause as the last thing on the screen."""
+        """Show the cause, as the last thing on the screen."""
         self._display.close()
         cause = self.cause
         if code == 0:

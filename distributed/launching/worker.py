@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import pkgutil
-import random
 import signal
 import sys
 import threading
@@ -27,20 +26,20 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import DistributedError, TrainingInterrupted
 from distributed.launching import worker_store
 from distributed.launching.causes import full_traceback, short_traceback
-from distributed.launching.joined import has_joined
+from distributed.launching.engines import has_joined, seed_generators
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import worker_environment
 from distributed.launching.request import (
     Handover,
     LaunchRequest,
-    WorkerEnvironment,
     has_trainer,
     link,
     set_missing,
-    tell,
+    set_this_worker,
     unused_settings,
-    worker_environment,
 )
 from distributed.launching.sharing import ways_out
-from distributed.loggers import environ_of_run
+from distributed.loggers.registry import environ_of_run
 from distributed.runs.processes import flush_c_streams, keep_interrupts
 
 Report = Callable[[dict[str, Any]], None]
@@ -54,8 +53,8 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
     set_missing(request.environ)
     set_missing(environ_of_run(Path(request.run_dir)))
     worker_store.use(order.get("store"))
-    tell(Handover(request.typed, request.run_dir, request.resume, order["restart_count"]), fds[2], request)
-    _seed_generators(request.typed)
+    set_this_worker(Handover(request.typed, request.run_dir, request.resume, order["restart_count"]), fds[2], request)
+    _seed(request.typed)
     rank = int(order["environ"]["RANK"])
 
     def report(event: dict[str, Any]) -> None:
@@ -63,12 +62,12 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
         if channel is not None:
             channel.send({**event, "rank": rank})
 
-    with _before_hard_exit(lambda: _say_unshared(report)):
+    with _before_hard_exit(lambda: _report_unshared(report)):
         code = _run(request, report)
     if code == 0 and rank == 0:
-        _say_unused(request, report)
+        _report_unused(request, report)
     if code == 0:
-        _say_unshared(report)
+        _report_unshared(report)
     _finish()
     return code
 
@@ -76,7 +75,7 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
 def run_here(given: Handover, environment: WorkerEnvironment, before_script: str = "") -> int:
     """Run the typed script in this process, which another launcher started as a worker; returns its exit code."""
     os.environ.update({name: value for name, value in environment.to_environ().items() if not os.environ.get(name)})
-    tell(given)
+    set_this_worker(given)
     request = LaunchRequest(
         given.run_dir or "", typed=given.typed, script=given.typed.script, script_args=given.typed.script_args,
         before_script=before_script, **_limits(given.typed),
@@ -84,7 +83,7 @@ def run_here(given: Handover, environment: WorkerEnvironment, before_script: str
     if importlib.util.find_spec("torch") is not None:
         importlib.import_module("torch")  # its generator is seeded below, as in the workers that we start
         worker_store.use(None)
-    _seed_generators(given.typed)
+    _seed(given.typed)
 
     def report(event: dict[str, Any]) -> None:
         if event["kind"] == "warning":
@@ -99,7 +98,7 @@ def run_here(given: Handover, environment: WorkerEnvironment, before_script: str
 
     code = _run(request, report, environment)
     if code == 0 and environment.rank == 0:
-        _say_unused(request, report)
+        _report_unused(request, report)
         if environment.world_size > 1 and not _is_shared():
             report({"kind": "warning", "text": ways_out(request.script, environment.world_size)})
     return code
@@ -122,7 +121,7 @@ def _before_hard_exit(act: Callable[[], None]) -> Iterator[None]:
         os._exit = leave
 
 
-def _say_unshared(report: Report) -> None:
+def _report_unshared(report: Report) -> None:
     if not _is_shared():
         report({"kind": "unshared"})
 
@@ -132,7 +131,7 @@ def _is_shared() -> bool:
     return has_trainer() or has_joined()
 
 
-def _say_unused(request: LaunchRequest, report: Report) -> None:
+def _report_unused(request: LaunchRequest, report: Report) -> None:
     if names := unused_settings():
         _flush()
         report({"kind": "warning", "text": f"{request.script} made no Trainer, so nobody used {', '.join(names)}"})
@@ -242,16 +241,8 @@ def _take_streams(fds: list[int]) -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _seed_generators(typed: Typed) -> None:
-    """Seed what a script may draw from, alike on every rank: the same model and the same split of the data everywhere,
-    and again after a restart. `Trainer` gives each rank a stream of its own later."""
-    seed = int(typed.flag.get("seed", typed.file.get("seed", 0)))
-    random.seed(seed)
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None:
-        numpy.random.seed(seed & 0xFFFFFFFF)
-    if torch is not None:
-        torch.manual_seed(seed)
+def _seed(typed: Typed) -> None:
+    seed_generators(int(typed.flag.get("seed", typed.file.get("seed", 0))))
 
 
 def _finish() -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from distributed.callbacks import Callback
 from distributed.checkpoints.agreement import Ranks
+from distributed.config.fields import rules
+from distributed.config.settings import MONITORING, DistributedConfig
 
 if TYPE_CHECKING:
     from distributed.config.merging import MergedConfig
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from distributed.loggers.profiling import Profiler
     from distributed.runs.directory import RunDirectory
     from distributed.state import TrainState, WorkerContext
+
+
+_PATHS = ("checkpoint_dir", "tensorboard_dir", "resume_from_checkpoint")
 
 
 class Watched(Ranks, Protocol):
@@ -70,3 +75,22 @@ def is_on_mlflow(merged: MergedConfig) -> bool:
     if merged.is_typed("mlflow_tracking"):
         return config.mlflow_tracking
     return config.mlflow_experiment is not None or config.mlflow_register_model is not None
+
+
+def hyperparameters(fit: LoggedFit) -> dict[str, Any]:
+    """Return, by name, the settings given for this run, what a sweep chose, and what makes runs comparable."""
+    config, known = fit.merged.config.to_dict(), rules(DistributedConfig)
+    names = ("seed", *(name for name in fit.merged.sources if name in known))
+    values = {name: config[name] for name in names if name not in _PATHS and known[name].group != MONITORING}
+    options = {
+        f"{group}.{option}": value
+        for group, chosen in values.items()
+        if isinstance(chosen, dict)
+        for option, value in chosen.items()
+    }
+    plain = {name: value for name, value in values.items() if not isinstance(value, dict) and value is not None}
+    run = {
+        "backend": fit.plan.backend, "world_size": fit.context.world_size,
+        "global_batch_size": fit.batch.global_batch_size,
+    }  # fmt: skip
+    return {**plain, **options, **fit.merged.hyperparameters, **run}

@@ -55,9 +55,9 @@ class Display:
         kind = str(event.get("kind"))
         with self._lock:
             if kind == "error":
-                self._say(str(event.get("text") or event.get("message")), to_stderr=True)
+                self._show_line(str(event.get("text") or event.get("message")), to_stderr=True)
             elif kind == "warning":
-                self._say(f"warning: {event['text']}", to_stderr=True)
+                self._show_line(f"warning: {event['text']}", to_stderr=True)
             elif kind == "verbose":
                 self._verbose = bool(event["value"])
                 if not self._verbose:
@@ -92,15 +92,15 @@ class Display:
         return {
             "started": self._lines,
             "finished": self._finished,
-            "notice": lambda event: self._say(str(event["text"])),
-            "epoch": lambda event: self._say(epoch_line(event["row"])),
+            "notice": lambda event: self._show_line(str(event["text"])),
+            "epoch": lambda event: self._show_line(epoch_line(event["row"])),
             "log": self._log,
             "progress": self._progress,
         }
 
     def _lines(self, event: Mapping[str, Any]) -> None:
         for line in event["lines"]:
-            self._say(str(line))
+            self._show_line(str(line))
 
     def _finished(self, event: Mapping[str, Any]) -> None:
         self._remove_bar()
@@ -116,7 +116,7 @@ class Display:
         if self._live:
             self._progress(event)
         else:
-            self._say(GAP.join(progress_parts(event)))
+            self._show_line(GAP.join(progress_parts(event)))
 
     def _progress(self, event: Mapping[str, Any]) -> None:
         if not self._live:
@@ -129,7 +129,7 @@ class Display:
         """The bar, where what is printed must go around it."""
         return self._bar if isinstance(self._bar, _TerminalBar) else None
 
-    def _say(self, line: str, *, to_stderr: bool = False) -> None:
+    def _show_line(self, line: str, *, to_stderr: bool = False) -> None:
         """One line of ours, never in the middle of a line of the script."""
         if self._is_terminal and "\n" not in line:
             line = wrapped(line, shutil.get_terminal_size().columns)

@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from distributed.callbacks import Callback
+from distributed.loggers.base import LoggedFit
 from distributed.state import TrainState
 
 logger = logging.getLogger(__name__)
+
+
+def make(fit: LoggedFit) -> list[Callback]:
+    """Return the loggers of both files, on the main process only."""
+    return [MetricsFile(fit.run.metrics), TimesFile(fit.run.times)] if fit.context.is_main_process else []
 
 
 class JsonLines(Callback):

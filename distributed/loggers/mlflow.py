@@ -5,6 +5,7 @@ Everything is first written into the run directory (`_mlflow.spool`) and sent fr
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -20,11 +21,11 @@ from distributed.callbacks import Callback
 from distributed.checkpoints.agreement import Agreement
 from distributed.config.fields import rules
 from distributed.config.settings import GROUPS, OPTIMIZATION, TRAINING, DistributedConfig
-from distributed.errors import ConfigError, ResourceError
-from distributed.loggers._mlflow import place
+from distributed.errors import ConfigError, DistributedError, ResourceError
+from distributed.loggers._mlflow import tracking_uri
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
-from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
+from distributed.loggers._mlflow.spool import Record, Spool, last_steps, logged_params
 from distributed.loggers._mlflow.system import SystemSampler
 from distributed.loggers.base import LoggedFit, Logger
 from distributed.runs.directory import RunDirectory, script_name
@@ -47,7 +48,7 @@ class MlflowLogger(Logger):
         self._fit = fit
         self._dir = fit.run.path.absolute()
         self._spool = Spool(self._dir)
-        self._told: dict[str, int] = {}  # metric -> up to which step it was told, by earlier attempts too
+        self._logged: dict[str, int] = {}  # metric -> up to which step it was told, by earlier attempts too
         self._is_losing = False
         self._status = "FAILED"
         self._checkpoint: Path | None = None
@@ -55,12 +56,12 @@ class MlflowLogger(Logger):
     def open(self) -> dict[str, str]:
         """The environment in which code of every rank joins the run; empty where MLflow has not said which one it is."""
         entries = self._spool.open()
-        self._told = last_steps(entries)
+        self._logged = last_steps(entries)
         record, uri = self._choose()
         import_quietly()
         self._sender = Sender(self._dir, record, self._spool, uri, self._warn)
         self._before = retry_once()
-        self._tell_start(told_params(entries), record.tags)
+        self._log_start(logged_params(entries), record.tags)
         self._sender.start()
         self._sampler = SystemSampler(self._system)
         self._sampler.start()
@@ -68,7 +69,7 @@ class MlflowLogger(Logger):
             self._sender.warn_once("has not answered yet")
         if self._sender.run_id is None:
             return {}
-        return {place.RUN_ID: self._sender.run_id, place.URI: uri}
+        return {tracking_uri.RUN_ID: self._sender.run_id, tracking_uri.URI: uri}
 
     # ------------------------------------------------------------------ hooks
 
@@ -96,7 +97,7 @@ class MlflowLogger(Logger):
     def close(self) -> None:
         """Tell how it ended and send what is left, as long as MLflow answers. After `result.json` is written."""
         self._sampler.finish()
-        self._tell_end()
+        self._log_end()
         limits = () if self._status == "FINISHED" else (INTERRUPTED_S, INTERRUPTED_LIMIT_S)
         is_done = self._sender.finish(*limits)
         self._spool.close()
@@ -115,7 +116,7 @@ class MlflowLogger(Logger):
         record.write(self._dir)
         return record, uri
 
-    def _tell_start(self, told: Mapping[str, str], tags: Mapping[str, str]) -> None:
+    def _log_start(self, told: Mapping[str, str], tags: Mapping[str, str]) -> None:
         now = {name: value for name, value in self._params().items() if told.get(name) != value}
         step = self._fit.state.step
         if now:  # MLflow changes no parameter: what a resume changed stands beside it
@@ -174,17 +175,17 @@ class MlflowLogger(Logger):
         new = {}
         for name, value in values.items():
             name = metric_name(name)
-            if step > self._told.get(name, -1):
-                new[name], self._told[name] = float(value), step
+            if step > self._logged.get(name, -1):
+                new[name], self._logged[name] = float(value), step
         if new:
             self._put({"kind": "metrics", "time": _now(), "step": step, "values": new})
 
     def _system(self, values: Mapping[str, float]) -> None:
         """In the sampler's thread. The steps of these are just counted."""
-        last = max((self._told.get(name, -1) for name in values), default=-1)
+        last = max((self._logged.get(name, -1) for name in values), default=-1)
         self._metrics(last + 1, values)
 
-    def _tell_end(self) -> None:
+    def _log_end(self) -> None:
         state, now = self._fit.state, _now()
         if self._status == "FINISHED":
             best = {f"best_{name}": value for name, value in state.best.items() if name.startswith("val_")}
@@ -200,9 +201,9 @@ class MlflowLogger(Logger):
             if (self._dir / name).exists():
                 self._put({"kind": "artifact", "path": name, "to": ""})
         if self._status == "FINISHED" and self._checkpoint is not None:
-            self._tell_checkpoint(self._checkpoint)
+            self._log_checkpoint(self._checkpoint)
 
-    def _tell_checkpoint(self, checkpoint: Path) -> None:
+    def _log_checkpoint(self, checkpoint: Path) -> None:
         config, path = self._fit.merged.config, os.path.relpath(checkpoint.absolute(), self._dir)
         if config.mlflow_checkpoint:
             self._put({"kind": "artifact", "path": path, "to": f"checkpoints/{checkpoint.name}"})
@@ -225,8 +226,8 @@ class MlflowLogger(Logger):
         self._fit.report({"kind": "warning", "text": text})
 
 
-def mlflow_loggers(fit: LoggedFit) -> list[Callback]:
-    """The logger of the main process, and on every rank what lets its own code join the run. All ranks call it."""
+def make(fit: LoggedFit) -> list[Callback]:
+    """Return the logger of the main process, and on every rank what lets the user's code join the run. All ranks call it."""
     loggers: list[Callback] = []
 
     def open_on_main() -> dict[str, str]:
@@ -235,6 +236,12 @@ def mlflow_loggers(fit: LoggedFit) -> list[Callback]:
 
     environ = Agreement(fit.backend, fit.context).on_main(open_on_main)
     return [*loggers, JoinedRun(environ, is_worker=fit.is_worker)]
+
+
+def end_without_workers(run: RunDirectory, code: int) -> None:
+    """Tell MLflow that a run ended with the exit code `code`. Launcher only."""
+    with contextlib.suppress(OSError, DistributedError):  # the run's own error is the one to show
+        end_run(run, "KILLED" if code in (130, 143) else "FAILED")
 
 
 def end_run(run: RunDirectory, status: str, is_sent: bool = True) -> bool:
@@ -279,7 +286,7 @@ def send_rest(run_dir: Path, warn: Callable[[str], None]) -> str:
 
 
 def _all_sent(sender: Sender, run_dir: Path) -> str:
-    uri = place.shown(sender.uri)
+    uri = tracking_uri.shown(sender.uri)
     if sender.left:
         sender.start()
         if not sender.finish(_SYNC_S):
@@ -293,8 +300,8 @@ def _all_sent(sender: Sender, run_dir: Path) -> str:
 def _sender(run_dir: Path, record: Record, spool: Spool, warn: Callable[[str], None]) -> Sender:
     """One that sends after the training."""
     os.environ.setdefault(_RETRIES, "1")
-    uri = place.said_uri() or record.tracking_uri or place.default_uri(run_dir)
-    place.check_uri(uri)
+    uri = tracking_uri.users_uri() or record.tracking_uri or tracking_uri.default_uri(run_dir)
+    tracking_uri.check_uri(uri)
     import_quietly()
     return Sender(run_dir.absolute(), record, spool, uri, warn, is_training=False)
 
@@ -305,9 +312,9 @@ def recorded_environ(run_dir: Path) -> dict[str, str]:
     record = Record.read(run_dir)
     if record is None or record.wanted is None:
         return {}
-    uri = place.said_uri() or record.tracking_uri or place.default_uri(run_dir)
-    place.given_out.add(record.wanted)
-    return {place.RUN_ID: record.wanted, place.URI: uri}
+    uri = tracking_uri.users_uri() or record.tracking_uri or tracking_uri.default_uri(run_dir)
+    tracking_uri.given_out.add(record.wanted)
+    return {tracking_uri.RUN_ID: record.wanted, tracking_uri.URI: uri}
 
 
 class JoinedRun(Logger):
@@ -315,9 +322,11 @@ class JoinedRun(Logger):
     as the fit lasts: its next `mlflow.start_run()` is to be a run of its own."""
 
     def __init__(self, values: Mapping[str, str], *, is_worker: bool) -> None:
-        if place.has_open_run():  # it has one already, and `start_run(nested=True)` would take ours for the nested one
+        if (
+            tracking_uri.has_open_run()
+        ):  # it has one already, and `start_run(nested=True)` would take ours for the nested one
             values = {}
-        place.given_out.update(value for name, value in values.items() if name == place.RUN_ID)
+        tracking_uri.given_out.update(value for name, value in values.items() if name == tracking_uri.RUN_ID)
         self._before = {name: os.environ.get(name) for name in values}
         self._values, self._is_worker = dict(values), is_worker
         os.environ.update(values)
@@ -339,7 +348,7 @@ def _now() -> int:
 def patience(run_dir: Path, uri: str) -> float:
     """Seconds that the start of a run waits for its id. Where a server has not told that of the sweep, it is in vain."""
     sweep = Record.of_sweep(run_dir)
-    if not place.is_remote(uri):
+    if not tracking_uri.is_remote(uri):
         return _OPEN_S
     return _ANSWER_S if sweep is None or sweep.run_id is not None else 0.0
 
@@ -366,5 +375,5 @@ def import_quietly() -> None:
     except Exception as error:  # of a broken library anything may come
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise ResourceError(
-            f"mlflow_tracking=True needs mlflow, which is installed and does not load ({reason}): run {place.REINSTALL}"
+            f"mlflow_tracking=True needs mlflow, which is installed and does not load ({reason}): run {tracking_uri.REINSTALL}"
         ) from error

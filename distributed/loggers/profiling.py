@@ -45,8 +45,18 @@ class Profiler(Protocol):
         """Write the trace and release everything; None where nothing was recorded."""
 
 
+def make(fit: LoggedFit) -> list[Callback]:
+    """Return the profiler, on all ranks: each writes a trace of its own."""
+    return [Profiling(fit)]
+
+
+def is_on(merged: MergedConfig) -> bool:
+    """Return whether a profile is asked for."""
+    return merged.config.profile
+
+
 def check(merged: MergedConfig) -> None:
-    """ConfigError for a schedule without a profile."""
+    """Raise ConfigError for a schedule without a profile."""
     typed = [name for name in _SCHEDULE if merged.is_typed(name) and not merged.is_overruled(name, "profile")]
     if typed and not merged.config.profile:
         value = getattr(merged.config, typed[0])

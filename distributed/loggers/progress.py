@@ -8,9 +8,17 @@ from typing import Any
 
 from distributed.callbacks import Callback
 from distributed.config.settings import DistributedConfig
+from distributed.loggers.base import LoggedFit
 from distributed.state import StepResult, TrainState
 
 _BETWEEN_S = 0.25  # seconds between two moves of the bar
+
+
+def make(fit: LoggedFit) -> list[Callback]:
+    """Return the logger that tells the display how training goes, on the main process only."""
+    if not fit.context.is_main_process:
+        return []
+    return [ProgressLogger(fit.report, fit.merged.config, fit.updates_per_epoch, str(fit.run.path))]
 
 
 class ProgressLogger(Callback):

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from distributed.callbacks import Callback
-from distributed.config.fields import rules
 from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.config.merging import MergedConfig
-from distributed.config.settings import MONITORING, DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.loggers.base import LoggedFit
+from distributed.loggers.base import LoggedFit, hyperparameters
 from distributed.loggers.event_file import EventFile, cut, files_in
 from distributed.loggers.system import Gpus
 from distributed.runs.directory import RunDirectory
@@ -26,35 +24,43 @@ from distributed.state import TrainState
 INSTALL = "pip install 'distributed-trainer[tensorboard]'"
 _HPARAMS = "_hparams_/"
 _OF_AN_EPOCH = ("val/", "weights/", "gradients/")  # tags of what is written when an epoch ends
-_PATHS = ("checkpoint_dir", "tensorboard_dir", "resume_from_checkpoint")
 _SUCCESS, _FAILURE = 1, 2  # of hparams' api.proto
 
 
+def make(fit: LoggedFit) -> list[Callback]:
+    """Return the writer, on the main process only, and the histograms, which all ranks compute."""
+    writer = TensorBoard(fit) if fit.context.is_main_process else None
+    made: list[Callback] = [] if writer is None else [writer]
+    if fit.merged.config.tensorboard_histograms:
+        from distributed.loggers.histograms import Histograms
+
+        made.append(Histograms(fit, writer))
+    return made
+
+
 def is_on(merged: MergedConfig) -> bool:
-    """Whether event files are to be written: a directory for them alone asks for it too."""
+    """Return whether event files are to be written: a `tensorboard_dir` alone asks for them too."""
     config = merged.config
     return config.tensorboard or (config.tensorboard_dir is not None and not merged.is_typed("tensorboard"))
 
 
 def check(merged: MergedConfig) -> None:
-    """ConfigError for what does nothing without event files."""
+    """Raise ConfigError for settings that do nothing without event files."""
     is_overruled = merged.is_overruled("tensorboard_histograms", "tensorboard")
     if merged.config.tensorboard_histograms and not is_on(merged) and not is_overruled:
         raise ConfigError("tensorboard_histograms=True has no effect without TensorBoard: set tensorboard=True too")
 
 
 def check_library(merged: MergedConfig) -> None:
-    """ResourceError where `tensorboard` is missing. Imports nothing of it."""
-    if not is_on(merged):
-        return
+    """Raise ResourceError if `tensorboard` is missing. Imports nothing of it."""
     if not is_installed("tensorboard"):
         raise ResourceError(f"tensorboard=True needs tensorboard, which is not installed: run {INSTALL}")
     check_not_hidden("tensorboard")
 
 
 def check_directory(merged: MergedConfig) -> None:
-    """ConfigError where the user's directory cannot be written. That of the run is proved with the run directory."""
-    if is_on(merged) and merged.config.tensorboard_dir is not None:
+    """Raise ConfigError if the user's `tensorboard_dir` cannot be written. The run directory is checked elsewhere."""
+    if merged.config.tensorboard_dir is not None:
         RunDirectory(merged.config.tensorboard_dir, "tensorboard_dir", "--tensorboard-dir").prove()
 
 
@@ -239,22 +245,3 @@ def _start_info(fit: LoggedFit) -> Any:
         kind = {bool: "bool_value", int: "number_value", float: "number_value"}.get(type(value), "string_value")
         setattr(info.hparams[name], kind, str(value) if kind == "string_value" else value)
     return info
-
-
-def hyperparameters(fit: LoggedFit) -> dict[str, Any]:
-    """What was set for this run, what a sweep chose, and what makes runs comparable, by name."""
-    config, known = fit.merged.config.to_dict(), rules(DistributedConfig)
-    names = ("seed", *(name for name in fit.merged.sources if name in known))
-    values = {name: config[name] for name in names if name not in _PATHS and known[name].group != MONITORING}
-    options = {
-        f"{group}.{option}": value
-        for group, chosen in values.items()
-        if isinstance(chosen, dict)
-        for option, value in chosen.items()
-    }
-    plain = {name: value for name, value in values.items() if not isinstance(value, dict) and value is not None}
-    run = {
-        "backend": fit.plan.backend, "world_size": fit.context.world_size,
-        "global_batch_size": fit.batch.global_batch_size,
-    }  # fmt: skip
-    return {**plain, **options, **fit.merged.hyperparameters, **run}

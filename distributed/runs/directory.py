@@ -133,14 +133,23 @@ class RunDirectory:
             finally:
                 os.close(fd)
 
-    def read_events(self) -> list[dict[str, Any]]:
-        """What `event` wrote, oldest first; half a line of a killed writer is left out."""
+    def read_events(self, begin: int = 0) -> list[dict[str, Any]]:
+        """Return what `event` wrote from byte `begin` of the file on, oldest first, without half a line of a killed writer."""
         events = []
         with contextlib.suppress(FileNotFoundError):
-            for line in self.events.read_text(encoding="utf-8", errors="replace").splitlines():
+            for line in self.events.read_bytes()[begin:].decode(errors="replace").splitlines():
                 with contextlib.suppress(ValueError):
                     events.append(json.loads(line))
         return events
+
+    def events_size(self) -> int:
+        """Return the size of events.jsonl in bytes: a later `read_events` begins there."""
+        return self.events.stat().st_size if self.events.exists() else 0
+
+    def last_failure(self, begin: int) -> dict[str, Any] | None:
+        """Return the newest event from byte `begin` on that says why the workers failed or did not start, or None."""
+        failures = [event for event in self.read_events(begin) if event["event"] in ("worker_failed", "not_started")]
+        return failures[-1] if failures else None
 
     def has_gone_on(self, checkpoint: str) -> bool:
         """Return whether a launch has gone on from `checkpoint`, at which a callback had stopped the run, since it was saved."""

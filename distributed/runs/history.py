@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas
 
+    from distributed.state import TrainState
+
 
 @dataclasses.dataclass(repr=False)
 class History:
@@ -19,6 +21,11 @@ class History:
     steps: int = 0
     run_dir: str | None = None
     stop_reason: str | None = None
+
+    @classmethod
+    def of(cls, state: TrainState, run_dir: str, total_time: float) -> History:
+        """Return the history of a run that ended, or was saved, in `state`."""
+        return cls(list(state.rows), dict(state.best), total_time, state.step, run_dir, state.stop_reason)
 
     def __repr__(self) -> str:
         epochs, best = len(self.rows), {n: v for n, v in self.best_metrics.items() if n.startswith("val_")}

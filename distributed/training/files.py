@@ -16,7 +16,7 @@ from distributed.config.merging import MergedConfig, config_yaml
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
-from distributed.launching.identity import launch_identity
+from distributed.launching.environments.registry import launch_identity
 from distributed.launching.request import link
 from distributed.launching.tee import tee_output
 from distributed.runs.directory import SEARCH, RunDirectory, choose_run_dir, find_run_dir, script_name

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distributed import loggers
 from distributed.backends import make_backend
 from distributed.config.merging import MergedConfig, for_evaluation
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import row_in_use
+from distributed.loggers import registry as loggers
 from distributed.training.setup import Setup
 
 if TYPE_CHECKING:

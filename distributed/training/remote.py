@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import linecache
 import os
 import pickle
@@ -26,9 +25,9 @@ from distributed.config.settings import GROUPS
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
 from distributed.launching.exposure import warnings_of
 from distributed.launching.reporter import Reporter
-from distributed.launching.request import LaunchRequest
+from distributed.launching.request import LaunchRequest, make_request
 from distributed.launching.subprocess_launch import start_launcher
-from distributed.loggers import environ_of_workers
+from distributed.loggers.registry import environ_of_workers
 from distributed.metrics.monitor import check_monitor
 from distributed.runs.directory import RunDirectory, choose_run_dir, script_name
 from distributed.runs.history import History
@@ -37,6 +36,7 @@ from distributed.training.files import is_trial_again, own_checkpoint_dir, take_
 from distributed.training.setup import Setup
 
 if TYPE_CHECKING:
+    from distributed.state import TrainState
     from distributed.training.fits import Fits
 
 _INTERRUPTED, _PREEMPTED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -108,7 +108,7 @@ def fit_in_workers(fits: Fits, merged: MergedConfig, train_data: Any, val_data: 
     resume = before is not None or merged.config.resume_from_checkpoint is not False or is_again
     run.check(resume=resume)
     fit = remote_fit(RemoteFit, fits, merged, directory, train_data, val_data)
-    events_before = _size(run.events)
+    events_before = run.events_size()
     _warn_of_profiler(merged.config.verbose)
     try:
         code = run_in_workers(fit, setup, merged, run, resume=resume)
@@ -227,18 +227,14 @@ def _pickled(fit: RemoteFit) -> bytes:
 
 
 def _request(setup: Setup, merged: MergedConfig, run: RunDirectory, payload: int, resume: bool) -> LaunchRequest:
-    config, plan = merged.config, setup.plan
-    row = row_in_use(config, plan.backend)
-    return LaunchRequest(
-        run_dir=str(run.path), typed=dataclasses.replace(setup.typed, notices=()),  # merged.notices has them
+    plan, backend = setup.plan, setup.backend
+    row = row_in_use(merged.config, plan.backend)
+    return make_request(
+        merged, plan, row, str(run.path), typed=setup.typed, started_lines=[*warnings_of(merged.config, plan), starting_line(plan)],
         payload=f"/proc/self/fd/{payload}", script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
-        working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume, nproc_per_node=plan.nproc_per_node,
-        device=plan.device, preload=row.preload, meeting=row.meeting,
-        before_script=row.before_script, environ={**row.environ, **environ_of_workers(merged)}, max_restarts=config.max_restarts,
-        restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
-        start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose,
-        started_lines=(*merged.notices, *warnings_of(config, plan), starting_line(plan)),
-        launcher=setup.backend.launcher, launcher_options=setup.backend.launcher_options(),
+        working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume,
+        environ={**row.environ, **environ_of_workers(merged)},
+        launcher=backend.launcher, launcher_options=backend.launcher_options(),
     )  # fmt: skip
 
 
@@ -251,18 +247,15 @@ def failure(
     """The error of a launcher that ended with `code`, with the cause that this fit wrote into the journal. `kinds`: what
     further codes mean."""
     kinds = {**_KINDS, **kinds}
-    lines = run.events.read_bytes()[events_before:].splitlines() if run.events.exists() else []
-    failed = [event for line in lines if (event := json.loads(line))["event"] in _FAILURES]
-    if not failed:
+    cause = run.last_failure(events_before)
+    if cause is None:
         return kinds.get(code, TrainingError)(f"the launcher of the workers ended with code {code}: it said why")
-    cause = failed[-1]
     if code in kinds:
         return kinds[code](cause["cause"])
     text = f"{cause['cause']} (whole log: {run.logs / 'rank-{rank}.log'.format(**cause)})"
     return TrainingError("\n".join([text, cause["traceback"]]) if cause.get("traceback") else text)
 
 
-_FAILURES = ("worker_failed", "not_started")
 _KINDS: dict[int, type[DistributedError]] = {2: ConfigError, 3: ResourceError}
 
 
@@ -276,13 +269,14 @@ def _take_back(fits: Fits, run: RunDirectory) -> History | None:
             f"training ended, but no checkpoint could be written to {run.checkpoints}: see {run.events}"
         )
     checkpoint = (run.path / result["checkpoint"]).absolute()
+    model, state = take_up(fits.setup, checkpoint)
+    fits.take_back(Remote(run.path.absolute(), checkpoint, state.epoch, state.step), model)
+    return History.of(state, str(run.path), result["total_time"])
+
+
+def take_up(setup: Setup, checkpoint: Path) -> tuple[Any, TrainState]:
+    """Return the model with the weights of `checkpoint`, and the state saved there; the callbacks get theirs back."""
     state, _ = read_state(checkpoint)
-    setup = fits.setup
     model = setup.backend.take_weights(setup.job.model, checkpoint)
     load_states(setup.callbacks, state.callbacks)
-    fits.take_back(Remote(run.path.absolute(), checkpoint, state.epoch, state.step), model)
-    return History(state.rows, state.best, result["total_time"], state.step, str(run.path), state.stop_reason)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    return model, state

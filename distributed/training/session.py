@@ -31,8 +31,8 @@ from distributed.launching.epochs import Caller, Epochs
 from distributed.launching.exposure import launcher_warnings
 from distributed.launching.reporter import Reporter
 from distributed.launching.request import launched_by, link
-from distributed.loggers import loggers_of
 from distributed.loggers.base import LoggedFit, Logger
+from distributed.loggers.registry import loggers_of
 from distributed.metrics.monitor import check_monitor
 from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
@@ -177,9 +177,7 @@ class Session:
             self.backend.unwrap()
         fit.stop_clock()
         self._state = state
-        history = History(
-            list(state.rows), dict(state.best), state.total_time, state.step, str(fit.run.path), state.stop_reason
-        )
+        history = History.of(state, str(fit.run.path), state.total_time)
         self._say_end(fit)
         self._close_loggers(fit)
         if caller.error is not None:

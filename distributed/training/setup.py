@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed import loggers
 from distributed.backends import make_backend
 from distributed.backends.base import Backend
 from distributed.callbacks import Callback
@@ -19,7 +18,10 @@ from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
 from distributed.config.registry import backend_class, backend_row, groups_in_use, pinned_backend
 from distributed.config.settings import CHECKPOINTS, MONITORING, DistributedConfig, canonical
 from distributed.errors import ConfigError
-from distributed.launching.request import WorkerEnvironment, handover, launched_by, running_script, worker_environment
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import worker_environment
+from distributed.launching.request import handover, launched_by, running_script
+from distributed.loggers import registry as loggers
 from distributed.state import Job
 from distributed.training.trial import current
 

@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
-import random
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,8 +14,9 @@ from typing import Any
 
 from distributed.config.merging import Typed, joined, merge, split_sweep
 from distributed.errors import ConfigError, DistributedError, TrainingError
-from distributed.launching.nursery import Nursery
+from distributed.launching.engines import seed_generators
 from distributed.launching.request import THREAD_VARIABLES
+from distributed.launching.worker_server import WorkerServer
 from distributed.runs.directory import RunDirectory
 from distributed.training.trial import Trial, inside
 from distributed.tuning.mlflow_run import environ_of_trials
@@ -47,15 +46,6 @@ class FunctionJob:
             contextlib.redirect_stdout(_Actor.output), contextlib.redirect_stderr(_Actor.output),
         ):  # fmt: skip
             return self.train_fn(dict(values))
-
-
-def seed_generators(seed: int) -> None:
-    """Every trial starts from the same numbers, whichever process it is in."""
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(seed)
 
 
 def script_job(typed: Typed, metric: str, mode: str, directory: Path) -> ScriptJob:
@@ -98,13 +88,13 @@ class ScriptJob:
         os.environ.update(self.environ)
         self._share(cpus / request.nproc_per_node)
         run = RunDirectory(trial.directory)
-        before = run.events.stat().st_size if run.events.exists() else 0
-        nursery = _nursery(request.preload)
+        before = run.events_size()
+        server = _worker_server(request.preload)
         with (
             open(f"{trial.directory}.log", "a", encoding="utf-8") as log,
-            _StopWatch(self.stop_file, nursery.stop) as watch,
+            _StopWatch(self.stop_file, server.stop) as watch,
         ):
-            code = nursery.launch(request, log.fileno(), trial.report)
+            code = server.launch(request, log.fileno(), trial.report)
         if watch.is_stopped:
             raise SystemExit(0)
         if code:
@@ -161,27 +151,25 @@ class _Output:
 class _Actor:
     """What stays in the process of a trial for the next one."""
 
-    nursery: Nursery | None = None
+    server: WorkerServer | None = None
     output: Any = _Output()
 
 
-def _nursery(preload: tuple[str, ...]) -> Nursery:
-    """A process that has imported what `preload` names, made once."""
-    before = _Actor.nursery
+def _worker_server(preload: tuple[str, ...]) -> WorkerServer:
+    """Return a server that has imported the modules `preload`. It is created once per process."""
+    before = _Actor.server
     if before is not None and before.is_alive and before.preload == preload:
         return before
     if before is not None:
         before.close()
-    _Actor.nursery = Nursery(preload)
-    return _Actor.nursery
+    _Actor.server = WorkerServer(preload)
+    return _Actor.server
 
 
 def cause_of(code: int, run: RunDirectory, events_before: int, log: Path) -> str:
     """Why a launcher ended with `code`, in one line: what its journal says, else the last words in its log."""
-    lines = run.events.read_bytes()[events_before:].splitlines() if run.events.exists() else []
-    for event in map(json.loads, reversed(lines)):
-        if event["event"] in ("worker_failed", "not_started"):
-            return _told(event, run)
+    if (event := run.last_failure(events_before)) is not None:
+        return _told(event, run)
     said = list(_words(log))
     return said[-1].removeprefix("error: ") if said else f"the launcher ended with code {code}"
 

@@ -12,10 +12,10 @@ from typing import Any
 from distributed.config.merging import MergedConfig
 from distributed.errors import DistributedError
 from distributed.loggers import mlflow
-from distributed.loggers._mlflow.place import said_uri
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
-from distributed.loggers._mlflow.spool import RECORD, Record, Spool, told_params
+from distributed.loggers._mlflow.spool import RECORD, Record, Spool, logged_params
+from distributed.loggers._mlflow.tracking_uri import users_uri
 from distributed.loggers.base import is_on_mlflow
 from distributed.runs.directory import RunDirectory
 from distributed.tuning.sweep import OPEN, Sweep
@@ -54,7 +54,7 @@ class SweepRun:
         mlflow.import_quietly()
         self._before = mlflow.retry_once()
         self._is_started = True
-        told = told_params(self._spool.open())
+        told = logged_params(self._spool.open())
         now = {metric_name(name): str(value) for name, value in self._asked.items()}
         new = {name: value for name, value in now.items() if told.get(name) != value}
         if new:  # MLflow does not let a parameter change, so a value that a resume changed is logged under another name
@@ -135,7 +135,7 @@ def environ_of_trials(merged: MergedConfig) -> dict[str, str]:
     this process."""
     if not is_on_mlflow(merged):
         return {}
-    uri = said_uri()
+    uri = users_uri()
     return {} if uri is None else {"MLFLOW_TRACKING_URI": uri}
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from distributed.callbacks import load_states
 from distributed.checkpoints.manifest import list_checkpoints
 from distributed.checkpoints.store import read_state
 from distributed.runs.history import History
+from distributed.training.remote import take_up
 
 
 def checkpoint_of(run_dir: Path, epoch: Any = None) -> Path | None:
@@ -27,12 +27,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def taken_up(trainer: Any, checkpoint: Path) -> Any:
-    """`trainer` with the weights and the history of `checkpoint`, as after the fit that wrote it."""
-    state, _ = read_state(checkpoint)
-    trainer.job.model = trainer.backend.take_weights(trainer.job.model, checkpoint)
-    load_states(trainer.callbacks, state.callbacks)
-    run_dir = str(checkpoint.parent.parent)
-    trainer.history = History(
-        list(state.rows), dict(state.best), state.total_time, state.step, run_dir, state.stop_reason
-    )
+    """Return `trainer` with the weights and the history of `checkpoint`, as after the fit that wrote it."""
+    trainer.job.model, state = take_up(trainer.setup, checkpoint)
+    trainer.history = History.of(state, str(checkpoint.parent.parent), state.total_time)
     return trainer

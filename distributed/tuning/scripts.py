@@ -1,4 +1,4 @@
-"""A sweep of a script from the command line: checked, run below a keeper that leaves nobody behind, shown and written down."""
+"""A sweep of a script from the command line: checked, run below a subreaper that ends all its processes, shown and written down."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from distributed.config.plan import plan_processes
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError
 from distributed.launcher.start import launch_request
-from distributed.launching.guarded import Guarded, Report
 from distributed.launching.request import check_script
 from distributed.launching.stopping import Signals
-from distributed.loggers import check_directories, check_libraries
+from distributed.launching.subreaper import Report, Subreaper
+from distributed.loggers.registry import check_directories, check_libraries
 from distributed.runs.directory import choose_run_dir
 from distributed.runs.processes import STOP_SIGNALS
 from distributed.tuning.jobs import script_job
@@ -183,15 +183,15 @@ class Sweeping:
             sweep, merge(self.typed, {}), str(self.typed.script), asked, lambda text: table.say(f"warning: {text}")
         )
         with Signals() as signals:
-            guarded = Guarded(lambda report: _work(plan, report), self.directory / "search.log", plan.scratch)
+            subreaper = Subreaper(lambda report: _work(plan, report), self.directory / "search.log", plan.scratch)
             table = Table(sweep, self.num_samples, self.start_lines())
             end = _End()
             try:
                 if tracked is not None:
                     tracked.start()
-                end = _Watch(plan, sweep, guarded, signals, table, tracked).run()
+                end = _Watch(plan, sweep, subreaper, signals, table, tracked).run()
             finally:
-                guarded.end()
+                subreaper.end()
                 plan.stop_file.unlink(missing_ok=True)
                 sweep.interrupt()
                 sweep.write()
@@ -274,7 +274,7 @@ def _space_text(path: str) -> Any:
 
 
 def _work(plan: SearchPlan, report: Report) -> None:
-    """The search, in the keeper's child."""
+    """The search, in the subreaper's child."""
     try:
         engine().search(plan, lambda line: report({"line": json.loads(json.dumps(line, default=str))}))
         report({"end": 0})
@@ -305,22 +305,28 @@ class _Watch:
     """Reads what the search says, and passes a stop on to it."""
 
     def __init__(
-        self, plan: SearchPlan, sweep: Sweep, guarded: Guarded, signals: Signals, table: Table, tracked: SweepRun | None
+        self,
+        plan: SearchPlan,
+        sweep: Sweep,
+        subreaper: Subreaper,
+        signals: Signals,
+        table: Table,
+        tracked: SweepRun | None,
     ) -> None:
-        self._plan, self._sweep, self._guarded, self._signals, self._table = plan, sweep, guarded, signals, table
+        self._plan, self._sweep, self._subreaper, self._signals, self._table = plan, sweep, subreaper, signals, table
         self._tracked = tracked
         self._end = _End(error=f"the search was killed: see {plan.directory / 'search.log'}")
         self._deadline: float | None = None
 
     def run(self) -> _End:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._guarded.reports, selectors.EVENT_READ)
+            selector.register(self._subreaper.reports, selectors.EVENT_READ)
             selector.register(self._signals, selectors.EVENT_READ)
             while True:
                 ready = [key.fileobj for key, _ in selector.select(self._patience())]
                 if self._stops(self._signals.read()):
                     return self._end
-                if self._guarded.reports in ready and not self._hear():
+                if self._subreaper.reports in ready and not self._hear():
                     return self._end
 
     def _patience(self) -> float | None:
@@ -341,7 +347,7 @@ class _Watch:
 
     def _hear(self) -> bool:
         """What the search said; False once it has ended."""
-        reports = self._guarded.read()
+        reports = self._subreaper.read()
         for report in reports or ():
             if "line" in report:
                 note_line(self._sweep, report["line"])

@@ -9,9 +9,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from distributed.config.unique_names import read_unique
 from distributed.errors import ConfigError, nearest
 
 _EXAMPLE = "learning_rate: {loguniform: [1e-4, 1e-1]}"
@@ -78,34 +78,17 @@ def _text(value: Any) -> str:
 
 
 def read_space(path: str | os.PathLike[str]) -> dict[str, Dimension]:
-    """The space in a YAML file. Raises ConfigError with the file and the name."""
+    """Return the space in a YAML file. Raises ConfigError with the file and the name."""
     import yaml
 
     where = f"search space {str(path)!r}"
     try:
-        loader = yaml.SafeLoader(Path(path).read_bytes())
-        node = loader.get_single_node()
-        _check_once(where, node)
-        content = None if node is None else loader.construct_document(node)
-    except OSError as error:
-        raise ConfigError(f"{where} cannot be read ({error.strerror}): name another") from None
+        content, _ = read_unique(path, where)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}," if mark else ""
         raise ConfigError(f"{where}{line} is not YAML: write lines such as '{_EXAMPLE}'") from None
     return make_space(content, where)
-
-
-def _check_once(where: str, node: Any) -> None:
-    """YAML lets the last of two equal names win without a word: here an error."""
-    lines: dict[str, int] = {}
-    for key, _ in node.value if getattr(node, "id", "") == "mapping" else ():
-        line = key.start_mark.line + 1
-        if key.id == "scalar" and key.value in lines:
-            raise ConfigError(
-                f"{where} has {key.value!r} in line {lines[key.value]} and again in line {line}: drop one"
-            )
-        lines[str(key.value)] = line
 
 
 def make_space(content: Any, where: str = "search_space") -> dict[str, Dimension]:

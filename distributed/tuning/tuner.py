@@ -18,13 +18,14 @@ from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig, Typed, merge
 from distributed.config.settings import canonical
 from distributed.errors import ConfigError, ResourceError, TrainingInterrupted
+from distributed.launching.engines import seed_generators
 from distributed.launching.request import check_script
-from distributed.loggers import check_directories, check_libraries
 from distributed.loggers.notebook import in_notebook
+from distributed.loggers.registry import check_directories, check_libraries
 from distributed.runs.directory import choose_run_dir, script_name
 from distributed.training.trial import Trial, inside
 from distributed.tuning.cell import CellProgress
-from distributed.tuning.jobs import FunctionJob, ScriptJob, script_job, seed_generators
+from distributed.tuning.jobs import FunctionJob, ScriptJob, script_job
 from distributed.tuning.mlflow_run import environ_of_trials, run_of_sweep
 from distributed.tuning.plan import SHARING, SearchPlan, bundles_of, check_pairing, check_scheduler, mode_of, total
 from distributed.tuning.proposals import check_search

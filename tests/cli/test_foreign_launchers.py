@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import socket
 import sys
 
 import pytest
 
-from distributed.launching.environment import WorkerEnvironment
-from distributed.launching.identity import launch_identity
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import launch_identity
 from distributed.runs.directory import choose_run_dir, find_run_dir
 
 SCRIPT = """
@@ -132,3 +133,58 @@ def test_only_a_restart_of_the_same_start_finds_its_directory(tmp_path, monkeypa
         name.mkdir(parents=True)
     assert [find_run_dir("code/train.py", identity) for identity in starts] == names
     assert find_run_dir("other.py", starts[0]) is None
+
+
+TOY = """
+from distributed.launching.environments.base import ClusterEnvironment, WorkerEnvironment, number
+
+def worker(at):
+    if "TOY_TASK" not in at.environ:
+        return None
+    rank, size, port = (number(at.environ, f"TOY_{name}") for name in ("TASK", "TASKS", "PORT"))
+    return WorkerEnvironment(rank, rank, size, size, 0, "127.0.0.1", port, 0, "toy")
+
+ROW = ClusterEnvironment("toy", worker, listens="toyrun listens on all interfaces", job=lambda environ: environ["TOY_JOB"])
+"""
+REGISTERED = (
+    "from distributed.launching.environments.registry import ENVIRONMENTS; ENVIRONMENTS.append(toy_environment.ROW)"
+)
+UNDER_TOY = f"""
+import toy_environment
+{REGISTERED}
+{SCRIPT}"""
+COMMAND = f"""
+import sys
+import toy_environment
+{REGISTERED}
+from distributed.cli.__main__ import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_cluster_environment_of_ones_own_is_one_file_and_one_row(script, start, tmp_path):
+    for name, text in (("toy_environment", TOY), ("under_toy", UNDER_TOY), ("command", COMMAND)):
+        (tmp_path / f"{name}.py").write_text(text)
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+    world = {"TOY_TASKS": "2", "TOY_PORT": port, "TOY_JOB": "job 7", "OMP_NUM_THREADS": "1"}
+
+    def run(words, **more):
+        return start([sys.executable, *words], cwd=tmp_path, env={**world, **more})
+
+    ranks = [run(["under_toy.py"], TOY_TASK=str(rank)) for rank in (0, 1)]
+    done = [rank.finish(120) for rank in ranks]
+
+    assert [each.returncode for each in done] == [0, 0], done[0].output + done[1].output
+    assert "backend pytorch-ddp, 2 processes" in done[0].stdout and "out of rank 0" in done[0].stdout
+    assert sum(each.output.count("warning: toyrun listens on all interfaces") for each in done) == 1
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert run_dir.name.endswith(hashlib.sha256(b"job 7").hexdigest()[:8])  # a restart of this start finds it
+    assert "out of rank 1" in (run_dir / "logs" / "rank-1.log").read_text()
+
+    refused = run(["command.py", "train", "--script", str(script), "--nproc-per-node", "4"], TOY_TASK="0").finish(60)
+    assert refused.returncode == 2 and "the running world of 2" in refused.output
+    misspelt = run(["command.py", "train", "--script", str(script)], TOY_TASK="first").finish(60)
+    assert misspelt.returncode == 3 and "TOY_TASK='first' is not a whole number" in misspelt.output

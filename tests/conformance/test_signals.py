@@ -157,7 +157,8 @@ def test_two_ranks_save_by_the_clock_at_the_same_steps(run_cli, tmp_path, clean)
 REPEAT = """
 import os, sys
 import torch, torch._dynamo, torch.nn.parallel.distributed
-from distributed.launching.request import LaunchRequest, launch
+from distributed.launching.forkserver import launch
+from distributed.launching.request import LaunchRequest
 from distributed.config.registry import backend_row
 
 codes = []

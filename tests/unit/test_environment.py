@@ -7,8 +7,10 @@ import json
 import pytest
 
 from distributed.errors import ConfigError, ResourceError
-from distributed.launching.environment import NodeEnvironment, expand_hostlist, node_environment, worker_environment
-from distributed.launching.variables import pass_over_stale_rank
+from distributed.launching.environments.base import NodeEnvironment
+from distributed.launching.environments.registry import node_environment, worker_environment
+from distributed.launching.environments.slurm import expand_hostlist
+from distributed.launching.environments.torchrun import pass_over_stale_rank
 
 STEP = {
     "SLURM_JOB_ID": "812", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1",

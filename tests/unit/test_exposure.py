@@ -8,8 +8,9 @@ from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching import exposure
+from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.exposure import engine_warnings, launcher_warnings, store_warnings, warnings_of
-from distributed.launching.request import LaunchRequest, WorkerEnvironment
+from distributed.launching.request import LaunchRequest
 
 SECRET = "0123456789abcdef0123"
 

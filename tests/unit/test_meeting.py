@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from distributed.backends._torch import meeting
 from distributed.errors import ResourceError
-from distributed.launching.request import WorkerEnvironment
+from distributed.launching.environments.base import WorkerEnvironment
 
 
 def join(store, ranks, world_size, seconds=5.0):

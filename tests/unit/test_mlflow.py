@@ -12,14 +12,13 @@ import pytest
 from distributed.cli.__main__ import run
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
-from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.loggers import check, environ_of_run, environ_of_workers
-from distributed.loggers._mlflow import place
+from distributed.loggers._mlflow import tracking_uri
 from distributed.loggers._mlflow.run import grouped, metric_name
-from distributed.loggers._mlflow.spool import Record, Spool, last_steps, told_params
+from distributed.loggers._mlflow.spool import Record, Spool, last_steps, logged_params
 from distributed.loggers.base import is_on_mlflow
 from distributed.loggers.mlflow import JoinedRun, MlflowLogger
+from distributed.loggers.registry import check, environ_of_run, environ_of_workers
 from distributed.runs.directory import RunDirectory
 from distributed.tuning.mlflow_run import SweepRun, run_of_sweep
 from distributed.tuning.sweep import Sweep
@@ -27,7 +26,7 @@ from distributed.tuning.sweep import Sweep
 
 @pytest.fixture(autouse=True)
 def _no_mlflow_variables(monkeypatch):
-    for name in (place.URI, place.RUN_ID, "MLFLOW_ALLOW_FILE_STORE"):
+    for name in (tracking_uri.URI, tracking_uri.RUN_ID, "MLFLOW_ALLOW_FILE_STORE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -78,7 +77,7 @@ def test_a_run_that_the_user_has_open_keeps_num_gpus_free(tmp_path):
     ],
 )  # fmt: skip
 def test_uris_of_mlflow_are_taken(uri):
-    place.check_uri(uri)
+    tracking_uri.check_uri(uri)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_uris_of_mlflow_are_taken(uri):
 )
 def test_a_uri_of_no_use_is_refused_with_the_fix(uri, said):
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI=") as error:
-        place.check_uri(uri)
+        tracking_uri.check_uri(uri)
     assert said in str(error.value) and "secret" not in str(error.value)
 
 
@@ -118,7 +117,7 @@ def test_a_file_in_the_place_of_the_library_is_named(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "mlflow", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ResourceError, match=r"mlflow\.py hides the library mlflow: rename"):
-        place.check(DistributedConfig(mlflow_tracking=True))
+        tracking_uri.check(merged(mlflow_tracking=True))
 
 
 def test_a_folder_of_the_librarys_name_beside_the_script_is_no_library(monkeypatch, tmp_path):
@@ -126,30 +125,34 @@ def test_a_folder_of_the_librarys_name_beside_the_script_is_no_library(monkeypat
     monkeypatch.delitem(sys.modules, "mlflow", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(ResourceError, match="needs mlflow, which is not installed: run pip install"):
-        place.check(DistributedConfig(mlflow_tracking=True))
+        tracking_uri.check(merged(mlflow_tracking=True))
 
 
 def test_only_a_run_that_the_user_had_open_is_handed_to_a_further_attempt(monkeypatch, tmp_path):
-    monkeypatch.setattr(place, "given_out", set())
+    monkeypatch.setattr(tracking_uri, "given_out", set())
     assert environ_of_run(tmp_path) == {}
     Record(run_id="ours").write(tmp_path)
     assert environ_of_run(tmp_path) == {}  # a `start_run` of the script's own is another one
     Record(run_id="a child of his", wanted="his", tracking_uri="http://host:1").write(tmp_path)
-    assert environ_of_run(tmp_path) == {place.RUN_ID: "his", place.URI: "http://host:1"}
-    assert place.given_out == {"his"}
+    assert environ_of_run(tmp_path) == {tracking_uri.RUN_ID: "his", tracking_uri.URI: "http://host:1"}
+    assert tracking_uri.given_out == {"his"}
 
 
 def test_the_store_lies_beside_the_runs_also_for_a_later_trainer(tmp_path):
     first = tmp_path / "runs" / "a"
     first.mkdir(parents=True)
     (first / "events.jsonl").touch()
-    assert place.default_uri(first) == place.default_uri(first / "fit-2") == f"sqlite:///{tmp_path}/runs/mlflow.db"
-    assert place.default_uri(tmp_path / "fit-2") == f"sqlite:///{tmp_path}/mlflow.db"
+    assert (
+        tracking_uri.default_uri(first)
+        == tracking_uri.default_uri(first / "fit-2")
+        == f"sqlite:///{tmp_path}/runs/mlflow.db"
+    )
+    assert tracking_uri.default_uri(tmp_path / "fit-2") == f"sqlite:///{tmp_path}/mlflow.db"
 
 
 def test_a_store_is_found_again_from_another_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(place.URI, "sqlite:///mlflow.db?timeout=9")
+    monkeypatch.setenv(tracking_uri.URI, "sqlite:///mlflow.db?timeout=9")
     record, uri = Record.chosen(tmp_path / "run", None, "any")
     assert uri == "sqlite:///mlflow.db?timeout=9"
     assert record.tracking_uri == f"sqlite:///{tmp_path}/mlflow.db?timeout=9"
@@ -159,32 +162,32 @@ def test_a_store_is_found_again_from_another_directory(tmp_path, monkeypatch):
         "sqlite:///file:mlflow.db?uri=true",
         "sqlite:///:memory:",
     ):
-        assert place.lasting(whole) == whole
+        assert tracking_uri.lasting(whole) == whole
 
 
 def test_a_password_is_never_shown():
-    assert place.shown("https://me:secret@host:1/a?b") == "https://host:1/a?b"
-    assert place.shown("sqlite:///a@b.db") == "sqlite:///a@b.db"
+    assert tracking_uri.shown("https://me:secret@host:1/a?b") == "https://host:1/a?b"
+    assert tracking_uri.shown("sqlite:///a@b.db") == "sqlite:///a@b.db"
 
 
 def test_a_run_of_the_environment_is_joined_unless_it_is_our_own(monkeypatch):
     tracked = merged(mlflow_tracking=True)
-    monkeypatch.setenv(place.RUN_ID, "abc")
-    monkeypatch.setenv(place.URI, "http://host:5000")
-    assert place.said_run() == ("abc", "http://host:5000")
-    assert environ_of_workers(tracked) == {place.RUN_ID: "abc", place.URI: "http://host:5000"}
+    monkeypatch.setenv(tracking_uri.RUN_ID, "abc")
+    monkeypatch.setenv(tracking_uri.URI, "http://host:5000")
+    assert tracking_uri.users_run() == ("abc", "http://host:5000")
+    assert environ_of_workers(tracked) == {tracking_uri.RUN_ID: "abc", tracking_uri.URI: "http://host:5000"}
     assert environ_of_workers(merged()) == {}
-    monkeypatch.setattr(place, "given_out", {"abc"})
-    assert place.said_run() is None and environ_of_workers(tracked) == {}
+    monkeypatch.setattr(tracking_uri, "given_out", {"abc"})
+    assert tracking_uri.users_run() is None and environ_of_workers(tracked) == {}
 
 
 def test_a_process_that_is_no_worker_gets_its_environment_back(monkeypatch):
-    monkeypatch.setattr(place, "given_out", set())
-    monkeypatch.setenv(place.URI, "http://before:1")
-    joined = JoinedRun({place.RUN_ID: "abc", place.URI: "http://now:1"}, is_worker=False)
-    assert os.environ[place.RUN_ID] == "abc" and place.said_run() is None
+    monkeypatch.setattr(tracking_uri, "given_out", set())
+    monkeypatch.setenv(tracking_uri.URI, "http://before:1")
+    joined = JoinedRun({tracking_uri.RUN_ID: "abc", tracking_uri.URI: "http://now:1"}, is_worker=False)
+    assert os.environ[tracking_uri.RUN_ID] == "abc" and tracking_uri.users_run() is None
     joined.close()
-    assert place.RUN_ID not in os.environ and os.environ[place.URI] == "http://before:1"
+    assert tracking_uri.RUN_ID not in os.environ and os.environ[tracking_uri.URI] == "http://before:1"
 
 
 def test_the_spool_forgets_half_a_line_and_nothing_else(tmp_path):
@@ -206,7 +209,7 @@ def test_the_spool_forgets_half_a_line_and_nothing_else(tmp_path):
     assert [entry for entry, _ in again.read(lines[1][1])] == [lines[2][0], lines[3][0]]
     entries = [entry for entry, _ in lines]
     assert last_steps(entries) == {"loss": 6, "val_loss": 5}
-    assert told_params(entries) == {"epochs": "2"}
+    assert logged_params(entries) == {"epochs": "2"}
 
 
 def test_a_record_that_cannot_be_read_is_none(tmp_path):

@@ -22,7 +22,7 @@ from distributed.backends import checking
 from distributed.backends._torch import loading
 from distributed.config.merging import Typed
 from distributed.errors import ConfigError
-from distributed.launching.environment import WorkerEnvironment
+from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.request import Handover
 from distributed.launching.worker import _failed
 from distributed.state import WorkerContext

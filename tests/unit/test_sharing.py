@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Each entry: what a script does, and whether it joined others by that. One process runs the torch ones, in a row.
 TORCH = """
 import sys
-from distributed.launching.joined import has_joined
+from distributed.launching.engines import has_joined
 assert not has_joined(), "before torch"
 import torch.distributed as dist
 assert not has_joined(), "torch is preloaded in every worker"
@@ -48,7 +48,7 @@ def test_a_group_of_torch_is_seen_also_after_it_was_left(join):
 
 @pytest.mark.parametrize("module", ["horovod.common.basics", "ray", "mpi4py.MPI"])
 def test_engines_that_only_a_script_imports_count_by_their_presence(monkeypatch, module):
-    from distributed.launching.joined import has_joined
+    from distributed.launching.engines import has_joined
 
     for name in ("horovod.common.basics", "ray", "mpi4py.MPI", _C10D, "tensorflow.python.eager.context"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -70,7 +70,7 @@ class _Context:
 
 @pytest.mark.parametrize(("tasks", "own", "joined"), [(2, None, True), (1, None, False), (2, 0, False), (2, 1, True)])
 def test_a_strategy_counts_where_its_cluster_has_others_and_the_script_made_it(monkeypatch, tasks, own, joined):
-    from distributed.launching.joined import has_joined
+    from distributed.launching.engines import has_joined
 
     for name in ("horovod.common.basics", "ray", "mpi4py.MPI", _C10D):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -98,8 +98,8 @@ def verdicts(tmp_path, **more):
 def end(found, statuses=(0, 0), alone=(True, True)):
     for rank, (status, is_alone) in enumerate(zip(statuses, alone, strict=True)):
         if is_alone:
-            found.note({"op": "report", "kind": "unshared", "rank": rank})
-        found.note({"op": "exit", "local_rank": rank, "status": status, "time": time.time()})
+            found.add({"op": "report", "kind": "unshared", "rank": rank})
+        found.add({"op": "exit", "local_rank": rank, "status": status, "time": time.time()})
     found.judge(0)
     found.show_end(found.exit_code())
 
@@ -140,7 +140,7 @@ def test_nothing_is_said_of_shared_work_and_of_a_script_that_failed(tmp_path, ca
 
 def test_an_attempt_is_judged_by_its_own_workers(tmp_path, capsys):
     found = verdicts(tmp_path)
-    found.note({"op": "report", "kind": "unshared", "rank": 0})
+    found.add({"op": "report", "kind": "unshared", "rank": 0})
     found.begin({0: 0, 1: 1}, 1)
     end(found, alone=(False, True))
     assert "ran on" not in capsys.readouterr().err

@@ -53,7 +53,8 @@ def test_what_a_killed_process_left_is_removed_by_the_next_start_and_nothing_bef
 
 
 def test_every_launch_sweeps(left, tmp_path, monkeypatch):
-    from distributed.launching.request import LaunchRequest, launch
+    from distributed.launching.forkserver import launch
+    from distributed.launching.request import LaunchRequest
 
     path, command = left
     command.signal(signal.SIGKILL)

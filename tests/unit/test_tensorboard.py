@@ -17,9 +17,10 @@ from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.loggers import check, event_file, system, tensorboard
+from distributed.loggers import event_file, system, tensorboard
 from distributed.loggers.event_file import EventFile, cut, files_in
 from distributed.loggers.histograms import Histograms
+from distributed.loggers.registry import check
 from distributed.runs.directory import RunDirectory
 from distributed.state import TrainState, WorkerContext
 from tests import event_files

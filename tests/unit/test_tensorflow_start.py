@@ -15,7 +15,7 @@ from distributed.config.merging import Typed
 from distributed.config.registry import REGISTRY
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher.start import launch_request
-from distributed.launching.request import WorkerEnvironment
+from distributed.launching.environments.base import WorkerEnvironment
 from tests.unit.test_listening import needs_ipv6
 
 

@@ -130,6 +130,7 @@ def test_a_malformed_space_is_one_line(content, said):
         ("", "is empty"),
         (None, "cannot be read"),
         ("a: [1]\nb: 2\na: [3]", "has 'a' in line 1 and again in line 3"),
+        ("a:\n  low: 1\n  low: 2\n  high: 3", "has 'low' in line 2 and again in line 3"),
     ],
 )
 def test_a_file_that_is_no_space_is_named(tmp_path, text, said):

@@ -48,7 +48,7 @@ def test_a_stop_says_what_it_ends(run, is_starting, results, said):
         (run.path / name).parent.mkdir(exist_ok=True)
         write_result(run.path / name, {"status": status})
     screen = io.StringIO()
-    verdicts(run, screen).note(
+    verdicts(run, screen).add(
         {"op": "stop", "signum": signal.SIGINT, "is_first": True, "interrupts": 1, "is_starting": is_starting}
     )
     assert screen.getvalue() == said
@@ -60,7 +60,7 @@ def test_the_launcher_says_whether_workers_are_still_missing(run, num_begun, is_
     with ours, theirs:
         server = ForkServer(LaunchRequest(str(run.path), nproc_per_node=2), ours, 0, Signals())
         server._num_begun = num_begun
-        server._note_signal(signal.SIGINT)
+        server._take_signal(signal.SIGINT)
         assert json.loads(theirs.recv(4096))["is_starting"] is is_starting
 
 
@@ -81,6 +81,6 @@ def test_a_start_over_ray_that_was_stopped_shows_how_to_go_on(run):
     screen, launch = io.StringIO(), object.__new__(_Launch)
     launch._run, launch._error, launch._stop = run, None, Stop(1.0)
     launch._verdicts = verdicts(run, screen, again="python -m distributed.cli train --resume")
-    launch._stop.note(signal.SIGINT)
+    launch._stop.add(signal.SIGINT)
     assert launch._never_begun() == 130
     assert screen.getvalue() == "to go on with it:\n  python -m distributed.cli train --resume\n"

@@ -9,7 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 from distributed.config.registry import import_library
-from distributed.launching.request import LaunchRequest, WorkerEnvironment
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.request import LaunchRequest
 
 
 def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Any) -> None:

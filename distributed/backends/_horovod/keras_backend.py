@@ -16,7 +16,8 @@ from distributed.backends.tensorflow import TensorFlowBackend, alone
 from distributed.config.plan import BatchPlan
 from distributed.config.registry import BackendRow, backend_row
 from distributed.errors import ConfigError
-from distributed.launching.request import LaunchRequest, WorkerEnvironment
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.request import LaunchRequest
 from distributed.state import Job
 
 if TYPE_CHECKING:

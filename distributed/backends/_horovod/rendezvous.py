@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 from distributed.errors import ResourceError
-from distributed.launching.environment import WorkerEnvironment
+from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.listening import is_own_peer, listen_at, loopback_interface
 
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"

@@ -22,9 +22,11 @@ from distributed.backends._torch.world import Pending, World
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import worker_environment
 from distributed.launching.exposure import store_warnings
 from distributed.launching.listening import listen_at
-from distributed.launching.request import WorkerEnvironment, link, worker_environment
+from distributed.launching.request import link
 from distributed.launching.secret import messages
 from distributed.runs.temporary import temporary_directory
 from distributed.state import WorkerContext

@@ -29,6 +29,14 @@ def is_schedule(value: Any) -> bool:
     return schedules is not None and isinstance(value, schedules.LearningRateSchedule)
 
 
+def schedule_kind(there: str | None, here: str | None) -> str | None:
+    """Return the class of the schedule that a checkpoint names `there`, for a run whose own is `here`.
+
+    Early checkpoints of PyTorch's engines hold the name LearningRateSchedule for every schedule of Keras.
+    """
+    return here if here and there == "LearningRateSchedule" else there
+
+
 def _is_a(value: Any, name: str) -> bool:
     keras = sys.modules.get("keras")
     cls = getattr(keras, name, None) if hasattr(keras, "ops") else None  # Keras 2 has none

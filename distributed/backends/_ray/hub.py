@@ -21,9 +21,9 @@ from typing import Any
 
 from distributed.backends._ray.door import HELLO, Door
 from distributed.backends._ray.seal import LINE_BYTES, Seal
-from distributed.launching.guarded import Guarded
 from distributed.launching.output import WorkerOutput
 from distributed.launching.stopping import Signals, Stop
+from distributed.launching.subreaper import Subreaper
 from distributed.runs.processes import STOP_SIGNALS
 
 STREAMS = ("stdout", "stderr", "control")
@@ -75,7 +75,7 @@ class Hub:
         self._selector.register(signals, selectors.EVENT_READ, self._note_signals)
         self._thread = threading.Thread(target=self._serve, name="workers of Ray", daemon=True)
 
-    def start(self, ray: Guarded) -> None:
+    def start(self, ray: Subreaper) -> None:
         """Start the thread. It accepts workers when Ray's process has reported that it has opened the port."""
         self._selector.register(ray.reports, selectors.EVENT_READ, lambda _: self._hear_ray(ray))
         self._thread.start()
@@ -126,7 +126,7 @@ class Hub:
         for number in self._signals.read():
             if number not in STOP_SIGNALS:
                 continue
-            if is_first := self._stop.note(number):
+            if is_first := self._stop.add(number):
                 self.order(op="signal", signum=self._stop.signum)
             if is_first or number == signal.SIGINT:
                 self._tell(
@@ -135,7 +135,7 @@ class Hub:
                 )  # fmt: skip
             self._note("stop")
 
-    def _hear_ray(self, ray: Guarded) -> None:
+    def _hear_ray(self, ray: Subreaper) -> None:
         reports = ray.read()
         for report in reports or ():
             if report["news"] == "joined":

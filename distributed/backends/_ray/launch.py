@@ -21,18 +21,17 @@ from typing import Any
 from distributed.backends._ray.cluster import Cluster
 from distributed.backends._ray.hub import Guest, Hub, attach
 from distributed.errors import ConfigError, DistributedError, ResourceError
-from distributed.launching.environment import WorkerEnvironment
+from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, Row, write_row
-from distributed.launching.guarded import Guarded, Report
 from distributed.launching.listening import loopback_environ, reachable_address
 from distributed.launching.output import WorkerOutput, display_of
 from distributed.launching.request import THREAD_VARIABLES, LaunchRequest, check_script, set_thread_variables
 from distributed.launching.secret import VARIABLE
 from distributed.launching.stopping import Signals, Stop
-from distributed.launching.verdicts import Verdict, Verdicts, in_words
-from distributed.loggers import end_elsewhere
+from distributed.launching.subreaper import Report, Subreaper
+from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
-from distributed.report import write_reports_at_end
+from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
 from distributed.runs.summary import close_results
 
@@ -79,7 +78,7 @@ class _Launch:
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # "joined", "begun", "stop", or Ray has ended: "left"
         self._verdicts = Verdicts(request, run, display)
         self._channel, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._output = WorkerOutput(run, display, side, self._verdicts.note, Epochs(self._report))
+        self._output = WorkerOutput(run, display, side, self._verdicts.add, Epochs(self._report))
         self._stop = Stop(request.timeout_s)
         self._hub = Hub(request.nproc_per_node, signals, self._stop, self._tell, self._begin, self._note)
         self._attempt, self._threads = 0, threads
@@ -90,7 +89,7 @@ class _Launch:
         """To the end."""
         if lines := [*self._notices(), *self._request.started_lines]:
             self._display.handle({"kind": "started", "lines": lines})
-        ray = Guarded(self._ray, self._run.logs / "ray.log", self._cluster.scratch)
+        ray = Subreaper(self._ray, self._run.logs / "ray.log", self._cluster.scratch)
         try:
             self._output.start()
             self._hub.start(ray)
@@ -100,7 +99,7 @@ class _Launch:
         finally:
             ray.end()
         self._tell_of_strangers()
-        return self._judged() if is_judged else self._never_begun()
+        return self._verdicts.finish() if is_judged else self._never_begun()
 
     def _notices(self) -> list[str]:
         if self._request.launcher_options.get("address") is None or not os.environ.get(VARIABLE):
@@ -148,13 +147,6 @@ class _Launch:
             self._run.event("strangers_refused", count=count)
             text = f"{count} connections to this launcher were closed: they did not know the secret of this run"
             self._display.handle({"kind": "warning", "text": text})
-
-    def _judged(self) -> int:
-        code, cause = self._verdicts.exit_code(), self._verdicts.cause
-        close_results(self._run, code, in_words(cause) if cause is not None else None, end_elsewhere)
-        write_reports_at_end(self._run, lambda text: self._display.handle({"kind": "notice", "text": text}))
-        self._verdicts.show_end(code)
-        return code
 
     def _never_begun(self) -> int:
         error = self._error

@@ -10,7 +10,7 @@ import numpy
 import tensorflow as tf
 
 from distributed.backends._keras.files import fixed_rate
-from distributed.backends._keras.models import chosen_optimizer, is_optimizer, is_schedule, set_schedule
+from distributed.backends._keras.models import chosen_optimizer, is_optimizer, is_schedule, schedule_kind, set_schedule
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan
 from distributed.errors import CheckpointError, ConfigError
@@ -133,7 +133,8 @@ class Rates:
 
     def load(self, state: Mapping[str, Any], notice: Callable[[str], None]) -> None:
         """Take up `state`, after the optimizer has taken up its own; this command's `learning_rate` holds from here on."""
-        here, there = self._kind(), state.get("schedule")
+        here = self._kind()
+        there = schedule_kind(state.get("schedule"), here)
         if here and there and here != there:
             raise CheckpointError(
                 f"the schedule is {here}, the checkpoint holds {there}: use {there} or start without the checkpoint"

@@ -24,10 +24,11 @@ from typing import Any
 from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.config.registry import backend_row, import_library
 from distributed.errors import ConfigError, ResourceError
-from distributed.launching.environment import TFCluster, read_tf_config
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.tf_config import TFCluster, read_tf_config
 from distributed.launching.exposure import engine_warnings
 from distributed.launching.listening import reachable_address
-from distributed.launching.request import LaunchRequest, WorkerEnvironment
+from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import messages
 
 WORDS, FLAGS = "backend='tensorflow'", "--backend tensorflow"  # how it is set, and how workers that have it are started

@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from distributed.errors import ResourceError
+from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.exposure import store_warnings
 from distributed.launching.listening import listen_at
-from distributed.launching.request import WorkerEnvironment
 from distributed.launching.secret import bind, messages
 from distributed.launching.worker_store import worker_store
 

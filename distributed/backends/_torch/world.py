@@ -20,7 +20,8 @@ from distributed.config.plan import ProcessPlan
 from distributed.config.registry import TRANSPORTS
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.launching.request import WorkerEnvironment, worker_environment
+from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.environments.registry import worker_environment
 from distributed.launching.secret import messages
 from distributed.state import WorkerContext
 

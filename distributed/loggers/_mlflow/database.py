@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from distributed.loggers._mlflow.place import file_of
+from distributed.loggers._mlflow.tracking_uri import file_of
 
 
 def make_whole(uri: str) -> None:

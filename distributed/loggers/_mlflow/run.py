@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed.loggers._mlflow.database import make_whole
-from distributed.loggers._mlflow.place import beside, default_uri
 from distributed.loggers._mlflow.spool import Record
+from distributed.loggers._mlflow.tracking_uri import beside, default_uri
 
 KEY = "distributed.key"  # the tag that names the run directory whose run it is
 _SETTINGS, _BASELINE = "distributed.settings", "distributed.scaling_baseline"
@@ -123,7 +123,7 @@ class TrackedRun:
 
     # ------------------------------------------------------------------ what it is told
 
-    def tell(self, entries: Sequence[Entry]) -> None:
+    def log(self, entries: Sequence[Entry]) -> None:
         """Entries of one kind, as `grouped` gives them. Raises Refused, or whatever a server that is not there leads to."""
         kind = entries[0]["kind"]
         if kind == "metrics":

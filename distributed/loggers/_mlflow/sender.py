@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distributed.loggers._mlflow.place import shown
 from distributed.loggers._mlflow.run import Entry, Kept, Later, Refused, TrackedRun, grouped
 from distributed.loggers._mlflow.spool import Record, Spool
+from distributed.loggers._mlflow.tracking_uri import shown
 
 _EVERY_S = 5.0  # between two sendings: a request costs some ten milliseconds of a core
 _LATER_S = 0.5  # until the run of the sweep is looked for again
@@ -154,16 +154,16 @@ class Sender:
             if all(entry in self._failed for entry, _ in batch):
                 raise _FilesLeft from cause
             for entries, end in grouped(batch):
-                cause = self._tell_or_put_back(self._run, entries) or cause
+                cause = self._log_or_put_back(self._run, entries) or cause
                 self._record.sent = end
                 self._record.write(self._run_dir)
 
-    def _tell_or_put_back(self, run: TrackedRun, entries: Sequence[Entry]) -> Exception | None:
+    def _log_or_put_back(self, run: TrackedRun, entries: Sequence[Entry]) -> Exception | None:
         """Files that find no place are put behind all else, once in a sending; then why is returned."""
         entry, cause = entries[0], None
         if entry not in self._failed:
             try:
-                self._tell(run, entries)
+                self._log(run, entries)
                 return None
             except Exception as error:  # as in `_work`
                 if entry["kind"] not in _OF_FILES or not run.is_there():
@@ -173,9 +173,9 @@ class Sender:
         self._spool.append(entry)
         return cause
 
-    def _tell(self, run: TrackedRun, entries: Sequence[Entry]) -> None:
+    def _log(self, run: TrackedRun, entries: Sequence[Entry]) -> None:
         try:
-            run.tell(entries)
+            run.log(entries)
         except Kept as error:
             self._leave_out(entries[0], error)
         except Refused as error:
@@ -185,7 +185,7 @@ class Sender:
             if not parts:
                 self._leave_out(entries[0], error)
             for each in parts:  # one of them: the others are fine
-                self._tell(run, [each])
+                self._log(run, [each])
 
     def _leave_out(self, entry: Entry, error: Refused) -> None:
         self._num_refused += 1

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from distributed.checkpoints.durable import replace_text
-from distributed.loggers._mlflow.place import default_uri, has_open_run, lasting, said_run, said_uri, shown, sweep_of
+from distributed.loggers._mlflow.tracking_uri import (
+    default_uri,
+    has_open_run,
+    lasting,
+    shown,
+    sweep_of,
+    users_run,
+    users_uri,
+)
 
 SPOOL, RECORD = "mlflow.jsonl", "mlflow.json"
 
@@ -57,11 +65,11 @@ class Record:
     def chosen(cls, run_dir: Path, experiment: str | None, otherwise: str) -> tuple[Record, str]:
         """(the record of the run at `run_dir`, its store's URI): a new record where there is none, and where the user has
         another run open or names another store. `otherwise` names the experiment where nobody does."""
-        sweep, said, default = cls.of_sweep(run_dir), said_run(), default_uri(run_dir)
+        sweep, said, default = cls.of_sweep(run_dir), users_run(), default_uri(run_dir)
         if sweep is not None and not has_open_run():  # a run that was open around the search is the sweep's
             said = None
         record = cls.read(run_dir)
-        uri = (said and said[1]) or said_uri() or (record and record.tracking_uri)
+        uri = (said and said[1]) or users_uri() or (record and record.tracking_uri)
         uri = uri or (sweep and sweep.tracking_uri) or default
         if said is not None and record is not None and said[0] not in (record.wanted, record.run_id):
             record = None
@@ -146,7 +154,7 @@ def last_steps(entries: list[dict[str, Any]]) -> dict[str, int]:
     return steps
 
 
-def told_params(entries: list[dict[str, Any]]) -> dict[str, str]:
+def logged_params(entries: list[dict[str, Any]]) -> dict[str, str]:
     """The parameters that were told, each in its latest value."""
     told: dict[str, str] = {}
     for entry in entries:

@@ -1,0 +1,125 @@
+"""The types of a cluster environment, and the helpers that several of them use."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from distributed.errors import ResourceError
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerEnvironment:
+    """The place of this process among the workers that a launcher started, and the address at which they join each other."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    restart_count: int
+    source: (
+        str  # the name of a row in `environments/registry.py`; "alone", "arguments" or "torch" if no launcher said it
+    )
+
+    def to_environ(self) -> dict[str, str]:
+        """Return the variables that a plain torchrun script reads."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+    def to_torchrun_environ(
+        self, *, num_nodes: int, max_restarts: int, run_id: str, error_file: Path
+    ) -> dict[str, str]:
+        """Return all variables that torchrun gives to its workers."""
+        return {
+            **self.to_environ(),
+            "GROUP_WORLD_SIZE": str(num_nodes),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "ROLE_NAME": "default",
+            "TORCHELASTIC_RESTART_COUNT": str(self.restart_count),
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TORCHELASTIC_ERROR_FILE": str(error_file.absolute()),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeEnvironment:
+    """One task or pod per node: this process is to launch the workers of its node."""
+
+    num_nodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    nproc_per_node: int | None = None  # None if the environment does not say
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What an environment may look at."""
+
+    environ: Mapping[str, str]
+    argv: Sequence[str] = ()
+    nproc_per_node: int | None = None  # the processes per node that somebody explicitly asked for
+
+
+# What `worker` and `node` of an environment return. None: its variables are not set, and the next row is asked. False: its
+# variables are set, and this process is no worker, or does not launch a node; no further row is asked.
+Worker = WorkerEnvironment | Literal[False] | None
+Node = NodeEnvironment | Literal[False] | None
+
+
+def _no_node(at: Surroundings) -> Node:
+    return None
+
+
+def _no_job(environ: Mapping[str, str]) -> str:
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterEnvironment:
+    """A row of the registry: one way in which a launcher tells a process its place."""
+
+    name: str  # `WorkerEnvironment.source` of its workers
+    worker: Callable[[Surroundings], Worker]
+    node: Callable[[Surroundings], Node] = _no_node
+    listens: str = ""  # which ports its launcher opens to others: shown as a warning
+    listens_with: str = ""  # a variable without which it opens none
+    job: Callable[[Mapping[str, str]], str] = (
+        _no_job  # a name that each restart of one start tells again, "" without one
+    )
+
+
+def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the variable `name` as an integer, or `default` if it is empty or missing. Raises ResourceError for other text."""
+    text = environ.get(name, "")
+    if text == "" and default is not None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ResourceError(
+            f"{name}={text!r} is not a whole number: correct the launcher or script that sets it, or unset it"
+        ) from None
+
+
+def derived_port(job: str) -> int:
+    """Return a port that every process of `job` computes alike, below the kernel's range of free ports."""
+    return 20000 + zlib.crc32(job.encode()) % 12000

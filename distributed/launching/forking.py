@@ -1,0 +1,41 @@
+"""Fork a child process whose end is controlled: by its parent's end, its exit code, and an error that is always shown."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from distributed.runs.processes import STOP_SIGNALS, die_with_parent
+
+
+def fork(child: Callable[[], int], *, dies_with_parent: bool = True) -> int:
+    """Fork a child that calls `child` and ends with the exit code that it returns. Return its process id.
+
+    The stop signals and SIGCHLD are blocked in the child until it unblocks them: before it has handlers of its own, they would
+    reach a wake-up descriptor that it shares with this process. Call it from a process with a single thread.
+    """
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
+    pid = os.fork()
+    if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return pid
+    code = 1
+    try:
+        if dies_with_parent:
+            die_with_parent(parent)
+        code = child()
+    except KeyboardInterrupt:  # a Ctrl-C that came before the script began
+        code = 128 + signal.SIGINT
+    except BaseException:  # the top frame of a process: show it, whatever it is
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)

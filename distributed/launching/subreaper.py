@@ -1,0 +1,114 @@
+"""Run a function in a process whose descendants all end with it, and with the process that asked for it.
+
+Some of Ray's processes (seen in 2.60) outlive a cluster that was killed, because they are descendants in sessions of their own. A subreaper
+between the caller and the function inherits every orphan below it and kills what is left (Linux: PR_SET_CHILD_SUBREAPER).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distributed.launching.forking import fork
+from distributed.runs.processes import STOP_SIGNALS
+
+_PR_SET_CHILD_SUBREAPER = 36
+Report = Callable[[dict[str, Any]], None]
+
+
+class Subreaper:
+    """Run `work(report)` in a process below a subreaper. Create it in a process with a single thread.
+
+    Args:
+        work: the function to run; it gets a function `report` that sends a JSON-able event to this process.
+        log: the file that gets its output and that of its children.
+        scratch: a directory that is removed when all processes have ended, or None.
+    """
+
+    def __init__(self, work: Callable[[Report], None], log: Path, scratch: Path | None) -> None:
+        life, self._life = os.pipe()
+        self.reports, write = os.pipe()
+        ends = (self._life, self.reports)
+        self._pid = fork(lambda: _keep(work, log, scratch, life, write, ends), dies_with_parent=False)
+        os.close(life)
+        os.close(write)
+        self._rest = b""
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """Wait for events and return those since the last call. Return None once `work` has ended."""
+        data = os.read(self.reports, 65536)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines] if data else None
+
+    def end(self) -> None:
+        """Kill the processes that are left, and wait until all have ended."""
+        os.close(self._life)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def _keep(
+    work: Callable[[Report], None], log: Path, scratch: Path | None, life: int, write: int, ends: tuple[int, int]
+) -> int:
+    """Run the subreaper until `work` has ended or the other end of `life` is closed."""
+    for fd in ends:
+        os.close(fd)
+    os.setsid()
+    for number in (*STOP_SIGNALS, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN if number != signal.SIGCHLD else signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    child = fork(lambda: _work(work, log, life, write))
+    os.close(write)
+    select.select([life, os.pidfd_open(child)], [], [])
+    _kill_all_below(os.getpid())
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return 0
+
+
+def _work(work: Callable[[Report], None], log: Path, life: int, write: int) -> int:
+    """Call `work` with its output in `log`."""
+    os.close(life)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for target in (1, 2):
+        os.dup2(fd, target)
+    work(lambda report: _write(write, report))
+    return 0
+
+
+def _write(fd: int, report: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(fd, json.dumps(report).encode() + b"\n")
+
+
+def _kill_all_below(subreaper: int) -> None:
+    """Kill children until this process has none: the children of each one that ends become its own."""
+    while True:
+        for pid in _children(subreaper):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # ended while we looked
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(entry.name))
+    return found

@@ -1,0 +1,184 @@
+"""Which MLflow store a run goes to: the one that the user named, or an SQLite file beside the run directories."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import urllib.parse
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed.config.libraries import check_not_hidden, is_installed
+from distributed.errors import ConfigError, ResourceError, nearest
+
+if TYPE_CHECKING:
+    from distributed.config.merging import MergedConfig
+
+URI, RUN_ID = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
+_SERVERS, _DATABASES = ("http", "https"), ("sqlite", "mysql", "postgresql", "mssql")
+_INSTALL = "pip install 'distributed-trainer[mlflow]'"
+REINSTALL = "pip install --force-reinstall 'distributed-trainer[mlflow]'"
+
+given_out: set[str] = set()  # ids of runs that this process put into its own environment: nobody asked to join those
+
+
+def check(merged: MergedConfig) -> None:
+    """Refuse what cannot work: a missing library, a URI of no form that MLflow has, a name that it does not take.
+
+    Raises ResourceError or ConfigError. Whether a server answers is not asked: training does not need it.
+    """
+    uri = users_uri()
+    _require("mlflow")
+    if uri is None or _scheme(uri) in _DATABASES:
+        _require("sqlalchemy")
+    if uri is not None:
+        check_uri(uri)
+    model = merged.config.mlflow_register_model
+    if model is not None and re.search(r"[/:]|^\s*$|^\.+$", model):
+        raise ConfigError(f"mlflow_register_model={model!r} is no name for MLflow: leave out '/' and ':'")
+
+
+def users_uri() -> str | None:
+    """The tracking URI that the user set, in this process or by MLFLOW_TRACKING_URI."""
+    mlflow = sys.modules.get("mlflow")
+    if mlflow is not None and hasattr(mlflow, "is_tracking_uri_set") and mlflow.is_tracking_uri_set():
+        return str(mlflow.get_tracking_uri())
+    return os.environ.get(URI) or None
+
+
+def users_run() -> tuple[str, str | None] | None:
+    """(id, tracking URI) of the run that the user has open here, or that MLFLOW_RUN_ID names; None without one."""
+    if has_open_run():
+        mlflow: Any = sys.modules["mlflow"]
+        return str(mlflow.active_run().info.run_id), str(mlflow.get_tracking_uri())
+    run_id = os.environ.get(RUN_ID)
+    return (run_id, users_uri()) if run_id and run_id not in given_out else None
+
+
+def has_open_run() -> bool:
+    """Whether the user has a run open in this process."""
+    mlflow = sys.modules.get("mlflow")
+    return mlflow is not None and hasattr(mlflow, "active_run") and mlflow.active_run() is not None
+
+
+def environ_of_open_run(merged: MergedConfig) -> dict[str, str]:
+    """What workers need for their run to be the one that the user has open in this process."""
+    found = users_run()
+    if found is None:
+        return {}
+    run_id, uri = found
+    return {RUN_ID: run_id} | ({} if uri is None else {URI: uri})
+
+
+def beside(run_dir: Path) -> Path:
+    """The directory in which the run directory lies; that of a later trainer of a process lies inside the first one's, and
+    that of a trial in its sweep's."""
+    return (sweep_of(run_dir) or _first(run_dir)).parent
+
+
+def sweep_of(run_dir: Path) -> Path | None:
+    """The directory of the sweep of which this run is a trial; None where it is none."""
+    trials = _first(run_dir).parent
+    return trials.parent if trials.name == "trials" and (trials.parent / "sweep.yaml").exists() else None
+
+
+def _first(run_dir: Path) -> Path:
+    """The run directory of the first trainer of its process."""
+    path = run_dir.absolute()
+    while re.fullmatch(r"fit-\d+", path.name) and (path.parent / "events.jsonl").exists():
+        path = path.parent
+    return path
+
+
+def default_uri(run_dir: Path) -> str:
+    """An SQLite file beside the run directories."""
+    return f"sqlite:///{beside(run_dir) / 'mlflow.db'}"
+
+
+def shown(uri: str) -> str:
+    """The URI without a password, for messages and files."""
+    parts = urllib.parse.urlsplit(uri)
+    host = parts.netloc.rpartition("@")[2]
+    return uri if host == parts.netloc else uri.replace(parts.netloc, host, 1)
+
+
+def lasting(uri: str) -> str:
+    """The URI with the whole path of an SQLite file, for a file that is read elsewhere too."""
+    path = file_of(uri)
+    if path is None or path.is_absolute():
+        return uri
+    head, mark, options = uri.partition("?")
+    return f"{head.partition(':///')[0]}:///{path.absolute()}{mark}{options}"
+
+
+def file_of(uri: str) -> Path | None:
+    """The file of an SQLite store; None for another one, and for SQLite's own words."""
+    rest = uri.partition(":///")[2].partition("?")[0]
+    return Path(rest) if _scheme(uri) == "sqlite" and rest and not rest.startswith((":", "file:")) else None
+
+
+def is_remote(uri: str) -> bool:
+    """Whether it takes a server to answer."""
+    return _scheme(uri) != "sqlite"
+
+
+def check_uri(uri: str) -> None:
+    """ConfigError where `uri` has no form that MLflow can use."""
+    scheme = _scheme(uri)
+    if scheme in _SERVERS:
+        _check_server(uri)
+    elif scheme == "sqlite":
+        _check_file(uri)
+    elif uri in _plugins() or scheme in (*_DATABASES, *_plugins()):
+        return
+    elif scheme in ("", "file"):
+        _check_directory(uri)
+    else:
+        known = (*_SERVERS, *_DATABASES, *_plugins())
+        fix = f"write http://{uri}" if re.fullmatch(r"[\w.-]+:\d+(/.*)?", uri) else f"choose one of {', '.join(known)}"
+        raise ConfigError(
+            f"{URI}={shown(uri)!r} has the scheme {scheme!r}, which MLflow does not know{nearest(scheme, known)}: {fix}"
+        )
+
+
+def _check_server(uri: str) -> None:
+    parts = urllib.parse.urlsplit(uri)
+    try:
+        is_whole = bool(parts.hostname) and (parts.port is None or parts.port > 0) and not re.search(r"\s", uri)
+    except ValueError:  # the port is no number
+        is_whole = False
+    if not is_whole:
+        raise ConfigError(f"{URI}={shown(uri)!r} names no server: write http://HOST:PORT")
+
+
+def _check_file(uri: str) -> None:
+    path = uri.partition("?")[0].partition(":///")[2]
+    if not path or path == ":memory:":
+        raise ConfigError(f"{URI}={uri!r} names no file: write sqlite:///PATH/mlflow.db")
+    if not Path(path).parent.is_dir():
+        raise ConfigError(f"{URI}={uri!r} lies in a directory that does not exist: make it, or name another file")
+
+
+def _check_directory(uri: str) -> None:
+    if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
+        raise ConfigError(
+            f"{URI}={uri!r} is a directory of files, which MLflow no longer writes to: use a database,"
+            " sqlite:///PATH/mlflow.db, or set MLFLOW_ALLOW_FILE_STORE=true"
+        )
+
+
+def _scheme(uri: str) -> str:
+    return urllib.parse.urlsplit(uri).scheme.partition("+")[0]
+
+
+def _plugins() -> tuple[str, ...]:
+    found = entry_points(group="mlflow.tracking_store")
+    return ("databricks", "databricks-uc", "uc", *sorted(each.name for each in found))
+
+
+def _require(name: str) -> None:
+    if not is_installed(name):
+        raise ResourceError(f"mlflow_tracking=True needs {name}, which is not installed: run {_INSTALL}")
+    check_not_hidden(name)
