@@ -1,4 +1,4 @@
-"""One rank of overhead.py: hand-written loops against our Trainer, at its defaults and with everything on."""
+"""One rank of overhead.py: hand-written loops compared with our Trainer, at its defaults and with all features on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRACKED = "Trainer, TensorBoard, MLflow"
 
 
 class Counting(Callback):
-    """A callback with the two hooks that run most."""
+    """Callback with the two hooks that run most often."""
 
     steps = lines = 0
 
@@ -58,7 +58,7 @@ def cost_of_metric(batch_size: int) -> float:
 
 
 def trainer(workload: Workload, data: TensorDataset, model: nn.Module, **settings: Any) -> TrainerTurns:
-    """Our Trainer as a contestant."""
+    """Return our Trainer as a contestant."""
     ours = Trainer(
         model,
         backend="pytorch-ddp",
@@ -71,7 +71,7 @@ def trainer(workload: Workload, data: TensorDataset, model: nn.Module, **setting
 
 
 def threads_clocks() -> tuple[float, float]:
-    """Seconds of CPU that the threads of MLflow's logger have had, and wall time."""
+    """Return the CPU time in seconds of the threads of MLflow's logger, and the wall time."""
     idents = [
         each.ident for each in threading.enumerate() if each.name.startswith("mlflow-") and each.ident is not None
     ]
@@ -79,15 +79,15 @@ def threads_clocks() -> tuple[float, float]:
 
 
 def add_threads(turns: list[dict[str, float]], before: tuple[float, float], after: tuple[float, float]) -> None:
-    """Put into the mean of a step what these threads had in as much time as a step takes: they work by the clock, whoever
-    has his turn."""
+    """Add the share of these threads to the mean CPU time of a step. They work by the clock, whichever contestant
+    has its turn."""
     share = (after[0] - before[0]) / (after[1] - before[1])
     for turn in turns:
         turn["mean"] += share * turn["wall"]
 
 
 def digest(model: nn.Module) -> str:
-    """Two models with the same digest have bit-identical weights."""
+    """Return a digest of the weights. Two models with the same digest have bit-identical weights."""
     hashed = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         hashed.update(name.encode() + tensor.numpy().tobytes())
@@ -110,7 +110,7 @@ def main(name: str, out: Path, quick: bool) -> None:
             "log_every_n_steps": 50,
         },
     }
-    if name == "gpt":  # a line in each turn
+    if name == "gpt":  # one log line in each turn
         settings[TRACKED] = {"tensorboard": True, "mlflow_tracking": True, "log_every_n_steps": workload.turn_steps}
     models = {name: workload.initial_model() for name in settings}
     ours = {name: trainer(workload, data, model, **settings[name]) for name, model in models.items()}
