@@ -1,4 +1,4 @@
-"""Starts the workers of a script that need not use `Trainer`: from Python, and as `python -m distributed.launcher`."""
+"""Start the workers of a script that need not use `Trainer`: from Python, and by `python -m distributed.launcher`."""
 
 from __future__ import annotations
 
@@ -41,20 +41,25 @@ The flags may stand before and after SCRIPT; what follows -- is the script's.
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """Processes to start: how many, where they meet, and what happens when one dies. None: as `distributed train` says.
+    """The processes to start: how many, at which address they join each other, and what happens when one dies.
+
+    None stands for what `distributed train` does without the flag.
 
     Args:
         nproc_per_node: processes of each node; None means one per visible GPU, else one.
-        nnodes, node_rank: machines in all, and this one's number from 0.
-        master_addr, master_port: where the nodes meet; None means a free port, and 29500 with several nodes.
-        backend: the transport, nccl, gloo or mpi; stronger than what the script gives to `init_process_group`.
+        nnodes: machines in all.
+        node_rank: the number of this machine, from 0.
+        master_addr: host of node 0.
+        master_port: port of node 0; None means a free port, and 29500 with several nodes.
+        backend: the transport, nccl, gloo or mpi; it overrides what the script gives to `init_process_group`.
         device: "cuda" or "cpu"; None means cuda where there is one, and cpu with gloo.
         max_restarts: restarts after a worker was killed.
         monitor_interval: seconds between two looks at the workers.
-        start_timeout: seconds all workers may take to join.
-        run_dir: where the logs and events of the run go; None means a new directory under runs/.
+        start_timeout: seconds that all workers may take to join.
+        run_dir: directory of the logs and events of the run; None means a new directory under runs/.
 
-    Raises ConfigError for a value that is wrong.
+    Raises:
+        ConfigError: a value is wrong.
     """
 
     nproc_per_node: int | None = None
@@ -73,7 +78,7 @@ class LaunchConfig:
         DistributedConfig(**self.settings())
 
     def settings(self) -> dict[str, Any]:
-        """These values as settings of DistributedConfig; what is None or the default is left out."""
+        """Return these values as settings of DistributedConfig, without those that are None or the default."""
         given = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -87,18 +92,23 @@ class LaunchConfig:
 
 
 class DistributedLauncher:
-    """Launches scripts as `config` says. Each worker finds the environment that torchrun gives."""
+    """Launch scripts as `config` says. Each worker finds the environment that torchrun gives."""
 
     def __init__(self, config: LaunchConfig | None = None) -> None:
         self.config = config if config is not None else LaunchConfig()
 
     def launch(self, script: str | os.PathLike[str], *script_args: str | float | os.PathLike[str]) -> int:
-        """Run `script` with `script_args` on this node's processes until they end; returns the exit code.
+        """Run `script` with `script_args` on this node's processes until they end. Return the exit code.
 
-        Numbers and paths among `script_args` reach the script as their text.
-        0: done; 1: the script failed, and its own error was printed; else as `distributed train`. Works from notebooks and
-        threads, as the workers are children of a process of their own. Raises ConfigError or ResourceError before
-        anything starts, also in a process that is itself a worker.
+        The code is 0 if the script succeeded, 1 if it failed and its own error was printed, else as of `distributed
+        train`. The workers are children of a process of their own, so that this works in notebooks and threads.
+
+        Args:
+            script: path of the script.
+            script_args: its arguments; numbers and paths reach it as their text.
+
+        Raises:
+            ConfigError, ResourceError: before anything starts, also in a process that is itself a worker.
         """
         from distributed.launcher.start import launch_request
 
@@ -118,9 +128,16 @@ class DistributedLauncher:
 def launch_distributed_training(
     script: str | os.PathLike[str], *script_args: str | float | os.PathLike[str], **settings: Any
 ) -> int:
-    """Run `script` with `script_args` on the processes that `settings` describe (those of LaunchConfig).
+    """Run `script` with `script_args` on the processes that `settings` describe. Return the exit code.
 
-    Returns the exit code, as `DistributedLauncher.launch`, and raises the same.
+    Args:
+        script: path of the script.
+        script_args: its arguments.
+        settings: the arguments of LaunchConfig.
+
+    Raises:
+        ConfigError, ResourceError: as `DistributedLauncher.launch`, also for a setting that LaunchConfig does not
+            have.
     """
     known = [field.name for field in dataclasses.fields(LaunchConfig)]
     for name in settings:
@@ -130,7 +147,7 @@ def launch_distributed_training(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m distributed.launcher`: runs the workers from this process; returns the exit code."""
+    """Run `python -m distributed.launcher`: the workers are started from this process. Return the exit code."""
     from distributed.config.flags import flags_of
     from distributed.launcher.start import start
 
@@ -149,7 +166,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[LaunchConfig, str, list[str]]:
-    """(configuration, script, the script's arguments). A flag of ours is ours on either side of the script, up to `--`."""
+    """Return (configuration, script, the script's arguments).
+
+    Flags of the launcher count before and after the script, up to `--`.
+    """
     kinds = {field.name: str(field.type) for field in dataclasses.fields(LaunchConfig)}
     given: dict[str, Any] = {}
     script: str | None = None
@@ -195,7 +215,7 @@ def _typed(config: LaunchConfig, script: Any, script_args: Sequence[Any]) -> Typ
 
 
 def _text(argument: Any) -> str:
-    """What stands in the script's `sys.argv`: text as it is, numbers and paths as their text."""
+    """Return an argument as it stands in the script's `sys.argv`: text as it is, numbers and paths as their text."""
     if isinstance(argument, (str, os.PathLike)):
         return os.fspath(argument)
     if isinstance(argument, numbers.Real) and not isinstance(argument, bool):

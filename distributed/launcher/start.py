@@ -1,4 +1,4 @@
-"""From what was typed to running workers: checks, the launch plan, `--dry-run`."""
+"""Check the given settings and start the workers: processes, addresses, the launch plan, `--dry-run`."""
 
 from __future__ import annotations
 
@@ -53,10 +53,19 @@ def start(
     rank: int | None = None,
     words: Sequence[str] = (),
 ) -> int:
-    """Run the typed job, here or in workers of our own; returns the exit code. Raises DistributedError first.
+    """Run the given job, here or in workers of our own. Return the exit code.
 
-    `world_size` processes are started on this machine, or cut over its nodes; with `rank` this process is one of them.
-    `words`: flags of `train` that start it again, without its run directory and the script's own arguments.
+    Args:
+        typed: the settings given outside the script, and the script.
+        run_dir: the run directory; None for a new one.
+        resume: whether to go on with the run in `run_dir`.
+        dry_run: show what would be started, and start nothing.
+        world_size: the number of processes, on this machine or cut over its nodes.
+        rank: the rank of this process, which is then one of them.
+        words: flags of `train` that start it again, without its run directory and the script's own arguments.
+
+    Raises:
+        DistributedError: before anything starts.
     """
     this = None if rank is None else _this_worker(typed, world_size, rank)
     typed = _without_place(typed) if this is not None else _without_stale_rank(typed, world_size)
@@ -82,7 +91,7 @@ def start(
 
 
 def _again(words: Sequence[str], request: LaunchRequest) -> str:
-    """The command that goes on with the run."""
+    """Return the command that goes on with the run."""
     own = ["--", *request.script_args] if request.script_args else []
     return shlex.join([
         _python(), "-m", "distributed.cli", "train", *words, "--run-dir", request.run_dir, "--resume", *own,
@@ -102,7 +111,10 @@ def _place(python: str) -> tuple[Path, Path]:
 
 
 def launch_request(typed: Typed, run_dir: str | None) -> LaunchRequest:
-    """What `start` would launch from a process that is no worker. Raises DistributedError for what is wrong."""
+    """Return the request that `start` would launch from a process that is no worker.
+
+    Raises DistributedError as it does.
+    """
     typed = _with_processes(typed)
     merged = merge(typed, {})
     _, request = _checked_request(typed, merged, plan_processes(merged.config), run_dir, False)
@@ -136,14 +148,17 @@ def _asked_processes(config: DistributedConfig) -> int | None:
 
 
 def _without_stale_rank(typed: Typed, world_size: int | None) -> Typed:
-    """Whoever asks for processes does not mean a RANK=0 that was exported for other scripts."""
+    """Remove a stale RANK=0 from the environment if processes were asked for: it was exported for other scripts."""
     asked = _asked_processes(merge(typed, {}).config) or world_size
     line = None if asked is None else pass_over_stale_rank(os.environ, nproc_per_node=asked)
     return typed if line is None else dataclasses.replace(typed, notices=(*typed.notices, line))
 
 
 def _without_place(typed: Typed) -> Typed:
-    """What stands in the environment of a worker that was started by hand: where rank 0 listens."""
+    """Return `typed` without the address of rank 0.
+
+    It is in the environment of a worker that was started by hand.
+    """
     file, flag = (
         {name: value for name, value in layer.items() if name not in ("master_addr", "master_port")}
         for layer in (typed.file, typed.flag)
@@ -152,7 +167,10 @@ def _without_place(typed: Typed) -> Typed:
 
 
 def _with_processes(typed: Typed, world_size: int | None = None) -> Typed:
-    """The settings of nodes that Slurm or a pod's variables say and nobody typed, and `world_size` cut over the nodes."""
+    """Return `typed` with the number of nodes and processes.
+
+    A setting that nobody gave comes from Slurm or from the variables of a pod; `world_size` is cut over the nodes.
+    """
     given = {**typed.file, **typed.flag}
     asked = _asked_processes(merge(typed, {}).config) or world_size
     node = node_environment(nproc_per_node=asked)
@@ -171,7 +189,7 @@ def _with_processes(typed: Typed, world_size: int | None = None) -> Typed:
 
 
 def _this_worker(typed: Typed, world_size: int | None, rank: int) -> WorkerEnvironment:
-    """`--world-size N --rank R`: this command is one worker, and others like it are started by hand."""
+    """Return the place of this command, which `--rank` makes one worker among others that are started by hand."""
     given = {**typed.file, **typed.flag}
     if world_size is None:
         raise ConfigError(
@@ -202,7 +220,7 @@ def _this_worker(typed: Typed, world_size: int | None, rank: int) -> WorkerEnvir
 def _run_as_worker(
     typed: Typed, merged: MergedConfig, environment: WorkerEnvironment, run_dir: str | None, resume: bool
 ) -> int:
-    """Another launcher started this process: run the script in it."""
+    """Run the script in this process, which another launcher started."""
     per_node = merged.config.nproc_per_node
     if per_node is not None and per_node * merged.config.num_nodes != environment.world_size:
         raise ConfigError(
@@ -225,7 +243,7 @@ def _run_as_worker(
 
 
 def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool) -> Backend[Any]:
-    """What can be known to be wrong before anything starts. Arithmetic first."""
+    """Refuse what can be known to be wrong before anything starts, arithmetic first. Return the backend."""
     backend = make_backend(merged, plan)
     loggers.check_libraries(merged)
     plan_batch(merged, backend.data_parallel_size)
@@ -249,7 +267,7 @@ def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str 
 
 
 def _check_port(config: DistributedConfig) -> None:
-    """Raise ResourceError where the launcher of node 0 cannot listen on `master_port`. On one node it does not."""
+    """Raise ResourceError if the launcher of node 0 cannot listen on `master_port`. On one node it does not listen."""
     if not config.master_port or config.node_rank > 0 or config.num_nodes == 1:
         return
     try:
@@ -266,7 +284,10 @@ def _check_port(config: DistributedConfig) -> None:
 
 
 def _refuse_sources(merged: MergedConfig, resumed: RunDirectory | None) -> None:
-    """What there is to go on from. A run that has begun goes on from its own checkpoints, whatever it started from."""
+    """Refuse a checkpoint or a run that cannot be resumed.
+
+    A run that has begun goes on from its own checkpoints, whatever it started from.
+    """
     if resumed is not None and (merged.config.node_rank == 0 or resumed.path.exists()):  # it may be node 0's alone
         resumed.check_resumable()
     source = merged.config.resume_from_checkpoint

@@ -34,7 +34,7 @@ from distributed.runs.temporary import temporary_directory
 
 
 class ForkAgent(SimpleElasticAgent):
-    """torch's agent loop (rendezvous, start, watch, restart) with our workers, verdicts and messages."""
+    """Torch's agent loop (rendezvous, start, watch, restart) over workers that the launcher forks."""
 
     def __init__(
         self, spec: WorkerSpec, request: LaunchRequest, run: RunDirectory, channel: socket.socket, display: Display,
@@ -94,7 +94,10 @@ class ForkAgent(SimpleElasticAgent):
             os.close(write)
 
     def _store_file(self, attempt: int) -> str | None:
-        """The store of this attempt's workers; with several nodes they meet at a port of node 0."""
+        """Return the file with the store of this attempt's workers.
+
+        Return None on several nodes, where the workers use a port of node 0.
+        """
         return str(self._directory / f"store-{attempt}") if self._request.num_nodes == 1 else None
 
     def _environ(self, worker: Worker, group: WorkerGroup, attempt: int) -> dict[str, str]:
@@ -113,7 +116,10 @@ class ForkAgent(SimpleElasticAgent):
         return {**environ, **own, **more}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Kill at once: they are wounded, and what can be saved has been saved by themselves."""
+        """Kill the workers immediately.
+
+        Survivors of a failure have already saved what they can: they do that when the failure is agreed on.
+        """
         if self.verdicts.is_any_at_work():
             self._channel.send(b'{"op": "kill"}')
         self.verdicts.wait_for_ends()
@@ -122,7 +128,10 @@ class ForkAgent(SimpleElasticAgent):
         self._stop_workers(self._worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """The state of the group. Waits up to `monitor_interval` for news, so that an end is seen at once."""
+        """Return the state of the workers.
+
+        Wait up to `monitor_interval` for news, so that an end is seen immediately.
+        """
         verdict = self.verdicts.judge(self._remaining_restarts)
         if verdict is Verdict.AT_WORK:
             return RunResult(WorkerState.HEALTHY)
@@ -134,7 +143,10 @@ class ForkAgent(SimpleElasticAgent):
 
 
 def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket) -> int:
-    """Run the workers of this node to their end and show what happened; returns the exit code, told to the launcher."""
+    """Run the workers of this node to their end and show what happened.
+
+    Return the exit code, which the launcher gets too.
+    """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     display = display_of(request)
     code = 1

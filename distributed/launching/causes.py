@@ -1,4 +1,4 @@
-"""Which of several failures is the cause, and how to say it."""
+"""Decide which of several failures is the cause, and describe failures in words and tracebacks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it only says that another rank has gone."""
+        """Whether this failure only says that another rank has ended."""
         if self.kind != "exception":
             return False
         if self.type in _PEER_GONE_TYPES:
@@ -48,7 +48,7 @@ class Failure:
 
     @property
     def weight(self) -> int:
-        """0 for a cause, more for what may be a consequence (an abort out of C++, a lost connection)."""
+        """0 for a cause, more for a failure that may be a consequence: an abort in C++, or a lost connection."""
         if self.is_consequence:
             return 2
         return 1 if self.kind == "signal" and self.signum == signal.SIGABRT else 0
@@ -69,12 +69,12 @@ class Failure:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """The earliest of the failures that are no consequence of another; the earliest of all where none is."""
+    """Return the earliest failure that is no consequence of another one, or the earliest of all if each may be one."""
     return min(failures, key=lambda failure: (failure.weight, failure.time))
 
 
 def signal_name(signum: int) -> str:
-    """`SIGKILL` for 9; the number where it has no name."""
+    """Return the name of a signal, such as `SIGKILL` for 9, or its number if it has no name."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -82,17 +82,17 @@ def signal_name(signum: int) -> str:
 
 
 def full_traceback(error: BaseException) -> str:
-    """The traceback from the user's script on: our own frames above it are left out."""
+    """Return the traceback of `error` from the user's script on, without the frames of this package above it."""
     return _format(error, short=False)
 
 
 def short_traceback(error: BaseException) -> str:
-    """The same without the frames of libraries, but the last one: what fits on a screen."""
+    """Return the same traceback without the frames of libraries, except the last frame: short enough for a screen."""
     return _format(error, short=True)
 
 
 def place_of(error: BaseException) -> str:
-    """Return where in the user's code `error` was raised, as a phrase for a message; "" where that is not known."""
+    """Return where in the user's code `error` was raised, as a phrase for a message, or "" if that is not known."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
@@ -107,8 +107,10 @@ def _format(error: BaseException, *, short: bool) -> str:
 
 
 def _users_part(error: BaseException) -> TracebackType | None:
-    """The part of the traceback below our launching frames; all of it where nothing else is in it. A SyntaxError of the
-    script itself has no frame of the user's: it names file and line by itself."""
+    """Return the traceback below the frames of this package, or all of it if it has no other frames.
+
+    A SyntaxError of the script itself has no frame of the user's: its message names the file and the line.
+    """
     is_syntax = isinstance(error, SyntaxError)
     part = error.__traceback__
     while part is not None:
@@ -127,7 +129,10 @@ def _chain(report: traceback.TracebackException) -> Iterable[traceback.Traceback
 
 
 def _trim(report: traceback.TracebackException, short: bool) -> int:
-    """Drop frames of `report` that do not help its reader; returns how many. An error with none of the user's stays."""
+    """Drop the frames of libraries from `report` and return their number.
+
+    A traceback without frames of the user's keeps all.
+    """
     frames = report.stack
     if not short or not any(_is_users(frame.filename) for frame in frames):
         return 0

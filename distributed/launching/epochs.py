@@ -1,4 +1,4 @@
-"""News of finished epochs, for whoever launched the workers."""
+"""The rows of finished epochs, on their way from rank 0 to the process that called `fit`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 
 class Epochs:
-    """Gives `tell` the row of each finished epoch once: after a restart epochs come again."""
+    """Call `on_row` with the row of each finished epoch once: after a restart, some epochs are trained again."""
 
     def __init__(self, tell: Callable[[Row], None]) -> None:
         self._tell = tell
@@ -26,14 +26,14 @@ class Epochs:
 
 
 def write_row(fd: int | None, row: Row) -> None:
-    """One JSON line, as far as somebody listens."""
+    """Write one row as a JSON line to the descriptor `fd`, if it is not None and its reader has not ended."""
     if fd is not None:
         with contextlib.suppress(BrokenPipeError):
             os.write(fd, json.dumps(row).encode() + b"\n")
 
 
 class Caller:
-    """Who called `fit`: takes rows with `on_epoch`, if that is given, until it raises. Then `stop` is called, once."""
+    """Call `on_epoch`, if it is not None, with each row until it raises. Then call `stop` once and keep the error."""
 
     def __init__(self, on_epoch: Callable[[Row], None] | None, stop: Callable[[], None]) -> None:
         self._on_epoch, self._stop = on_epoch, stop

@@ -43,7 +43,7 @@ def launch(request: LaunchRequest) -> int:
 
 
 def serve(request: LaunchRequest) -> int:
-    """Run the job of `request` from this single-threaded process; returns the exit code."""
+    """Run the job of `request` from this single-threaded process. Return the exit code."""
     run = RunDirectory(request.run_dir)
     _check(request, run)
     _show_start(request)
@@ -76,7 +76,7 @@ def _check(request: LaunchRequest, run: RunDirectory) -> None:
 
 
 def _show_start(request: LaunchRequest) -> None:
-    """What starts, before the first import that takes long."""
+    """Show what starts, before the first import that takes long."""
     display = display_of(request)
     if request.started_lines:
         display.handle({"kind": "started", "lines": list(request.started_lines)})
@@ -96,7 +96,7 @@ def _agent(
 
 
 class ForkServer:
-    """The loop of the launcher process: orders of the agent, signals from outside, ends of children."""
+    """The loop of the launcher process. It handles orders of the agent, signals, and the ends of its children."""
 
     def __init__(self, request: LaunchRequest, channel: socket.socket, agent: int, signals: Signals) -> None:
         self._request, self._channel, self._agent, self._signals = request, channel, agent, signals
@@ -108,7 +108,7 @@ class ForkServer:
         self._agent_deadline: float | None = None
 
     def serve(self) -> int:
-        """Until the agent has ended and no worker is left; returns the exit code of the run."""
+        """Serve until the agent has ended and no worker is left. Return the exit code of the run."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._signals, selectors.EVENT_READ)
@@ -127,7 +127,7 @@ class ForkServer:
         return self._exit_code()
 
     def _hear_last_words(self) -> None:
-        """What the agent sent right before its end may still be unread."""
+        """Read what the agent sent right before its end."""
         self._channel.setblocking(False)
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while data := self._channel.recv(_MESSAGE_BYTES):
@@ -148,7 +148,7 @@ class ForkServer:
     # orders
 
     def _take_order(self) -> bool:
-        """Carry out one message of the agent; False when it has closed its end."""
+        """Carry out one message of the agent. Return False if it has closed its end."""
         try:
             data, fds, _, _ = socket.recv_fds(self._channel, _MESSAGE_BYTES, 3)
         except ConnectionError:  # it was killed with messages of ours unread
@@ -233,7 +233,7 @@ class ForkServer:
             )  # fmt: skip
 
     def _patience(self) -> float | None:
-        """Seconds until something must be killed; None where nothing waits."""
+        """Return the seconds until something must be killed, or None if nothing is waited for."""
         ends = [self._agent_deadline] if self._agent_deadline is not None else []
         if self._stop.kill_at is not None and self._workers:
             ends.append(self._stop.kill_at)

@@ -1,6 +1,7 @@
-"""The launcher process of a plain script or a notebook: `python main.py REQUEST PARENT`; - is standard input.
+"""The launcher process of a plain script or a notebook: `python main.py REQUEST PARENT`, where `-` stands for standard input.
 
-Run by its path, not with -m: nothing of the caller's working directory is on the path before the request says so.
+It runs by its path and not with -m, so that nothing of the caller's working directory is on the path before the
+request says so.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Launch what the request says and leave with its exit code."""
+    """Launch what the request says and exit with its exit code."""
     from distributed.errors import DistributedError
     from distributed.launching.forkserver import launch
     from distributed.launching.request import LaunchRequest

@@ -1,4 +1,7 @@
-"""Reads what the workers write: lines to their rank's log, rank 0's to the console, events to display and agent."""
+"""Read what the workers write.
+
+Their lines go to their rank's log, those of rank 0 also to the console, and their events to the agent and the display.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ Message = dict[str, Any]
 
 
 def display_of(request: LaunchRequest) -> Display:
-    """The display of a launcher: its bar is the caller's, where the caller listens."""
+    """Return the display of a launcher.
+
+    If the caller shows the progress bar, the display sends it what the bar shows.
+    """
     fd = request.bar_fd
     if fd is None:
         return Display(live=request.live, verbose=request.verbose)
@@ -33,7 +39,7 @@ def display_of(request: LaunchRequest) -> Display:
 
 
 class RankLog:
-    """RUN/logs/rank-N.log: whole lines, each with its rank and time. A full disk costs lines, not the run."""
+    """Write RUN/logs/rank-N.log: whole lines, each with its rank and time. A full disk costs lines, not the run."""
 
     def __init__(self, run: RunDirectory, rank: int) -> None:
         self._rank = rank
@@ -53,7 +59,7 @@ class RankLog:
 
 @dataclasses.dataclass
 class Pipe:
-    """One pipe of one worker."""
+    """One pipe of one worker, and the line on it that has not ended yet."""
 
     rank: int
     kind: str  # "stdout", "stderr" or "control"
@@ -63,7 +69,7 @@ class Pipe:
     rest: str = ""  # the line that has not ended yet
 
     def lines(self, data: bytes, *, final: bool = False) -> str:
-        """All complete lines so far as one text without the last newline, or ""."""
+        """Return all complete lines so far as one text without the last newline, or ""."""
         text = self.rest + self.decoder.decode(data, final=final)
         whole, newline, self.rest = text.rpartition("\n")
         if final and self.rest:
@@ -72,8 +78,10 @@ class Pipe:
 
 
 class WorkerOutput:
-    """One thread that reads every pipe and the launcher's channel. In that thread `on_message` gets what a launcher must know,
-    and `on_event` what rank 0 shows."""
+    """Read every pipe of the workers, and the channel of the launcher, in one thread.
+
+    In that thread `on_message` gets what an agent must know, and `on_event` the events that rank 0 shows.
+    """
 
     def __init__(
         self, run: RunDirectory, display: Display, channel: socket.socket, on_message: Callable[[Message], None],
@@ -125,7 +133,7 @@ class WorkerOutput:
         return True
 
     def _drain(self, local_rank: int) -> None:
-        """Read what is left of a dead worker. A process of its own that still holds the pipe is not waited for."""
+        """Read what is left of a dead worker. Do not wait for a process of its own that still holds the pipe."""
         for fd in self._local.pop(local_rank, []):
             while fd in self._selector.get_map() and self._read_pipe(fd):
                 pass
@@ -133,7 +141,7 @@ class WorkerOutput:
                 self._end(fd)
 
     def _read_pipe(self, fd: int) -> bool:
-        """One read; False when nothing is there (any more)."""
+        """Read once from a pipe. Return False if nothing is there, or it has ended."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:

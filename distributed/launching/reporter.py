@@ -1,4 +1,4 @@
-"""Where events of a run go: to the launcher's display, or to one in this process."""
+"""Report events of a run to the launcher's display, or to a display in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distributed.launching.request import link
 
 
 class Reporter:
-    """Sends events to the launcher's display, or shows them here. Of the main process only."""
+    """Send events to the launcher's display, or show them in this process. Only the main process reports."""
 
     def __init__(self, is_main_process: bool, verbose: bool) -> None:
         self._is_main_process, self._verbose = is_main_process, verbose
@@ -34,13 +34,16 @@ class Reporter:
         self.on_event(content)
 
     def set_verbose(self, verbose: bool) -> None:
-        """Show all from now on, or only warnings and errors: the script may say otherwise than the command line."""
+        """Show everything from now on, or only warnings and errors.
+
+        The script may differ from the command line in this.
+        """
         self._verbose = verbose
         if link() is not None or self._display is not None:
             self({"kind": "verbose", "value": verbose})
 
     def close(self) -> None:
-        """Give the terminal back, at the end of a fit and after an error."""
+        """Release the terminal, at the end of a fit and after an error."""
         if self._display is not None:
             self._display.close()
             self._display = None

@@ -55,8 +55,11 @@ def signature(secret: bytes, key: str, value: bytes) -> bytes:
 
 
 def bind(attempt: str) -> None:
-    """Make what `messages` signs in this process from now on valid in `attempt` alone: what others signed in an earlier one with
-    the same secret is refused. Every rank must name the same attempt, which nobody could know before."""
+    """Bind the signatures of `messages` in this process to `attempt`.
+
+    From now on, what others signed in an earlier attempt with the same secret is refused. Every rank must name the
+    same attempt, which nobody could know before.
+    """
     _this["attempt"] = attempt
 
 

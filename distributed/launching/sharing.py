@@ -1,10 +1,10 @@
-"""What is said of a script whose processes share no work."""
+"""The warning about a script whose processes share no work."""
 
 from __future__ import annotations
 
 
 def ways_out(script: str | None, world_size: int) -> str:
-    """The warning for a script that ran on `world_size` processes, each of which worked by itself."""
+    """Return the warning about a script that ran on `world_size` processes, each of which worked by itself."""
     return (
         f"{script} ran on {world_size} processes, and none of them used a Trainer, joined a process group or made a strategy:"
         f" unless the script divides its work by RANK, it was done {world_size} times. Train with distributed.Trainer; or join"

@@ -1,4 +1,4 @@
-"""Signals that stop a launcher's run: how they are seen in a select loop, and how long the workers then have."""
+"""Stop signals of a launcher: how its select loop sees them, and how long the workers then have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KILLING = 3  # of Ctrl-C: whoever types it so often does not want to wait
 
 
 class Signals:
-    """Signals as bytes on a descriptor, for a select loop."""
+    """Deliver signals as bytes on a descriptor, for a select loop."""
 
     def __enter__(self) -> Signals:
         self._read, self._write = os.pipe()
@@ -36,23 +36,23 @@ class Signals:
         return self._read
 
     def read(self) -> list[int]:
-        """The signals since the last call, in order."""
+        """Return the signals since the last call, in order."""
         try:
             return list(os.read(self._read, 4096))
         except BlockingIOError:
             return []
 
     def are_waiting(self) -> bool:
-        """Whether `read` would return any."""
+        """Return whether `read` would return any."""
         return bool(select.select([self._read], [], [], 0)[0])
 
     def restore(self) -> None:
-        """In a forked worker: what a fresh interpreter has."""
+        """Restore the handlers of a fresh interpreter, in a forked worker."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._end_here(*(number for number in self._old if number != signal.SIGINT))
 
     def ignore(self) -> None:
-        """In the forked agent: the launcher decides."""
+        """Ignore the stop signals, in the forked agent: the launcher handles them."""
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         self._end_here(signal.SIGCHLD)
@@ -70,12 +70,15 @@ class Signals:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """The byte on the wake-up descriptor says it all."""
+    """Do nothing. The byte on the wake-up descriptor is what counts."""
 
 
 class Stop:
-    """A stop that was asked for: by which signal first (0: by none yet), how often by Ctrl-C, and when patience ends (monotonic
-    seconds)."""
+    """A request to stop.
+
+    It knows the first signal (0 if there was none yet), how often Ctrl-C came, and when the workers are to be killed
+    (monotonic seconds).
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -85,11 +88,11 @@ class Stop:
 
     @property
     def exit_code(self) -> int:
-        """Of a run that ends by it."""
+        """The exit code of a run that ends by this stop."""
         return 128 + (signal.SIGINT if self.signum == signal.SIGINT else signal.SIGTERM)
 
     def add(self, number: int) -> bool:
-        """Take in one more stop signal; True where it is the first, which the workers are to get."""
+        """Add one more stop signal. Return True if it is the first one, which the workers are to get."""
         if number == signal.SIGHUP:  # the terminal has gone, and with it who could say more
             number = signal.SIGTERM
         is_first = not self.signum
@@ -103,7 +106,7 @@ class Stop:
         return is_first
 
     def is_due(self) -> bool:
-        """Whether the workers are to be killed now; after that they have as long again."""
+        """Return whether the workers are to be killed now. After that they have `timeout_s` again."""
         now = time.monotonic()
         if self.kill_at is None or now < self.kill_at:
             return False

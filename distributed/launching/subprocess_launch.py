@@ -1,4 +1,4 @@
-"""The launcher as a process of its own: started here, its output shown where the caller's goes."""
+"""Start the launcher as a process of its own, and show its output where the caller's output goes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ from distributed.runs.processes import STOP_SIGNALS, die_with_parent, heeded_sig
 
 
 def start_launcher(request: LaunchRequest, on_epoch: Callable[[Mapping[str, Any]], None] | None = None) -> int:
-    """Run the workers from a launcher process of their own, for a plain script or a notebook; returns its exit code.
+    """Run the workers from a launcher process of their own, for a plain script or a notebook. Return its exit code.
 
-    `on_epoch` gets the row of each finished epoch, here and in this thread; what it raises ends the workers as SIGTERM does.
-    KeyboardInterrupt is passed on as SIGINT and raised again when the launcher has ended.
+    Args:
+        request: what to launch.
+        on_epoch: called in this thread with the row of each finished epoch. If it raises, the workers end as after
+            SIGTERM, and the error is raised when they have ended.
+
+    Raises:
+        KeyboardInterrupt: after SIGINT, which is passed on to the launcher, when that has ended.
     """
     return run_launcher(request, sys.stdout, sys.stderr, on_epoch)
 
@@ -36,11 +41,11 @@ def start_launcher(request: LaunchRequest, on_epoch: Callable[[Mapping[str, Any]
 def run_launcher(
     request: LaunchRequest, out: TextIO, err: TextIO, on_epoch: Callable[[Row], None] | None = None
 ) -> int:
-    """`python -m distributed.launching.main` for `request`; its output goes to `out` and `err`, and `on_epoch` gets the row of each
-    finished epoch. Returns the exit code.
+    """Run a launcher process for `request` with its output in `out` and `err`. Return its exit code.
 
-    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to it. KeyboardInterrupt when it has ended and SIGINT was among them.
-    What `on_epoch` raises is raised when it has ended too: as after SIGTERM.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to it. `on_epoch` gets the row of each finished epoch; if it
+    raises, the workers end as after SIGTERM. When the launcher has ended, that error is raised, or KeyboardInterrupt
+    if SIGINT was among the signals.
     """
     seen: list[int] = []
     with _held_back() as let_go:
@@ -65,9 +70,10 @@ def run_launcher(
 
 
 def run_command(arguments: Sequence[str], output: IO[bytes]) -> int:
-    """`python ARGUMENTS` with both its streams in `output`; returns the exit code. It dies with this process.
+    """Run `python ARGUMENTS` with both its streams in `output`. Return the exit code. It dies with this process.
 
-    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to it. KeyboardInterrupt when it has ended and SIGINT was among them.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to it. Raises KeyboardInterrupt when it has ended and SIGINT was
+    among them.
     """
     seen: list[int] = []
     parent = os.getpid()
@@ -88,7 +94,10 @@ def run_command(arguments: Sequence[str], output: IO[bytes]) -> int:
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[Callable[[], None]]:
-    """Signals wait until the function given is called; a child started by then is born with them held back too."""
+    """Block the stop signals until the yielded function is called.
+
+    A child that is started before that has them blocked too.
+    """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def let_go() -> None:
@@ -102,7 +111,7 @@ def _held_back() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _passed_on(process: subprocess.Popen[bytes], seen: list[int]) -> Iterator[None]:
-    """Signals that would end this process go to `process`. Main thread only: elsewhere Python delivers none."""
+    """Pass signals that would end this process on to `process`. Main thread only: elsewhere Python delivers none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -122,8 +131,10 @@ def _passed_on(process: subprocess.Popen[bytes], seen: list[int]) -> Iterator[No
 def _start(
     request: LaunchRequest, inherits_out: bool, inherits_err: bool, tells_epochs: bool, tells_progress: bool
 ) -> tuple[subprocess.Popen[bytes], IO[bytes] | None, IO[bytes] | None]:
-    """A launcher that has its request on standard input: no file that a killed caller could leave behind. And the pipes with
-    the rows of epochs, and with what a bar shows."""
+    """Start a launcher, and return it with the pipes for the rows of epochs and for what a progress bar shows.
+
+    The launcher reads its request from standard input, so that a killed caller leaves no file behind.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     read, write = os.pipe() if tells_epochs else (None, None)
@@ -153,7 +164,10 @@ def _opened(fd: int | None) -> IO[bytes] | None:
 
 
 def _is_own_descriptor(stream: TextIO, fd: int) -> bool:
-    """Whether `stream` is what the process was started with (a notebook's stream is not, whatever its fileno says)."""
+    """Return whether `stream` is the one that the process was started with.
+
+    A notebook's stream is not, whatever its `fileno` says.
+    """
     if stream is not (sys.__stdout__ if fd == 1 else sys.__stderr__):
         return False
     try:
@@ -183,7 +197,7 @@ def _rows_to(take: Callable[[Any], None]) -> Callable[[str], None]:
 
 
 def _relay(pipes: Mapping[IO[bytes] | None, Callable[[str], None]]) -> None:
-    """Give what comes out of each pipe to its taker, until all are closed."""
+    """Give what comes out of each pipe to its function, until all pipes are closed."""
     decoder = codecs.getincrementaldecoder("utf-8")
     with selectors.DefaultSelector() as selector:
         for pipe, take in pipes.items():

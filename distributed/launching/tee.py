@@ -1,7 +1,7 @@
-"""Under a foreign launcher (torchrun, srun, mpirun): what a worker prints goes to its rank's log as well.
+"""Copy what a worker of a foreign launcher (torchrun, srun, mpirun) prints to its rank's log.
 
-The copying is done by a small process beside the worker, so that it goes on when the worker dies in the middle of a line
-and never waits for the worker's interpreter.
+A small process beside the worker copies, so that the copying goes on when the worker dies in the middle of a line, and
+never waits for the worker's interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from distributed.runs.directory import RunDirectory
 
 
 def tee_output(run: RunDirectory, rank: int) -> None:
-    """Send this process' stdout and stderr through a copier, once. The console then shows rank 0's stdout only."""
+    """Send the standard output and error of this process through a copying process, once.
+
+    The console then shows rank 0's output only.
+    """
     ends = {name: os.pipe() for name in ("stdout", "stderr")}
     reads = [str(read) for read, _ in ends.values()]
     sys.stdout.flush()
@@ -35,7 +38,7 @@ def tee_output(run: RunDirectory, rank: int) -> None:
 
 
 def main(run_dir: str, rank: int, stdout: int, stderr: int) -> None:
-    """Copy until both ends are closed."""
+    """Copy until both pipes are closed."""
     from distributed.launching.output import Pipe, RankLog
 
     log = RankLog(RunDirectory(run_dir), rank)

@@ -1,6 +1,6 @@
-"""What is known of the workers of one attempt, and the verdict on them: still at work, done, to be restarted, or over.
+"""Collect what is known of the workers of one attempt, and decide: still at work, done, to be restarted, or over.
 
-It knows no engine and no way of starting processes: torch's agent uses it, and every other launcher.
+Nothing here knows an engine or a way of starting processes: torch's agent uses it, and so does every other launcher.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ORPHANED_STOP_S = 5.0  # for the others to end, once a rank died during a stop:
 
 
 class Verdict(enum.Enum):
-    """On the workers of one attempt."""
+    """The verdict on the workers of one attempt."""
 
     AT_WORK = "at work"
     DONE = "done"
@@ -49,7 +49,7 @@ class _Rank:
     ended: float = 0.0
 
     def failure(self) -> Failure | None:
-        """How it failed, or None."""
+        """Return how it failed, or None."""
         if self.interrupted:
             return None
         if self.report is not None:
@@ -59,7 +59,7 @@ class _Rank:
         return self.left()
 
     def left(self) -> Failure:
-        """Its end as a failure, also one with code 0 while others still needed it."""
+        """Return its end as a failure, also an end with code 0 while others still needed it."""
         assert self.status is not None
         if self.status < 0:
             return Failure(self.rank, "signal", self.ended, signum=-self.status)
@@ -67,7 +67,7 @@ class _Rank:
 
 
 class Verdicts:
-    """One thread notes what happens (`add`), another waits for what follows from it (`judge`)."""
+    """Judge the workers of a run. One thread adds what happens (`add`), another waits for the verdict (`judge`)."""
 
     def __init__(self, request: LaunchRequest, run: RunDirectory, display: Display) -> None:
         self._request, self._run, self._display = request, run, display
@@ -78,25 +78,25 @@ class Verdicts:
         self.is_done = False
 
     def begin(self, ranks: Mapping[int, int], attempt: int) -> None:
-        """An attempt starts. `ranks`: the key that the launcher gives each worker -> its rank."""
+        """Begin an attempt. `ranks` maps the key that the launcher gives each worker to its rank."""
         with self._changed:
             self._ranks = {key: _Rank(rank) for key, rank in ranks.items()}
         if attempt:
             self._run.event("restarted", restart_count=attempt)
 
     def wait_for_ends(self) -> None:
-        """Until no worker of this attempt runs."""
+        """Wait until no worker of this attempt runs."""
         with self._changed:
             self._changed.wait_for(lambda: not self.is_any_at_work())
 
     def is_any_at_work(self) -> bool:
-        """Whether a worker of this attempt has not ended."""
+        """Return whether a worker of this attempt has not ended."""
         return any(rank.status is None for rank in self._ranks.values())
 
     # what comes from the launcher and the workers
 
     def add(self, message: Mapping[str, Any]) -> None:
-        """A stop that was asked for, the end of a worker, or what a worker reports. Any thread."""
+        """Add a stop, the end of a worker, or what a worker reports. Any thread."""
         with self._changed:
             if message["op"] == "stop":
                 self._add_stop(message)
@@ -139,7 +139,7 @@ class Verdicts:
     # what follows from it
 
     def judge(self, restarts_left: int) -> Verdict:
-        """The verdict now. Waits up to `monitor_interval` for news, so that an end is seen at once."""
+        """Return the verdict now. Wait up to `monitor_interval` for news, so that an end is seen immediately."""
         with self._changed:
             if not self._is_news():
                 self._changed.wait(self._request.monitor_interval)
@@ -154,7 +154,7 @@ class Verdicts:
         return self._failed(root_cause(failures), restarts_left)
 
     def _is_news(self) -> bool:
-        """Whether the group has ended or must be ended."""
+        """Return whether the workers have ended or must be ended."""
         ranks = self._ranks.values()
         if all(rank.status is not None for rank in ranks):
             return True
@@ -173,7 +173,7 @@ class Verdicts:
         return Verdict.DONE
 
     def _settle(self) -> None:
-        """Wait shortly for a better explanation than the first one, and for the failing rank's last words."""
+        """Wait shortly for a better explanation than the first one, and for the last output of the failing rank."""
         if self.stop_signal:
             return
         deadline = time.monotonic() + _SETTLE_S[2]
@@ -254,7 +254,7 @@ class Verdicts:
         self._display.handle({"kind": "error", "text": text})
 
     def _warn_of_unshared_work(self) -> None:
-        """Say on node 0 that several workers ran the script, and none of them shared its work with another."""
+        """Warn on node 0 if several workers ran the script, and none of them shared its work with another."""
         request = self._request
         is_for_us = request.payload is None and request.node_rank == 0 and request.world_size > 1
         if not is_for_us or not all(rank.is_unshared for rank in self._ranks.values()):
@@ -265,7 +265,7 @@ class Verdicts:
 
 
 def in_words(cause: Failure) -> str:
-    """One line."""
+    """Return the cause in one line."""
     if cause.is_consequence:
         return f"rank {cause.rank} lost the connection to another rank"
     return f"{cause}: {cause.message}" if cause.kind == "exception" and cause.message else str(cause)

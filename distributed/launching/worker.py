@@ -1,4 +1,4 @@
-"""What happens inside a worker: it is made to look like `python SCRIPT ARGS`, runs that, and says how it ended."""
+"""Run a script or a job in a worker as `python SCRIPT ARGS` would, and report how it ended."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ Report = Callable[[dict[str, Any]], None]
 
 
 def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) -> int:
-    """The life of a forked worker. `order` holds its environment, `fds` its stdout, stderr and control pipe."""
+    """Run a forked worker.
+
+    `order` holds its environment, `fds` its standard output, standard error and control pipe.
+    """
     _take_streams(fds)
     keep_interrupts()
     os.environ.update(order["environ"])
@@ -73,7 +76,7 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
 
 
 def run_here(given: Handover, environment: WorkerEnvironment, before_script: str = "") -> int:
-    """Run the typed script in this process, which another launcher started as a worker; returns its exit code."""
+    """Run the script in this process, which another launcher started as a worker. Return its exit code."""
     os.environ.update({name: value for name, value in environment.to_environ().items() if not os.environ.get(name)})
     set_this_worker(given)
     request = LaunchRequest(
@@ -127,7 +130,7 @@ def _report_unshared(report: Report) -> None:
 
 
 def _is_shared() -> bool:
-    """Whether the script did anything by which processes share work."""
+    """Return whether the script did anything by which processes share work."""
     return has_trainer() or has_joined()
 
 
@@ -138,7 +141,7 @@ def _report_unused(request: LaunchRequest, report: Report) -> None:
 
 
 def _run(request: LaunchRequest, report: Report, found: WorkerEnvironment | None = None) -> int:
-    """Run what the request names. Reports how it failed, and returns the exit code."""
+    """Run what the request names. Report how it failed, and return the exit code."""
     try:
         if request.working_dir is not None:
             os.chdir(request.working_dir)
@@ -162,13 +165,13 @@ def _run(request: LaunchRequest, report: Report, found: WorkerEnvironment | None
 
 
 def _before_script(request: LaunchRequest, found: WorkerEnvironment | None, report: Report) -> None:
-    """What the backend does in a worker before the user's script can touch its engine."""
+    """Call the function that the backend runs in a worker before the user's script can touch its engine."""
     if request.before_script and found is not None:
         pkgutil.resolve_name(request.before_script)(request, found, report)
 
 
 def _limits(typed: Typed) -> dict[str, Any]:
-    """What was typed of the settings that `before_script` needs."""
+    """Return the given values of the settings that `before_script` needs."""
     names = ("device", "start_timeout", "timeout_s")
     config = DistributedConfig(**{n: v for n, v in {**typed.file, **typed.flag}.items() if n in names})
     return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
@@ -191,7 +194,7 @@ def _failed(error: BaseException, report: Report) -> int:
 
 
 def _text(error: BaseException) -> str:
-    """What the error says; a broken __str__ is no reason to lose the report."""
+    """Return what the error says. A broken `__str__` must not lose the report."""
     return traceback.TracebackException(type(error), error, None)._str  # type: ignore[attr-defined,no-any-return]
 
 
@@ -205,7 +208,10 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _run_script(script: str, arguments: tuple[str, ...]) -> None:
-    """As `python SCRIPT ARGUMENTS` does it. The module stays in sys.modules, for pickling and threads that live on."""
+    """Run the script as `python SCRIPT ARGUMENTS` does.
+
+    The module stays in `sys.modules`, for pickling and for threads that live on.
+    """
     sys.argv[:] = [script, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(script).resolve().parent)
@@ -246,7 +252,10 @@ def _seed(typed: Typed) -> None:
 
 
 def _finish() -> None:
-    """End as an interpreter does: threads, atexit, buffers. C++ destructors are left out: those of torch can abort."""
+    """End as an interpreter does: threads, exit functions, buffers.
+
+    C++ destructors are left out, because those of torch (2.13) can abort.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _flush()
@@ -262,7 +271,7 @@ def _flush() -> None:
 
 
 def _write_error_file(event: dict[str, Any]) -> None:
-    """The error as torchrun reads it from its workers, where the launcher asked for that."""
+    """Write the error to the file from which torchrun reads it, if the launcher named one."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or Path(path).exists():
         return

@@ -24,7 +24,7 @@ _PATHS = ("checkpoint_dir", "tensorboard_dir", "resume_from_checkpoint")
 
 
 class Watched(Ranks, Protocol):
-    """What loggers may ask of an engine: the adapter of a backend."""
+    """What loggers may ask of an engine. The adapter of a backend provides it."""
 
     context: WorkerContext
     model: Any  # the user's module
@@ -63,14 +63,17 @@ class LoggedFit:
 
 
 class Logger(Callback):
-    """One that has something to do after the end of a fit."""
+    """A callback that has something to do after the end of a fit."""
 
     def close(self) -> None:
-        """After `result.json` was written, however the fit ended. On the ranks that have it; others wait, as long as it takes."""
+        """Called after `result.json` was written, however the fit ended, on the ranks that have the logger.
+
+        Other ranks wait for it.
+        """
 
 
 def is_on_mlflow(merged: MergedConfig) -> bool:
-    """Whether a fit is logged to MLflow: asked for, or an experiment or a name for the model is given."""
+    """Return whether a fit is logged to MLflow: it was asked for, or an experiment or a name for the model is given."""
     config = merged.config
     if merged.is_typed("mlflow_tracking"):
         return config.mlflow_tracking

@@ -23,10 +23,13 @@ _PLAIN = str.maketrans("━─", "#-")  # a bar where the terminal has no other 
 
 
 class Display:
-    """Shows events of a run and rank 0's own output, on `stream` and standard error. Any thread may call it.
+    """Show events of a run, and rank 0's own output, on `stream` and standard error. Any thread may call it.
 
-    `live` is None for a bar where `stream` is a terminal, or this is a notebook. Not `verbose`: only warnings, errors and
-    what the script prints. `bar` makes another kind of bar.
+    Args:
+        stream: where to show them; standard output by default.
+        live: whether to show a progress bar; None for a bar if `stream` is a terminal, or this is a notebook.
+        verbose: if false, show only warnings, errors and what the script prints.
+        bar: a function that creates another kind of bar.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class Display:
         self._lock = threading.RLock()
 
     def handle(self, event: Mapping[str, Any]) -> None:
-        """Show one event; an unknown kind is ignored, and so is a terminal that has gone."""
+        """Show one event. Ignore an unknown kind, and a terminal that was closed."""
         with contextlib.suppress(OSError):
             self._handle(event)
 
@@ -66,7 +69,7 @@ class Display:
                 show(event)
 
     def print_output(self, text: str, is_stderr: bool) -> None:
-        """Show what rank 0's script wrote, as it came. The bar stays below it."""
+        """Show what rank 0's script wrote, unchanged. The bar stays below it."""
         with self._lock, contextlib.suppress(OSError):
             screen = self._screen()
             if screen is None:
@@ -77,7 +80,7 @@ class Display:
                 screen.print("\n".join(line.rpartition("\r")[2] for line in whole.split("\n")))
 
     def close(self) -> None:
-        """Take the bar away and end the last line. May be called again; events still show, as plain lines."""
+        """Remove the bar and end the last line. May be called again; later events are shown as plain lines."""
         with self._lock:
             self._remove_bar()
             self._live = False
@@ -126,11 +129,11 @@ class Display:
         self._bar.show(event)
 
     def _screen(self) -> _TerminalBar | None:
-        """The bar, where what is printed must go around it."""
+        """Return the bar if what is printed must go around it."""
         return self._bar if isinstance(self._bar, _TerminalBar) else None
 
     def _show_line(self, line: str, *, to_stderr: bool = False) -> None:
-        """One line of ours, never in the middle of a line of the script."""
+        """Show one line of ours, never in the middle of a line of the script."""
         if self._is_terminal and "\n" not in line:
             line = wrapped(line, shutil.get_terminal_size().columns)
         if (screen := self._screen()) is not None:
@@ -151,7 +154,7 @@ class Display:
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """`text` in the characters that `stream` has."""
+    """Return `text` in the characters that `stream` has."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding, getattr(stream, "errors", None) or "strict")
@@ -161,7 +164,7 @@ def printable(text: str, stream: TextIO) -> str:
 
 
 def wrapped(line: str, width: int) -> str:
-    """`line` broken between words for a terminal of `width` columns; what follows is indented."""
+    """Return `line` broken between words for a terminal of `width` columns, with further lines indented."""
     return "\n".join(textwrap.wrap(line, max(width - 1, 20), subsequent_indent="  ", break_long_words=False)) or line
 
 
@@ -170,27 +173,27 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 def _can_move() -> bool:
-    """Whether a line can be written over."""
+    """Return whether a line of the terminal can be overwritten."""
     return os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 class Bar(Protocol):
-    """Shows how far a run is."""
+    """A progress bar."""
 
     def show(self, event: Mapping[str, Any]) -> None:
         """Replace what is shown."""
 
     def stop(self) -> None:
-        """Take it away."""
+        """Remove the bar."""
 
 
 def _cell_bar() -> Callable[[], Bar] | None:
-    """What shows a bar in this notebook; None where it is none."""
+    """Return what creates a bar in this notebook, or None if this is no notebook."""
     return CellBar if in_notebook() else None
 
 
 class _TerminalBar:
-    """One line at the bottom of the terminal, as wide as the terminal and never wider."""
+    """A bar in one line at the bottom of the terminal, never wider than the terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, written and cut without TensorFlow: each record is a protobuf with its length and checksums."""
+"""Write and cut TensorBoard's event files without TensorFlow. A record is a protobuf with its length and checksums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FOOTER = struct.Struct("<I")  # checksum of the data
 
 
 class EventFile:
-    """A new file in `directory`, which readers take after those that are there. `first` goes before its first event."""
+    """A new file in `directory`, which readers take after those that are there. It begins with the events `first`."""
 
     def __init__(self, directory: Path, first: Sequence[Any] = ()) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ class EventFile:
         self._end = 0
 
     def write(self, event: Any) -> None:
-        """Append one `Event`, whole or not at all. Raises OSError."""
+        """Append one `Event` as a whole, or nothing. Raises OSError."""
         data = _record(event.SerializeToString())
         if not self._end:
             data = self._first + data
@@ -68,7 +68,7 @@ def cut(directory: Path, is_kept: Callable[[Any], bool]) -> bool:
 
 
 def files_in(directory: Path) -> list[Path]:
-    """The event files of `directory`, in the order in which they are read."""
+    """Return the event files of `directory`, in the order in which they are read."""
     return sorted(directory.glob(f"{_PREFIX}*"))
 
 
@@ -78,7 +78,7 @@ def _time_of(path: Path) -> int:
 
 
 def _events(content: bytes) -> Iterator[tuple[int, Any]]:
-    """(where it ends, event), up to the first that a killed writer left unfinished."""
+    """Yield (the byte at which it ends, event), up to the first record that a killed writer left unfinished."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -101,7 +101,7 @@ def _record(data: bytes) -> bytes:
 
 
 def _table() -> tuple[int, ...]:
-    """Of CRC-32C (Castagnoli), by byte."""
+    """Return the table of CRC-32C (Castagnoli) by byte."""
     table = []
     for value in range(256):
         for _ in range(8):
@@ -114,7 +114,7 @@ _TABLE = _table()
 
 
 def _checksum(data: bytes) -> int:
-    """The masked CRC-32C of TFRecord files."""
+    """Return the masked CRC-32C of TFRecord files."""
     crc, table = 0xFFFFFFFF, _TABLE
     for byte in data:
         crc = crc >> 8 ^ table[(crc ^ byte) & 0xFF]

@@ -1,4 +1,4 @@
-"""metrics.jsonl and times.jsonl: one object per logged event, written by the main process."""
+"""Write metrics.jsonl and times.jsonl on the main process: one object per logged event."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def make(fit: LoggedFit) -> list[Callback]:
 
 
 class JsonLines(Callback):
-    """Appends rows to `path`. What a killed attempt wrote past the checkpoint that training goes on from is taken out first."""
+    """Append rows to `path`.
+
+    What a killed attempt wrote after the checkpoint from which training goes on is removed first.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -46,7 +49,7 @@ class JsonLines(Callback):
         self.on_train_end(state)
 
     def _forget_after(self, state: TrainState) -> None:
-        """Cut off all rows after the last one that stays, in place: that works on a full disk too."""
+        """Cut off all rows after the last one that stays, in place, because that works on a full disk too."""
         end = kept = 0
         for line in self._path.read_bytes().splitlines(keepends=True):
             end += len(line)
@@ -83,8 +86,11 @@ class TimesFile(JsonLines):
 
 
 def _is_before(line: bytes, state: TrainState) -> bool:
-    """Whether the row will not be written again: a row of this step's validation is, while its epoch is unfinished, and
-    one of this step's training, while sums of it wait for their log line."""
+    """Return whether the row will not be written again.
+
+    A row of this step's validation will be, while its epoch is unfinished. A row of this step's training will be,
+    while sums of it wait for their log line.
+    """
     try:
         row = json.loads(line)
         step, epoch, split = row["step"], row["epoch"], row.get("split")

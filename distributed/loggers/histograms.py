@@ -1,4 +1,7 @@
-"""Histograms of weights and gradients for TensorBoard, once per epoch. Runs on every rank: engines cut tensors over them."""
+"""Histograms of weights and gradients for TensorBoard, once per epoch.
+
+They are computed on every rank, because engines cut tensors over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Sums = tuple[Any, float, float]  # counts by bucket, sum, sum of squares
 
 
 class Histograms(Callback):
-    """Gives `writer`, on the main process, the distribution of every weight and of the newest update's gradients."""
+    """Give `writer`, on the main process, the distribution of every weight and of the newest update's gradients."""
 
     def __init__(self, fit: LoggedFit, writer: TensorBoard | None) -> None:
         self._backend, self._writer = fit.backend, writer
@@ -28,7 +31,7 @@ class Histograms(Callback):
         self._backend.keeps_gradients = True
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-        """A collective where tensors are cut."""
+        """Compute the histograms. A collective if tensors are cut: all ranks call it."""
         is_cut = self._backend.cuts_weights and self._backend.context.world_size > 1
         if self._writer is None and not is_cut:
             return
@@ -44,7 +47,7 @@ class Histograms(Callback):
 
 
 def _finite(values: Any) -> Any:
-    """Without NaN and infinity, which belong into no bucket."""
+    """Return the values without NaN and infinity, which belong into no bucket."""
     import numpy
 
     is_finite = numpy.isfinite(values)
@@ -69,7 +72,7 @@ def _sums(values: Any, limits: Range) -> Sums:
 
 
 def _cuttable(limits: Range) -> Range:
-    """The limits, wider where there are too few floating-point numbers between them for the edges of all buckets."""
+    """Return the limits, widened if too few floating-point numbers lie between them for the edges of all buckets."""
     low, high = limits
     if low == high:  # as numpy does it
         low, high = low - 0.5, high + 0.5

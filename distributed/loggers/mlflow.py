@@ -1,6 +1,7 @@
-"""Logs a fit to MLflow: parameters, metrics, times, system metrics, and at the end artifacts and a registered model.
+"""Log a fit to MLflow: parameters, metrics, times, system metrics, and at the end artifacts and a registered model.
 
-Everything is first written into the run directory (`_mlflow.spool`) and sent from there by a thread (`_mlflow.sender`).
+Everything is first written into the run directory (`_mlflow.spool`) and sent from there by a thread
+(`_mlflow.sender`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ _RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
 
 class MlflowLogger(Logger):
-    """Of the main process. `open` before the first step, `close` when the fit has written its result."""
+    """Log to MLflow from the main process.
+
+    Call `open()` before the first step, and `close()` when the fit has written its result.
+    """
 
     def __init__(self, fit: LoggedFit) -> None:
         self._fit = fit
@@ -54,7 +58,10 @@ class MlflowLogger(Logger):
         self._checkpoint: Path | None = None
 
     def open(self) -> dict[str, str]:
-        """The environment in which code of every rank joins the run; empty where MLflow has not said which one it is."""
+        """Return the variables by which code of every rank joins the run.
+
+        They are empty if MLflow has not said which run it is.
+        """
         entries = self._spool.open()
         self._logged = last_steps(entries)
         record, uri = self._choose()
@@ -95,7 +102,10 @@ class MlflowLogger(Logger):
         self._status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
 
     def close(self) -> None:
-        """Tell how it ended and send what is left, as long as MLflow answers. After `result.json` is written."""
+        """Log how the run ended and send what is left, as long as MLflow answers.
+
+        Called after `result.json` is written.
+        """
         self._sampler.finish()
         self._log_end()
         limits = () if self._status == "FINISHED" else (INTERRUPTED_S, INTERRUPTED_LIMIT_S)
@@ -110,7 +120,7 @@ class MlflowLogger(Logger):
     # ------------------------------------------------------------------ what is told
 
     def _choose(self) -> tuple[Record, str]:
-        """The run directory's record, and the URI of its store."""
+        """Return the record of the run directory, and the tracking URI."""
         record, uri = Record.chosen(self._dir, self._fit.merged.config.mlflow_experiment, Path(script_name()).stem)
         record.tags = {"distributed.run_dir": self._dir.name, "distributed.settings": self._comparable()}
         record.write(self._dir)
@@ -145,7 +155,10 @@ class MlflowLogger(Logger):
         return {metric_name(name): str(value) for name, value in {**fit.merged.hyperparameters, **values}.items()}
 
     def _resources(self) -> dict[str, Any]:
-        """What the run runs on, typed or not. A run that the user has open keeps `num_gpus` free for a figure of their own."""
+        """Return what the run runs on, set or not.
+
+        A run that the user has open keeps `num_gpus` free for a figure of their own.
+        """
         plan, world_size = self._fit.plan, self._fit.context.world_size
         num_gpus = world_size * self._fit.backend.devices_per_process if plan.device == "cuda" else 0
         record = Record.read(self._dir)
@@ -157,7 +170,10 @@ class MlflowLogger(Logger):
         }  # fmt: skip
 
     def _comparable(self) -> str:
-        """A digest of the script and the settings that two runs have in common which differ in their processes alone."""
+        """Return a digest of the script and the settings.
+
+        Runs that differ in their processes alone have the same digest.
+        """
         config = self._fit.merged.config
         names = [n for n, rule in rules(DistributedConfig).items() if rule.group in (TRAINING, OPTIMIZATION)]
         values = {name: getattr(config, name) for name in (*names, "data")}
@@ -171,7 +187,7 @@ class MlflowLogger(Logger):
         return hashlib.sha256(json.dumps(same, sort_keys=True, default=repr).encode()).hexdigest()[:16]
 
     def _metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Those that were not told for this step or a later one, by an attempt that was killed after it."""
+        """Log the values that were not logged for this step or a later one, by an attempt that was killed after it."""
         new = {}
         for name, value in values.items():
             name = metric_name(name)
@@ -181,7 +197,7 @@ class MlflowLogger(Logger):
             self._put({"kind": "metrics", "time": _now(), "step": step, "values": new})
 
     def _system(self, values: Mapping[str, float]) -> None:
-        """In the sampler's thread. The steps of these are just counted."""
+        """Log system metrics, in the sampler's thread. Their steps are just counted."""
         last = max((self._logged.get(name, -1) for name in values), default=-1)
         self._metrics(last + 1, values)
 
@@ -245,8 +261,10 @@ def end_without_workers(run: RunDirectory, code: int) -> None:
 
 
 def end_run(run: RunDirectory, status: str, is_sent: bool = True) -> bool:
-    """Tell MLflow that a run has ended of which no worker is left to say so; whether it took all. Of the launcher. What is not
-    to be sent now is left to `mlflow-sync`."""
+    """Log that a run has ended of which no worker is left to do so. Launcher only.
+
+    Return whether MLflow took everything. What is not sent now is left to `mlflow-sync`.
+    """
     record = Record.read(run.path)
     entries = [entry for entry, _ in Spool(run.path).read(0)]
     ends = [entry["status"] for entry in entries if entry["kind"] == "status"]
@@ -266,9 +284,9 @@ def end_run(run: RunDirectory, status: str, is_sent: bool = True) -> bool:
 
 
 def send_rest(run_dir: Path, warn: Callable[[str], None]) -> str:
-    """Send what the run at `run_dir` has not sent yet; returns the URI. `warn` hears of what MLflow refuses.
+    """Send what the run at `run_dir` has not sent yet. Return the tracking URI. `warn` gets what MLflow refuses.
 
-    Raises ConfigError where nothing was logged to MLflow, ResourceError where not all could be sent.
+    Raises ConfigError if nothing was logged to MLflow, ResourceError if not everything could be sent.
     """
     record = Record.read(run_dir)
     if record is None:
@@ -298,7 +316,7 @@ def _all_sent(sender: Sender, run_dir: Path) -> str:
 
 
 def _sender(run_dir: Path, record: Record, spool: Spool, warn: Callable[[str], None]) -> Sender:
-    """One that sends after the training."""
+    """Return a sender that sends after the training."""
     os.environ.setdefault(_RETRIES, "1")
     uri = tracking_uri.users_uri() or record.tracking_uri or tracking_uri.default_uri(run_dir)
     tracking_uri.check_uri(uri)
@@ -307,8 +325,11 @@ def _sender(run_dir: Path, record: Record, spool: Spool, warn: Callable[[str], N
 
 
 def recorded_environ(run_dir: Path) -> dict[str, str]:
-    """What the workers of a further attempt need for `mlflow.start_run()` in the script to take up the run that it had open
-    in the first. A run that we made is none of the script's."""
+    """Return the variables by which the workers of a further attempt continue the user's own run.
+
+    `mlflow.start_run()` in the script then joins the run that it had open in the first attempt. A run that we created
+    is not the script's.
+    """
     record = Record.read(run_dir)
     if record is None or record.wanted is None:
         return {}
@@ -318,8 +339,11 @@ def recorded_environ(run_dir: Path) -> dict[str, str]:
 
 
 class JoinedRun(Logger):
-    """MLFLOW_RUN_ID and MLFLOW_TRACKING_URI of a rank, for its own code. A worker keeps them, another process only as long
-    as the fit lasts: its next `mlflow.start_run()` is to be a run of its own."""
+    """Set MLFLOW_RUN_ID and MLFLOW_TRACKING_URI of a rank, for its own code.
+
+    A worker keeps them, another process only as long as the fit lasts: its next `mlflow.start_run()` is to create a
+    run of its own.
+    """
 
     def __init__(self, values: Mapping[str, str], *, is_worker: bool) -> None:
         if (
@@ -346,7 +370,10 @@ def _now() -> int:
 
 
 def patience(run_dir: Path, uri: str) -> float:
-    """Seconds that the start of a run waits for its id. Where a server has not told that of the sweep, it is in vain."""
+    """Return the seconds that the start of a run waits for its id.
+
+    It does not wait if the server has not told the id of the sweep either.
+    """
     sweep = Record.of_sweep(run_dir)
     if not tracking_uri.is_remote(uri):
         return _OPEN_S
@@ -354,8 +381,10 @@ def patience(run_dir: Path, uri: str) -> float:
 
 
 def retry_once() -> str | None:
-    """Fewer retries, unless the user says how many: seven hold a call up for four minutes when the server is gone. Returns
-    what `retry_as_before` takes."""
+    """Lower the number of retries, unless the user set it. Return what `retry_as_before` takes.
+
+    Seven retries, MLflow's default, block a call for four minutes when the server is gone.
+    """
     before = os.environ.get(_RETRIES)
     os.environ.setdefault(_RETRIES, "1")
     return before
@@ -368,7 +397,7 @@ def retry_as_before(before: str | None) -> None:
 
 
 def import_quietly() -> None:
-    """MLflow reports its use to its makers unless told otherwise before it is imported: nobody asked us for that."""
+    """Import MLflow without its usage reports, which it sends to its makers unless told otherwise before the import."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     try:
         importlib.import_module("mlflow")

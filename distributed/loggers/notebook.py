@@ -1,4 +1,4 @@
-"""The progress of a run in a notebook's cell: one output that is replaced as training goes on."""
+"""Show the progress of a run in a notebook's cell: one output that is replaced as training goes on."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _GAP = " &nbsp; "
 
 
 def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel."""
+    """Return whether this process is a notebook's kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
 
 
 class CellOutput:
-    """An output of its own, apart from what is printed, that is replaced. In the thread that runs the cell."""
+    """An output of its own in a cell, which can be replaced. Used in the thread that runs the cell."""
 
     def __init__(self) -> None:
         self._handle: Any = None
 
     def put(self, forms: dict[str, str]) -> None:
-        """Show this in the place of what was there; by MIME type."""
+        """Show `forms`, by MIME type, in the place of what was there."""
         from IPython.display import display
 
         if self._handle is None:
@@ -39,20 +39,20 @@ class CellOutput:
             self._handle.update(forms, raw=True)
 
     def stop(self) -> None:
-        """Show nothing. What is put next is another output."""
+        """Show nothing. What is put next becomes another output."""
         if self._handle is not None:
             self.put({"text/plain": "", "text/html": ""})
         self._handle = None
 
 
 class CellBar(CellOutput):
-    """The bar of a fit."""
+    """The progress bar of a fit in a cell."""
 
     def show(self, event: Mapping[str, Any]) -> None:
         self.put({"text/plain": bar_line(event, _WIDTH), "text/html": bar_html(event)})
 
     def take(self, message: Mapping[str, Any] | None) -> None:
-        """What a `SentBar` wrote."""
+        """Show what a `SentBar` wrote."""
         if message is None:
             self.stop()
         else:
@@ -60,7 +60,7 @@ class CellBar(CellOutput):
 
 
 class SentBar:
-    """A launcher's, whose caller shows it: a JSON line on `fd` for each event, and null at the end."""
+    """The bar of a launcher whose caller shows it: write a JSON line to `fd` for each event, and null at the end."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -77,7 +77,7 @@ class SentBar:
 
 
 def bar_html(event: Mapping[str, Any]) -> str:
-    """The browser's own progress bar, and beside it what the event knows."""
+    """Return the browser's own progress bar, and beside it what the event knows."""
     step, total = event.get("step"), event.get("total_steps")
     bar = f'<progress value="{step}" max="{total}"></progress>{_GAP}' if step is not None and total else ""
     return f"<div>{bar}{_GAP.join(html.escape(part) for part in progress_parts(event))}</div>"

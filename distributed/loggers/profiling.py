@@ -1,4 +1,4 @@
-"""Profiles a few updates of a run: waits, warms up, records, and says what costs most. Runs on every rank."""
+"""Profile a few updates of a run on every rank: wait, warm up, record, and show what costs most."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCHEDULE = ("profile_wait", "profile_warmup", "profile_active")
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What one rank's recorded updates say."""
+    """What the recorded updates of one rank show."""
 
     seconds: float  # from their begin to their end
     operators: Mapping[
@@ -33,16 +33,16 @@ class Profile:
 
 
 class Profiler(Protocol):
-    """One engine's. `Backend.profiler` makes it."""
+    """The profiler of one engine, which `Backend.profiler` creates."""
 
     def start(self) -> None:
-        """Begin to warm up, before an update."""
+        """Begin to warm up. Called before an update."""
 
     def step(self) -> None:
-        """An update has ended."""
+        """Take note of the end of an update."""
 
     def stop(self) -> Profile | None:
-        """Write the trace and release everything; None where nothing was recorded."""
+        """Write the trace and release everything. Return None if nothing was recorded."""
 
 
 def make(fit: LoggedFit) -> list[Callback]:
@@ -64,7 +64,7 @@ def check(merged: MergedConfig) -> None:
 
 
 class Profiling(Callback):
-    """Records the updates that the settings name, once in a fit."""
+    """Record the updates that the settings name, once in a fit."""
 
     def __init__(self, fit: LoggedFit) -> None:
         config = fit.merged.config
@@ -128,7 +128,7 @@ class Profiling(Callback):
 
 
 def lines(profile: Profile, updates: int, step: int, directory: Path) -> list[str]:
-    """What the user is told: where the traces are, the costliest operators, the share of communication."""
+    """Return the lines for the user: where the traces are, the costliest operators, the share of communication."""
     which = f"updates {step - updates + 1} to {step}" if updates > 1 else f"update {step}"
     total = sum(seconds for seconds, _ in profile.operators.values()) or 1.0
     told = [f"profile of {which}: {directory}, costliest operators by their own {profile.device} time:"]
@@ -143,12 +143,12 @@ def lines(profile: Profile, updates: int, step: int, directory: Path) -> list[st
 
 
 def costliest(operators: Mapping[str, tuple[float, int]]) -> Sequence[tuple[str, tuple[float, int]]]:
-    """The first few by their seconds."""
+    """Return the first few operators by their seconds."""
     return sorted(operators.items(), key=lambda item: -item[1][0])[:_COSTLIEST]
 
 
 def length_of_union(intervals: Sequence[tuple[float, float]]) -> float:
-    """How much is covered by any of (begin, end)."""
+    """Return the length that is covered by any of the intervals (begin, end)."""
     covered, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         covered += max(end - max(begin, reached), 0.0)

@@ -1,4 +1,4 @@
-"""Tells the display how training goes: the main process' callback."""
+"""Report to the display how training goes, from the main process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make(fit: LoggedFit) -> list[Callback]:
 
 
 class ProgressLogger(Callback):
-    """Sends `progress`, `log` and `epoch` events to `report`."""
+    """Send `progress`, `log` and `epoch` events to `report`."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class ProgressLogger(Callback):
         updates_per_epoch: int | None,
         run: str,
     ) -> None:
-        """`run` names the run directory: a script may have several."""
+        """Create the logger of a fit. `run` names the run directory, because a script may have several."""
         self._report, self._config, self._run = report, config, run
         self._per_epoch = updates_per_epoch
         self._next = 0.0

@@ -1,4 +1,7 @@
-"""What the GPUs of this node are doing, from NVIDIA's management library. Nothing without GPUs, or without its package."""
+"""Measure the GPUs of this node with NVIDIA's management library.
+
+Measure nothing without GPUs, or without its package.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _GIB = 2**30
 
 
 class Gpus:
-    """Reads the GPUs that the workers of this node train on, one for each."""
+    """The GPUs that the workers of this node train on, one for each."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._number = context.local_world_size if context.device.startswith("cuda") else 0
@@ -23,7 +26,7 @@ class Gpus:
         self._next = 0.0
 
     def read(self) -> dict[str, float]:
-        """`gpu/utilization_N` in percent and `gpu/memory_gib_N` of local rank N; empty where a second has not passed."""
+        """Return `gpu/utilization_N` in percent and `gpu/memory_gib_N` of local rank N, at most once a second."""
         if not self._number or time.monotonic() < self._next:
             return {}
         self._next = time.monotonic() + _BETWEEN_S
@@ -42,7 +45,7 @@ class Gpus:
         self._handles = None
 
     def _opened(self) -> list[Any]:
-        """Handles by local rank; none where the library or its package is missing."""
+        """Return handles by local rank, or none if the library or its package is missing."""
         if not is_installed("pynvml"):
             return []
         import pynvml
@@ -59,7 +62,7 @@ class Gpus:
 
 
 def visible_names(number: int) -> list[str]:
-    """What `cuda:0`, `cuda:1`, ... are to the driver: numbers, or names as `GPU-<uuid>`."""
+    """Return what `cuda:0`, `cuda:1`, ... are to the driver: numbers, or names such as `GPU-<uuid>`."""
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in mask.split(",")] if mask is not None else [str(i) for i in range(number)]
     return names[:number]
@@ -76,7 +79,7 @@ def _handle(name: str) -> Any:
 
 
 def _figures(rank: int, handle: Any) -> dict[str, float]:
-    """What this device tells: parts of a GPU (MIG) have memory and no utilization."""
+    """Return what this device measures. Parts of a GPU (MIG) have memory and no utilization."""
     import pynvml
 
     figures: dict[str, float] = {}

@@ -1,6 +1,6 @@
-"""TensorBoard: scalars, hyperparameters, the model's graph and histograms, written by the main process.
+"""Write scalars, hyperparameters, the model's graph and histograms for TensorBoard, from the main process.
 
-Needs the package `tensorboard`, which is loaded when training begins; never TensorFlow, whatever the engine.
+This needs the package `tensorboard`, which is loaded when training begins, and never TensorFlow, whatever the engine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def check_directory(merged: MergedConfig) -> None:
 
 
 class TensorBoard(Callback):
-    """Writes what it hears of to event files. An error of the disk costs figures, and one warning, never the run."""
+    """Write what it hears of to event files.
+
+    An error of the disk costs figures and shows one warning; it never ends the run.
+    """
 
     def __init__(self, fit: LoggedFit) -> None:
         self._fit = fit
@@ -92,7 +95,7 @@ class TensorBoard(Callback):
             self.write(_session(_HPARAMS + "session_start_info", session_start_info=_start_info(self._fit)), 0)
 
     def _is_kept(self, event: Any, state: TrainState) -> bool:
-        """Whether an event of an earlier attempt stays."""
+        """Return whether an event of an earlier attempt stays."""
         self._has_graph = self._has_graph or event.HasField("graph_def")
         return _is_before(event, state)
 
@@ -117,13 +120,13 @@ class TensorBoard(Callback):
     # ------------------------------------------------------------------ writing
 
     def write_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One point of each tag."""
+        """Write one point of each tag."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self.write((Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()), step)
 
     def write(self, values: Iterable[Any], step: int) -> None:
-        """Summary values of one step."""
+        """Write the summary values of one step."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -138,7 +141,7 @@ class TensorBoard(Callback):
             self._lose(error)
 
     def _opened(self) -> EventFile:
-        """A file that says from which step on earlier ones do not count, to a TensorBoard that has read them already."""
+        """Return a file that tells a TensorBoard that has read earlier events from which step on these do not count."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         assert self._directory is not None
@@ -171,7 +174,7 @@ class TensorBoard(Callback):
         self._append(Event(wall_time=time.time(), graph_def=graph))
 
     def _end(self, state: TrainState, status: int | None) -> None:
-        """`status` None: a run that a signal ended is to go on."""
+        """End the session. `status` is None for a run that a signal ended, because it is to go on."""
         from tensorboard.plugins.hparams.plugin_data_pb2 import SessionEndInfo
 
         if self._directory is None:  # training never began
@@ -185,7 +188,7 @@ class TensorBoard(Callback):
         self._gpus.close()
 
     def _choose(self) -> Path:
-        """The directory of this run: below the user's, where there is one, so that runs can be compared."""
+        """Return the directory of this run: below the user's own, if one is set, so that runs can be compared."""
         run, given = self._fit.run, self._fit.merged.config.tensorboard_dir
         if given is None:
             return run.path / "tensorboard"
@@ -197,7 +200,7 @@ class TensorBoard(Callback):
 
 
 def _free_name(directory: Path, run: Path) -> str:
-    """The run's own name, with a number where another run took it."""
+    """Return the run's own name, with a number if another run took it."""
     base = f"{run.parent.name}-{run.name}" if run.name.startswith("fit-") else run.resolve().name
     number, name = 1, base
     while (directory / name).exists():
@@ -207,7 +210,10 @@ def _free_name(directory: Path, run: Path) -> str:
 
 
 def _is_before(event: Any, state: TrainState) -> bool:
-    """Whether the event will not be written again. Of this step it will, where an epoch or a log line is unfinished."""
+    """Return whether the event will not be written again.
+
+    Events of this step will be, in an unfinished epoch or log line.
+    """
     if event.HasField("graph_def"):
         return True
     if not event.summary.value:
@@ -224,7 +230,7 @@ def _is_before(event: Any, state: TrainState) -> bool:
 
 
 def _session(tag: str, **info: Any) -> list[Any]:
-    """A record of the HParams tab: all that counts is in its metadata."""
+    """Return a record of the HParams tab. Its content is in its metadata."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto

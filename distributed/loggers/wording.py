@@ -1,4 +1,4 @@
-"""How the progress of a run is put into words: numbers, durations, and a line that is as wide as its place."""
+"""Put the progress of a run into words: numbers, durations, and a line that is as wide as its place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _SHORTEST_BAR = 8
 
 
 def progress_parts(event: Mapping[str, Any]) -> list[str]:
-    """`step 50/230`, `epoch 1/5`, the metrics, `1234 samples/s` and `3 s, ETA 12 s`: what the event knows of these."""
+    """Return the parts of a line about `event`, as far as it knows them.
+
+    They are `step 50/230`, `epoch 1/5`, the metrics, `1234 samples/s` and `3 s, ETA 12 s`.
+    """
     counts = (("step", "total_steps"), ("epoch", "epochs"))
     parts = [_of(name, event.get(name), event.get(total)) for name, total in counts]
     parts += [f"{_SHORT_NAMES.get(name, name)} {number(value)}" for name, value in (event.get("metrics") or {}).items()]
@@ -30,13 +33,13 @@ def _times(elapsed_s: float | None, eta_s: float | None) -> str:
 
 
 def epoch_line(row: Mapping[str, Any]) -> str:
-    """`epoch 1/5  loss 0.31  val_loss 0.25`: one finished epoch."""
+    """Return the line of one finished epoch: `epoch 1/5  loss 0.31  val_loss 0.25`."""
     metrics = [f"{_SHORT_NAMES.get(k, k)} {number(v)}" for k, v in row.items() if k not in _NOT_METRICS]
     return GAP.join([_of("epoch", row.get("epoch"), row.get("epochs")), *metrics])
 
 
 def number(value: Any) -> str:
-    """A metric in four digits, or all before the point: `0.1234`, `1e-3`, `12.5`, `12780`."""
+    """Return a metric in four digits, or with all digits before the point: `0.1234`, `1e-3`, `12.5`, `12780`."""
     if not isinstance(value, float):
         return str(value)
     if value != 0 and abs(value) < 0.01:
@@ -47,7 +50,7 @@ def number(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`12 s`, `3 min 20 s` or `2 h 05 min`."""
+    """Return `12 s`, `3 min 20 s` or `2 h 05 min`."""
     total = round(seconds)
     if total < 60:
         return f"{total} s"
@@ -63,7 +66,10 @@ def _of(word: str, value: Any, total: Any) -> str:
 
 
 def bar_line(event: Mapping[str, Any], width: int) -> str:
-    """A bar and the parts of `event` that fit into `width` columns, the least important left out first."""
+    """Return a bar and the parts of `event` that fit into `width` columns.
+
+    The least important parts are left out first.
+    """
     parts = progress_parts(event)
     step, total = event.get("step"), event.get("total_steps")
     has_bar = bool(total) and step is not None and width >= 40
@@ -79,7 +85,9 @@ def bar_line(event: Mapping[str, Any], width: int) -> str:
 
 
 def _least(parts: Sequence[str]) -> int:
-    """The place of what is missed least: a metric other than the loss, then the epoch, the throughput, the loss."""
+    """Return the index of the least important part: a metric other than the loss, then the epoch, the
+    throughput, the loss.
+    """
     kinds = [next((kind for kind in _NEEDED if f" {kind} " in f" {part} "), "") for part in parts]
     for kind in ("", *_NEEDED):
         if kind in kinds:

@@ -1,4 +1,4 @@
-"""A run directory: where it lies, whether it can be used, who uses it, and its journal of events."""
+"""The run directory: its name, whether it can be used, who uses it, and its journal of events."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _DYING_S = 5.0  # that workers may take to follow a launcher that was killed
 
 
 def script_name() -> str:
-    """The file name of the running script, or `notebook`."""
+    """Return the file name of the running script, or `notebook`."""
     name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else ""
     return name if name.endswith(".py") and "ipykernel" not in name else "notebook"
 
 
 def choose_run_dir(script_name: str, run_id: str | None = None) -> Path:
-    """A fresh name `runs/<script>-<time>-<id>`, relative to the working directory. Creates nothing."""
+    """Return a fresh name `runs/<script>-<time>-<id>`, relative to the working directory. Creates nothing."""
     return Path("runs") / f"{_stem(script_name)}-{time.strftime('%Y%m%d-%H%M%S')}-{run_id or secrets.token_hex(2)}"
 
 
 def find_run_dir(script_name: str, run_id: str) -> Path | None:
-    """The newest directory that `choose_run_dir` named for this script and `run_id`, or None."""
+    """Return the newest directory that `choose_run_dir` named for this script and `run_id`, or None."""
     pattern = f"{glob.escape(_stem(script_name))}-{'[0-9]' * 8}-{'[0-9]' * 6}-{run_id}"
     return max(Path("runs").glob(pattern), default=None)
 
@@ -49,7 +49,7 @@ def _stem(script_name: str) -> str:
 
 
 class RunDirectory:
-    """The files of one run under `path`. Cheap to make; nothing is created before `check` or `event`."""
+    """The files of one run under `path`. Creating the object is cheap; no file is created before `check` or `event`."""
 
     def __init__(self, path: str | os.PathLike[str], name: str = "run directory", flag: str = "--run-dir") -> None:
         self.path = Path(path)
@@ -58,34 +58,35 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """Directory of the ranks' own output."""
+        """The directory of the ranks' own output."""
         return self.path / "logs"
 
     @property
     def checkpoints(self) -> Path:
-        """Directory of the checkpoints."""
+        """The directory of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per logged event."""
+        """The file with one JSON object per logged event."""
         return self.path / "metrics.jsonl"
 
     @property
     def times(self) -> Path:
-        """One JSON object per log line: where the time went."""
+        """The file with one JSON object per log line: where the time went."""
         return self.path / "times.jsonl"
 
     @property
     def events(self) -> Path:
-        """One JSON object per thing that happened."""
+        """The file with one JSON object per event of the run."""
         return self.path / "events.jsonl"
 
     def check(self, *, resume: bool) -> None:
         """Create the directory and prove that it can be used. Launcher only.
 
-        Raises ConfigError where it is no directory, belongs to a live run, cannot be written, is full, or holds an
-        earlier run and `resume` is false.
+        Raises:
+            ConfigError: it is no directory, belongs to a live run, cannot be written, is full, or holds an earlier run
+                and `resume` is false.
         """
         self._create()
         if holder := self._live_holder():
@@ -98,17 +99,20 @@ class RunDirectory:
         self._prove_writable()
 
     def prove(self) -> None:
-        """Create the directory and prove that it can be written. ConfigError where it cannot."""
+        """Create the directory and prove that it can be written. Raises ConfigError if it cannot."""
         self._create()
         self._prove_writable()
 
     def check_idle(self) -> None:
-        """ConfigError where a live run holds the directory."""
+        """Raise ConfigError if a live run holds the directory."""
         if holder := self._live_holder():
             raise self._in_use(holder)
 
     def lock(self) -> None:
-        """Hold the directory until this process and all that it forks are gone. ConfigError where another run does."""
+        """Hold the directory until this process and all that it forks have ended.
+
+        Raises ConfigError if another run holds it.
+        """
         fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         if holder := _take(fd):
             os.close(fd)
@@ -118,7 +122,7 @@ class RunDirectory:
         self._lock_fd = fd
 
     def unlock(self) -> None:
-        """Hold it no longer."""
+        """Release the directory."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
@@ -158,10 +162,10 @@ class RunDirectory:
         return bool(decisive) and "after" in decisive[-1]
 
     def check_resumable(self) -> None:
-        """ConfigError where there is no such directory, or it holds files and none of a run.
+        """Raise ConfigError if the directory does not exist, or holds files and none of a run.
 
-        An empty directory is fine: it is that of an attempt that ended before it wrote anything, or was made so that a
-        scheduler can repeat one command with `--resume` from the first attempt on.
+        An empty directory is accepted: it belongs to an attempt that ended before it wrote anything, or was created so
+        that a scheduler can repeat one command with `--resume` from the first attempt on.
         """
         if not self.path.exists():
             raise ConfigError(
@@ -177,14 +181,14 @@ class RunDirectory:
             )
 
     def _nearest_run(self) -> str:
-        """A run of a similar name, beside this directory or under `runs`, as a phrase for a message; "" without one."""
+        """Return a run of a similar name, beside this directory or under `runs`, as a phrase for a message, or ""."""
         places = [place for place in (self.path.parent, Path("runs")) if place.is_dir()]
         runs = {each.name: each for place in places for each in place.iterdir() if (each / self.events.name).exists()}
         close = difflib.get_close_matches(self.path.name, runs, n=1, cutoff=0.6)
         return f" (did you mean {str(runs[close[0]])!r}?)" if close else ""
 
     def _names(self) -> set[str]:
-        """What lies in it but searches, which come before the run."""
+        """Return the names in the directory, without those of searches, which come before the run."""
         names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         return {name for name in names if not re.fullmatch(rf"{SEARCH}(-\d+)?", name)}
 
@@ -199,7 +203,7 @@ class RunDirectory:
             raise self._unusable(error) from None
 
     def _live_holder(self) -> str:
-        """Who holds the lock, or "" where nobody does."""
+        """Return who holds the lock, or "" if nobody does."""
         try:
             fd = os.open(self.path / _LOCK, os.O_RDONLY)
         except OSError:
@@ -240,7 +244,10 @@ class RunDirectory:
 
 
 def _take(fd: int) -> str:
-    """Lock the open file; returns who holds it instead. The workers of a launcher that was just killed may still be dying."""
+    """Lock the open file, or return who holds it.
+
+    The workers of a launcher that was just killed may still be ending: they get some seconds.
+    """
     deadline = time.monotonic() + _DYING_S
     while True:
         try:
@@ -254,6 +261,6 @@ def _take(fd: int) -> str:
 
 
 def _is_dead(holder: str) -> bool:
-    """Whether a holder, in the words of `lock`, was a process of this machine and is gone."""
+    """Return whether a holder, in the words of `lock`, was a process of this machine that has ended."""
     found = re.fullmatch(rf"process (\d+) on {re.escape(socket.gethostname())}", holder)
     return found is not None and not is_running(int(found[1]))

@@ -39,17 +39,20 @@ class History:
 
     @property
     def best_accuracy(self) -> float:
-        """The best `val_accuracy`, or training `accuracy` where nothing was validated; NaN without either."""
+        """The best `val_accuracy`, or the best training `accuracy` if nothing was validated, or NaN without either."""
         return self.best_metrics.get("val_accuracy", self.best_metrics.get("accuracy", float("nan")))
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The rows as a data frame, one per epoch. Needs pandas."""
+        """Return the rows as a data frame, one per epoch. Needs pandas."""
         import pandas
 
         return pandas.DataFrame(self.rows)
 
     def plot(self, path: str | None = None) -> Any:
-        """Loss and metric curves over the epochs as a matplotlib figure, saved to `path` when given. Needs matplotlib."""
+        """Draw the loss and metric curves over the epochs as a matplotlib figure, and save it to `path` if given.
+
+        Needs matplotlib.
+        """
         from distributed.runs.plotting import plot_history
 
         return plot_history(self, path)

@@ -1,4 +1,4 @@
-"""Draws the curves of a run. matplotlib is loaded when a plot is asked for, and never its global state."""
+"""Draw the curves of a run. matplotlib is loaded when a plot is asked for; its global state is not used."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ _VAL = "val_"
 
 
 def plot_history(history: History, path: str | Path | None = None) -> Figure:
-    """The loss over the epochs, and beside it every other metric, training and validation apart.
+    """Draw the loss over the epochs, and beside it every other metric, with training and validation apart.
 
-    Saved to `path` when given, in the format of its suffix (png, svg, pdf); main process only, like every file.
-    Returns the matplotlib figure, which a notebook shows as the last line of a cell.
-    Raises ResourceError without matplotlib, ConfigError for an unknown suffix.
+    Return the matplotlib figure, which a notebook shows as the value of a cell.
+
+    Args:
+        history: what `fit` returned.
+        path: the file to save it to, in the format of its suffix (png, svg, pdf), or None. Main process only, like
+            every file.
+
+    Raises:
+        ResourceError: matplotlib is missing.
+        ConfigError: the suffix is not known.
     """
     names = metric_names(history.rows)
     losses = [name for name in names if _base(name) == "loss"]
@@ -55,7 +62,7 @@ def new_figure(width: float) -> ShownFigure:
 
 
 def metric_names(rows: Sequence[dict[str, float]]) -> list[str]:
-    """The metrics of the rows in order of appearance, each followed by its validation twin."""
+    """Return the metrics of the rows in order of appearance, each followed by its validation twin."""
     seen = list(dict.fromkeys(name for row in rows for name in row if name not in _BOOKKEEPING))
     bases = list(dict.fromkeys(map(_base, seen)))
     return [name for base in bases for name in (base, _VAL + base) if name in seen]
@@ -71,7 +78,7 @@ def _title(history: History) -> str:
 
 
 def _draw(axes: Axes, rows: Sequence[dict[str, float]], names: Sequence[str]) -> None:
-    """One line per metric; what validation gave is dashed."""
+    """Draw one line per metric. Validation metrics are dashed."""
     from matplotlib.ticker import MaxNLocator
 
     for position, name in enumerate(names):

@@ -55,7 +55,7 @@ def _make(path: Path) -> None:
 
 
 def _above(path: Path) -> str | None:
-    """Why the directory can be put aside and another one in its place."""
+    """Return why the directory could be replaced by another one, or None."""
     for parent in {*path.absolute().parents, *path.resolve().parents}:
         found = parent.lstat()
         if found.st_uid not in (0, os.geteuid()):
@@ -67,7 +67,7 @@ def _above(path: Path) -> str | None:
 
 
 def _below(path: Path, mode: int) -> str | None:
-    """Why something in the directory can be from somebody else, who was able to write there before it was closed."""
+    """Return why something in the directory could be from another user, who was able to write there, or None."""
     unwanted = _BY_EVERYBODY | (_BY_GROUP if mode & stat.S_IXGRP else 0)
     for entry in _entries(path):
         with contextlib.suppress(FileNotFoundError):  # a file that another rank renames

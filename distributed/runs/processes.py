@@ -1,4 +1,4 @@
-"""Small facts about processes that the launcher and its children share."""
+"""Signals and lifetimes of processes, as the launcher and its children use them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
-    """The stop signals that mean something here: the end of the terminal does not to what `nohup` started."""
+    """Return the stop signals that this process obeys. A process that `nohup` started does not obey SIGHUP."""
     is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in STOP_SIGNALS if not (is_deaf and number == signal.SIGHUP))
 
 
 class _Interrupts:
-    """Python's own meaning of Ctrl-C, which remembers that there was one."""
+    """Handle Ctrl-C as Python does, and remember that there was one."""
 
     def __init__(self) -> None:
         self.has_come = False
@@ -35,15 +35,17 @@ class _Interrupts:
 
 
 def keep_interrupts() -> None:
-    """From here on `raise_kept` raises a Ctrl-C that something swallowed. Main thread only."""
+    """Make `raise_kept` raise a Ctrl-C that was swallowed after this call. Main thread only."""
     signal.signal(signal.SIGINT, _Interrupts())
 
 
 @contextlib.contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """A Ctrl-C within it is raised by `raise_kept`, or at its end, where nobody heard of it: the import of a C extension may swallow
-    it (Cython's drops what is raised while it registers its classes). Only in the main thread, and where Ctrl-C has Python's own
-    meaning."""
+    """Keep a Ctrl-C that is swallowed inside the block: `raise_kept` raises it, or the end of the block.
+
+    The import of a C extension may swallow one: Cython drops what is raised while it registers its classes. This has
+    an effect only in the main thread, and if Ctrl-C has Python's own meaning.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -59,7 +61,7 @@ def interrupts_kept() -> Iterator[None]:
 
 
 def raise_kept() -> None:
-    """KeyboardInterrupt for a Ctrl-C that `interrupts_kept` has around it and something swallowed: before what takes long."""
+    """Raise KeyboardInterrupt for a Ctrl-C that was swallowed. Call it before anything that takes long."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, _Interrupts) and handler.has_come:
         raise KeyboardInterrupt
@@ -75,7 +77,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether process `pid` lives; one that only waits to be reaped does not. True where that cannot be seen."""
+    """Return whether process `pid` runs. A zombie does not. Return True if that cannot be determined."""
     if not Path("/proc/self/stat").exists():
         return True
     try:

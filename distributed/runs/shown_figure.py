@@ -1,4 +1,7 @@
-"""A matplotlib figure that a notebook shows. Imports matplotlib: for `distributed.runs.plotting` alone."""
+"""A matplotlib figure that a notebook shows.
+
+Imports matplotlib: only `distributed.runs.plotting` may import this module.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from matplotlib.figure import Figure
 
 
 class ShownFigure(Figure):
-    """Only figures of pyplot are shown as pictures by themselves, and pyplot is state of the whole process."""
+    """A figure with a picture for notebooks.
+
+    Only figures of pyplot have one by themselves, and pyplot is global state.
+    """
 
     def _repr_png_(self) -> bytes:
-        """What IPython shows."""
+        """Return the picture that IPython shows."""
         picture = io.BytesIO()
         self.savefig(picture, format="png")
         return picture.getvalue()

@@ -1,4 +1,4 @@
-"""What a run says of itself: the lines at its start and end, and result.json."""
+"""The lines that a run shows at its start and end, and its result.json."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from distributed.checkpoints.durable import replace_text
 
 
 def was_interrupted(state: TrainState) -> bool:
-    """Whether a signal ended the run."""
+    """Return whether a signal ended the run."""
     return state.stop_reason is not None and state.stop_reason.startswith("signal ")
 
 
 def is_stopped_by_callback(state: TrainState) -> bool:
-    """Whether a callback ended the run."""
+    """Return whether a callback ended the run."""
     return state.stop_reason not in (None, "max_steps") and not was_interrupted(state)
 
 
 def resume_lines(how: str) -> str:
-    """How to go on with a run that was interrupted, on a line of its own that no terminal breaks: it is to be copied."""
+    """Return how to go on with an interrupted run. The command has a line of its own, to be copied."""
     return f"to go on with it:\n  {how}"
 
 
 def resume_setting(checkpoint: Path) -> str:
-    """The same for a `fit` in code."""
+    """Return the setting that goes on from `checkpoint`, for a `fit` in code."""
     return f"Trainer(..., resume_from_checkpoint={str(checkpoint)!r})"
 
 
 def started_lines(plan: ProcessPlan, context: WorkerContext, batch: BatchPlan, notices: Sequence[str]) -> list[str]:
-    """Backend and processes, the batch equation, and each notice once."""
+    """Return the lines with backend and processes, the batch equation, and each notice once."""
     processes = f"{context.world_size} process{'es' * (context.world_size > 1)}"
     return [f"backend {plan.backend}, {processes} on {plan.device}", str(batch), *dict.fromkeys(notices)]
 
 
 def finished_lines(run: RunDirectory, state: TrainState) -> list[str]:
-    """How far it came, the best metrics, and where everything is."""
+    """Return the lines with the last step, the best metrics, and the run directory."""
     shown = {name: value for name, value in state.best.items() if name.startswith("val_") or "accuracy" in name}
     best = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
     done = "stopped" if was_interrupted(state) else "finished"
@@ -56,14 +56,17 @@ def finished_lines(run: RunDirectory, state: TrainState) -> list[str]:
 
 
 class Result:
-    """RUN/result.json, written by the main process: `running` from the start on, so that an earlier end is not taken for
-    this one's, and with the figures of the newest checkpoint should nobody be left to say how it ended."""
+    """RUN/result.json, written by the main process.
+
+    Its status is `running` from the start on, so that nobody takes the end of an earlier attempt for this one's. It
+    has the figures of the newest checkpoint, in case no process is left to write the end.
+    """
 
     def __init__(self, run: RunDirectory, plan: ProcessPlan, context: WorkerContext) -> None:
         self._run, self._plan, self._context = run, plan, context
 
     def write(self, status: str, state: TrainState, checkpoint: Path | None, error: str | None = None) -> None:
-        """Replace the file, whole or not at all."""
+        """Replace the file atomically."""
         if not self._context.is_main_process:
             return
         content = {
@@ -82,15 +85,19 @@ class Result:
         write_result(self._run.path / "result.json", content | ({} if error is None else {"error": error}))
 
     def write_failed(self, state: TrainState, checkpoint: Path | None, error: BaseException) -> None:
-        """The run ended with `error`."""
+        """Write that the run ended with `error`."""
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         self.write(status, state, checkpoint, _one_line(error))
 
 
-def close_results(run: RunDirectory, code: int, error: str | None, tell: Callable[[RunDirectory, int], None]) -> None:
-    """Give results that no worker closed their end, once the launcher leaves with `code`: nobody is left to do it.
+def close_results(run: RunDirectory, code: int, error: str | None, on_end: Callable[[RunDirectory, int], None]) -> None:
+    """Write the end into results that no worker closed, when the launcher leaves with `code`.
 
-    `tell` is called with each run directory and `code`: what else must know of the end.
+    Args:
+        run: the run directory.
+        code: the exit code of the run.
+        error: the cause in one line, or None.
+        on_end: called with each run directory and `code`, for whatever else must know of the end.
     """
     end = {"status": "interrupted" if code in (130, 143) else "failed"} | ({} if error is None else {"error": error})
     for path in _result_files(run):
@@ -98,7 +105,7 @@ def close_results(run: RunDirectory, code: int, error: str | None, tell: Callabl
         is_open = content.get("status") in (("running",) if code == 0 else (None, "running", "failed"))
         if is_open:
             write_result(path, content | end)
-        tell(RunDirectory(path.parent), code)
+        on_end(RunDirectory(path.parent), code)
 
 
 def is_training(run: RunDirectory) -> bool:
@@ -107,20 +114,20 @@ def is_training(run: RunDirectory) -> bool:
 
 
 def _result_files(run: RunDirectory) -> list[Path]:
-    """Those of the run itself and of its further fits and searches. The first may not exist."""
+    """Return the result files of the run, of its further fits and of its searches. The first one may not exist."""
     below = (path for part in ("fit-*", f"{SEARCH}*") for path in run.path.glob(f"{part}/result.json"))
     return [run.path / "result.json", *below]
 
 
 def add_warning(run: RunDirectory, text: str, world_size: int) -> None:
-    """Add a warning to the result.json of a run that ended well, and write one where no Trainer did."""
+    """Add a warning to the result.json of a run that succeeded. Create the file if no Trainer did."""
     path = run.path / "result.json"
     content = {"status": "finished", "world_size": world_size, **(read_result(path) or {})}
     write_result(path, content | {"warnings": [*content.get("warnings", ()), text]})
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
-    """What a result.json says; None where there is none that can be read."""
+    """Return the content of a result.json, or None if there is none that can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -129,16 +136,16 @@ def read_result(path: Path) -> dict[str, Any] | None:
 
 
 def write_result(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace `path`. A full disk costs the file, not the run."""
+    """Replace `path` atomically. A full disk costs the file, not the run."""
     replace_text(path, json.dumps(content, indent=1))
 
 
 def _one_line(error: BaseException) -> str:
-    """As the launcher says it on the screen."""
+    """Return an error as the launcher shows it on the screen."""
     text = " ".join(str(error).split())
     return text if isinstance(error, DistributedError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def _without_nan(values: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN and no infinity: null stands for both."""
+    """Return `values` with None for NaN and infinity, which JSON does not have."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -1,5 +1,8 @@
-"""A new SQLite store, whole or not there: MLflow makes its tables in a hundred steps. A process that was killed among them, or two
-that began together, left a file that no MLflow takes any more."""
+"""Create a new SQLite store of MLflow atomically.
+
+MLflow (3.17.2) creates its tables in a hundred steps. If a process is killed among them, or two begin together, the
+file that is left is one that MLflow cannot open any more.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from distributed.loggers._mlflow.tracking_uri import file_of
 
 
 def make_whole(uri: str) -> None:
-    """Make the SQLite file that `uri` names, where there is none; others wait meanwhile. Nothing for another store."""
+    """Create the SQLite file that `uri` names, if it does not exist; other processes wait.
+
+    Do nothing for another store.
+    """
     path = file_of(uri)
     if path is None or path.exists():
         return
@@ -33,7 +39,10 @@ def make_whole(uri: str) -> None:
 
 @contextlib.contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """One process at a time, where the file system has locks; the directory itself is locked, and no file is left."""
+    """Let one process at a time into the block, if the file system has locks.
+
+    The directory itself is locked; no file is left.
+    """
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):

@@ -14,7 +14,9 @@ WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
 
 @contextlib.contextmanager
 def staged_model(checkpoint: Path, model_class: str, run_id: str) -> Iterator[Path]:
-    """A directory with the weights of `checkpoint`, their description, and the MLmodel file that MLflow looks for."""
+    """Yield a directory with the weights of `checkpoint`, their description, and the MLmodel file that MLflow
+    looks for.
+    """
     from distributed.checkpoints.manifest import read_manifest
     from distributed.checkpoints.shards import read_weights
     from distributed.checkpoints.tensor_file import write_tensors
@@ -34,7 +36,7 @@ def staged_model(checkpoint: Path, model_class: str, run_id: str) -> Iterator[Pa
 
 
 def _mlmodel(model_class: str, run_id: str) -> str:
-    """What MLflow reads of a model, with a flavor that it does not load by itself."""
+    """Return what MLflow reads of a model, with a flavor that it does not load by itself."""
     import yaml
     from mlflow import __version__
 

@@ -1,4 +1,7 @@
-"""One run at MLflow: found, joined or made, and told things. Every method may block as long as the server likes."""
+"""One run at MLflow: find, join or create it, and log to it.
+
+Every method may block as long as the server does not answer.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,18 @@ class Refused(Exception):
 
 
 class Kept(Refused):
-    """The run has other values of these parameters, and keeps them; all others were taken."""
+    """The run keeps other values of these parameters; all others were taken."""
 
 
 class Later(Exception):
-    """Something else has to be told first."""
+    """Something else has to be logged first."""
 
 
 class TrackedRun:
-    """The run of one run directory. `record` is brought up to date; who calls writes it."""
+    """The MLflow run of one run directory. It updates `record`, which the caller writes."""
 
     def __init__(self, run_dir: Path, record: Record, uri: str, on_request: Callable[[int], None]) -> None:
-        """`on_request` hears of each request before it is made, with the bytes of files that go with it."""
+        """Create it. `on_request` is called before each request, with the bytes of files that it sends."""
         from mlflow import MlflowClient
 
         self._on_request = on_request
@@ -61,8 +64,10 @@ class TrackedRun:
         return is_other
 
     def _joined(self) -> Any:
-        """The run that the user has open, or one below it where another trainer writes to it already: the steps of two
-        would be mixed. None without one."""
+        """Return the run that the user has open, or None.
+
+        If another trainer writes to it already, return a run below it: the steps of the two would be mixed.
+        """
         run = self._usable(self._record.wanted)
         if run is not None and run.data.tags.get(KEY, self._record.key) != self._record.key:
             return self._make(run.info.experiment_id, {PARENT: run.info.run_id})
@@ -70,7 +75,7 @@ class TrackedRun:
         return run
 
     def _own(self) -> Any:
-        """A run of this run directory, in the recorded experiment; that of a trial below its sweep's."""
+        """Return the run of this run directory, in the recorded experiment. That of a trial is below its sweep's."""
         sweep = Record.of_sweep(self._run_dir)
         if sweep is not None and sweep.run_id is None:
             raise Later("the run of the sweep is not there yet")
@@ -79,7 +84,7 @@ class TrackedRun:
         return found or self._make(experiment, {} if sweep is None else {PARENT: str(sweep.run_id)})
 
     def _usable(self, run_id: str | None) -> Any:
-        """The run, if it is there and not deleted."""
+        """Return the run if it exists and is not deleted."""
         if run_id is None:
             return None
         try:
@@ -89,11 +94,11 @@ class TrackedRun:
         return run if run.info.lifecycle_stage == "active" else None
 
     def is_there(self) -> bool:
-        """Whether it was not deleted meanwhile."""
+        """Return whether the run still exists."""
         return self._usable(self.id) is not None
 
     def _earlier(self, experiment: str) -> Any:
-        """A run that was made although its answer never came."""
+        """Return a run that was created although its answer never came."""
         ours = f"tags.`{KEY}` = '{self._record.key}'"
         return next(iter(self._ask(self._client.search_runs, [experiment], ours, max_results=1)), None)
 
@@ -107,7 +112,7 @@ class TrackedRun:
         return self._ask(self._client.create_run, experiment_id, tags=all_tags, run_name=record.name)
 
     def _experiment(self) -> str:
-        """The id of the recorded experiment, which is made where it is not there."""
+        """Return the id of the recorded experiment. Create it if it does not exist."""
         name = self._record.experiment
         if not name:
             return str(self._record.experiment_id)
@@ -124,7 +129,7 @@ class TrackedRun:
     # ------------------------------------------------------------------ what it is told
 
     def log(self, entries: Sequence[Entry]) -> None:
-        """Entries of one kind, as `grouped` gives them. Raises Refused, or whatever a server that is not there leads to."""
+        """Log entries of one kind, as `grouped` returns them. Raises Refused, or whatever an absent server leads to."""
         kind = entries[0]["kind"]
         if kind == "metrics":
             self._metrics(entries)
@@ -146,7 +151,7 @@ class TrackedRun:
         self._ask(self._client.log_batch, self.id, metrics=told)
 
     def _params(self, entry: Entry) -> None:
-        """Those that the run has no other value of: MLflow changes none."""
+        """Log the parameters of which the run has no other value: MLflow changes none."""
         from mlflow.entities import Param
 
         there = self._ask(self._client.get_run, self.id).data.params
@@ -178,7 +183,7 @@ class TrackedRun:
             self._ask(log, self.id, str(path), entry["to"] or None, num_bytes=_num_bytes(path))
 
     def _model(self, entry: Entry) -> None:
-        """A version of the registered model; at most one of this run's checkpoint."""
+        """Create a version of the registered model, at most one of this run's checkpoint."""
         from distributed.loggers._mlflow.model import staged_model
 
         name, checkpoint = entry["name"], self._run_dir / entry["checkpoint"]
@@ -197,7 +202,7 @@ class TrackedRun:
             self._ask(self._client.create_model_version, name, source, self.id)
 
     def _scaling(self, entry: Entry) -> None:
-        """How much faster than the newest run of one process that had the same settings; nothing where there is none."""
+        """Log the speed-up over the newest run of one process that had the same settings, if there is one."""
         from mlflow.entities import Metric, RunTag
 
         same = (
@@ -221,7 +226,7 @@ class TrackedRun:
         )  # fmt: skip
 
     def _ask(self, call: Any, *arguments: Any, num_bytes: int = 0, **named: Any) -> Any:
-        """The answer. Raises Refused for an error that is about what was asked."""
+        """Return the answer. Raises Refused for an error that is about the request itself."""
         from mlflow.exceptions import MlflowException
 
         self._on_request(num_bytes)
@@ -234,7 +239,10 @@ class TrackedRun:
 
 
 def grouped(entries: Sequence[tuple[Entry, int]]) -> Iterator[tuple[list[Entry], int]]:
-    """Entries that go together into one request, at most 1000 metrics, and the byte at which the last one ends."""
+    """Return the entries that go together into one request, and the byte at which the last one ends.
+
+    A request has at most 1000 metrics.
+    """
     group: list[Entry] = []
     count = end = 0
     for entry, stop in entries:
@@ -249,7 +257,7 @@ def grouped(entries: Sequence[tuple[Entry, int]]) -> Iterator[tuple[list[Entry],
 
 
 def metric_name(name: str) -> str:
-    """`name` in the letters that MLflow takes, and as the path that it has to be."""
+    """Return `name` in the characters that MLflow takes, and as the path that it has to be."""
     return posixpath.normpath(re.sub(r"[^\w.\-/ ]", "_", name)[:250]).lstrip("/.") or "_"
 
 
@@ -265,7 +273,7 @@ def _num_bytes(path: Path) -> int:
 
 @contextlib.contextmanager
 def _without_migration_lines() -> Iterator[None]:
-    """A fresh database tells of each of its hundred migrations, on the user's console."""
+    """Silence MLflow's lines about each of the hundred migrations of a new database."""
     loggers = [logging.getLogger(name) for name in ("mlflow.store.db.utils", "alembic", "alembic.runtime.migration")]
     levels = [each.level for each in loggers]
     for each in loggers:

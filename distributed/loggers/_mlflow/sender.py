@@ -1,4 +1,4 @@
-"""Sends what is in the spool, in a thread of its own: a server that is slow or gone costs training nothing."""
+"""Send what is in the spool, in a thread of its own: a server that is slow or gone does not slow training down."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_FILES = ("artifact", "model")  # kinds that are kept elsewhere than figures:
 
 
 class _FilesLeft(Exception):
-    """Artifacts found no place, and all else was sent."""
+    """Artifacts could not be stored; everything else was sent."""
 
 
 class _Gone(Exception):
@@ -32,7 +32,7 @@ class _Gone(Exception):
 
 
 class Sender:
-    """One fit's. `start`, then `wake` whenever there is more, then `finish`."""
+    """The sender of one fit. Call `start`, then `wake` whenever there is more, then `finish`."""
 
     def __init__(
         self,
@@ -43,8 +43,11 @@ class Sender:
         warn: Callable[[str], None],
         is_training: bool = True,
     ) -> None:
-        """`warn` gets at most three lines about what the store refuses and, while training, one about a store that does not
-        answer; without it `cause` is for who calls to tell."""
+        """Create the sender.
+
+        `warn` gets at most three lines about what the store refuses and, while training, one line about a store that
+        does not answer. After training, the caller shows `cause`.
+        """
         self._run_dir, self._record, self._spool, self._uri, self._warn = run_dir, record, spool, uri, warn
         self.is_open = threading.Event()  # the run's id is known, or the first attempt failed
         self._wake, self._is_finishing = threading.Event(), threading.Event()
@@ -59,17 +62,17 @@ class Sender:
 
     @property
     def uri(self) -> str:
-        """Of the store."""
+        """The tracking URI."""
         return self._uri
 
     @property
     def run_id(self) -> str | None:
-        """None as long as the store has not said."""
+        """The id of the run, or None as long as the store has not answered."""
         return None if self._run is None else self._run.id
 
     @property
     def left(self) -> int:
-        """Bytes of the spool that have not been sent."""
+        """The number of bytes of the spool that have not been sent."""
         return self._spool.size - self._record.sent
 
     def start(self) -> None:
@@ -88,7 +91,7 @@ class Sender:
         return not self._thread.is_alive() and self.left == 0
 
     def warn_once(self, reason: str) -> None:
-        """The one line about a store that does not answer."""
+        """Show the one line about a store that does not answer."""
         if not self._is_warned:
             self._is_warned = True
             self._warn(
@@ -97,7 +100,7 @@ class Sender:
             )
 
     def _be_patient(self, num_bytes: int = 0) -> None:
-        """As long as the answer to one request may take that sends so many bytes of files."""
+        """Allow as long as the answer to one request may take that sends so many bytes of files."""
         self._patient_until = time.monotonic() + self._patience_s + num_bytes / _BYTES_PER_S
 
     def _rest_s(self) -> float:
@@ -136,7 +139,7 @@ class Sender:
         self.is_open.set()
 
     def _sleep(self, seconds: float) -> None:
-        """Until there is an end to be sent, at most."""
+        """Sleep for `seconds`, or until something is logged. Do not sleep once the end is to be sent."""
         if not self._is_finishing.is_set():
             self._wake.wait(seconds)
 
@@ -159,7 +162,10 @@ class Sender:
                 self._record.write(self._run_dir)
 
     def _log_or_put_back(self, run: TrackedRun, entries: Sequence[Entry]) -> Exception | None:
-        """Files that find no place are put behind all else, once in a sending; then why is returned."""
+        """Log entries.
+
+        Files that cannot be stored are put behind everything else, once in a sending; then return why.
+        """
         entry, cause = entries[0], None
         if entry not in self._failed:
             try:
@@ -194,7 +200,7 @@ class Sender:
             self._warn(f"MLflow at {shown(self._uri)} refuses {_what(entry)} ({_short(error)}): it is left out{more}")
 
     def _say_gone(self) -> None:
-        """Once: the thread ends."""
+        """Warn once that the run was deleted: the thread ends."""
         self.cause = f"its run {self.run_id} was deleted"
         if not self._is_warned:
             self._is_warned = True
@@ -205,7 +211,7 @@ class Sender:
 
 
 def _parts(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries one by one, or the values of a single one; none of what cannot be parted."""
+    """Return the entries one by one, or the values of a single one; none if it cannot be split."""
     if len(entries) > 1:
         return list(entries)
     (entry,) = entries
@@ -219,7 +225,7 @@ def _what(entry: Entry) -> str:
 
 
 def _short(error: BaseException) -> str:
-    """The innermost cause in one short line: the outer ones tell of retries and pools."""
+    """Return the innermost cause in one short line, because the outer ones are about retries and pools."""
     while error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__):
         error = error.__cause__ or error.__context__ or error
     text = " ".join(str(error).split()) or type(error).__name__

@@ -1,7 +1,7 @@
-"""What a run has to tell MLflow, on disk: RUN/mlflow.jsonl, and in RUN/mlflow.json to whom and how much of it was told.
+"""What a run logs to MLflow, on disk: the entries in RUN/mlflow.jsonl, and in RUN/mlflow.json what was sent of them, and where.
 
-The logger writes, the sender reads behind it. What was sent once is never sent to the same run in another form: a second
-sending after a crash has the same time, step and value, which MLflow's stores keep once.
+The logger appends entries and the sender reads them. What was sent once is never sent to the same run in another form:
+a second sending after a crash has the same time, step and value, which MLflow's stores keep once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPOOL, RECORD = "mlflow.jsonl", "mlflow.json"
 
 @dataclasses.dataclass
 class Record:
-    """RUN/mlflow.json."""
+    """The content of RUN/mlflow.json."""
 
     key: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))  # of this run directory
     tracking_uri: str | None = None  # without a password; None: the file beside the run directories
@@ -47,7 +47,7 @@ class Record:
 
     @classmethod
     def read(cls, run_dir: Path) -> Record | None:
-        """None where there is none, or one of another kind."""
+        """Return the record of a run directory, or None if there is none, or one of another kind."""
         try:
             content = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
             known = {field.name for field in dataclasses.fields(cls)}
@@ -57,14 +57,20 @@ class Record:
 
     @classmethod
     def of_sweep(cls, run_dir: Path) -> Record | None:
-        """That of the sweep of which the run is a trial; None where it is none, or its sweep is not logged."""
+        """Return the record of the sweep of which the run is a trial, or None.
+
+        It is None also if the sweep is not logged.
+        """
         sweep = sweep_of(run_dir)
         return None if sweep is None else cls.read(sweep)
 
     @classmethod
     def chosen(cls, run_dir: Path, experiment: str | None, otherwise: str) -> tuple[Record, str]:
-        """(the record of the run at `run_dir`, its store's URI): a new record where there is none, and where the user has
-        another run open or names another store. `otherwise` names the experiment where nobody does."""
+        """Return (the record of the run at `run_dir`, its tracking URI).
+
+        The record is new if there is none, and if the user has another run open or names another store. `otherwise`
+        names the experiment if nobody else does.
+        """
         sweep, said, default = cls.of_sweep(run_dir), users_run(), default_uri(run_dir)
         if sweep is not None and not has_open_run():  # a run that was open around the search is the sweep's
             said = None
@@ -87,14 +93,14 @@ class Record:
 
 
 def _experiment(asked: str | None, otherwise: str) -> tuple[str, str | None]:
-    """(name, id) of what was asked for, also in MLflow's own ways."""
+    """Return (name, id) of the experiment that was asked for, also by MLflow's own variables."""
     name = asked or os.environ.get("MLFLOW_EXPERIMENT_NAME")
     by_id = None if name else os.environ.get("MLFLOW_EXPERIMENT_ID")
     return name or ("" if by_id else otherwise), by_id
 
 
 class Spool:
-    """RUN/mlflow.jsonl: one thing to tell per line, oldest first, only appended to."""
+    """RUN/mlflow.jsonl: one entry to log per line, oldest first, only appended to."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / SPOOL
@@ -108,7 +114,7 @@ class Spool:
         return [entry for entry, _ in read]
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """One more line, whole or not at all. OSError where the disk is full."""
+        """Append one line as a whole, or nothing. Raises OSError if the disk is full."""
         assert self._fd is not None
         line = (json.dumps(entry) + "\n").encode()
         before = os.lseek(self._fd, 0, os.SEEK_END)
@@ -121,7 +127,7 @@ class Spool:
             raise
 
     def read(self, start: int, limit: int = 1 << 62) -> Iterator[tuple[dict[str, Any], int]]:
-        """At most `limit` whole lines from byte `start` on, each with the byte at which it ends."""
+        """Return at most `limit` whole lines from byte `start` on, each with the byte at which it ends."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(start)
             for _ in range(limit):
@@ -134,18 +140,18 @@ class Spool:
 
     @property
     def size(self) -> int:
-        """Bytes written."""
+        """The number of bytes written."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     def close(self) -> None:
-        """No more is written."""
+        """Close the file: nothing more is written."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
 def last_steps(entries: list[dict[str, Any]]) -> dict[str, int]:
-    """Up to which step each metric was told."""
+    """Return the last step of each metric that was logged."""
     steps: dict[str, int] = {}
     for entry in entries:
         if entry["kind"] == "metrics":
@@ -155,7 +161,7 @@ def last_steps(entries: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def logged_params(entries: list[dict[str, Any]]) -> dict[str, str]:
-    """The parameters that were told, each in its latest value."""
+    """Return the parameters that were logged, each with its latest value."""
     told: dict[str, str] = {}
     for entry in entries:
         if entry["kind"] == "params":

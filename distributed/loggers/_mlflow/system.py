@@ -1,4 +1,4 @@
-"""How busy the machine of the main process is: MLflow's own measurements, taken in a thread."""
+"""Measure the machine of the main process by MLflow's own measurements, in a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVERY_S = 10.0
 
 
 class SystemSampler:
-    """Gives processor, memory, disk and network use, and that of GPUs where there are, under `system/`, to `take`."""
+    """Give processor, memory, disk and network use, and that of GPUs, to `take`, with names below `system/`."""
 
     def __init__(self, take: Callable[[Mapping[str, float]], None]) -> None:
         self._take = take
@@ -22,13 +22,13 @@ class SystemSampler:
         self._thread = threading.Thread(target=self._work, name="mlflow-system", daemon=True)
 
     def start(self) -> None:
-        """Nothing where psutil is not installed."""
+        """Start to measure. Do nothing if psutil is not installed."""
         self._monitors = _monitors()
         if self._monitors:
             self._thread.start()
 
     def finish(self) -> None:
-        """With a last measurement, so that a short run has one."""
+        """Take a last measurement, so that a short run has one, and stop."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -60,7 +60,7 @@ def _monitors() -> list[Any]:
 
 
 def _monitor(name: str) -> Any:
-    """None where there is nothing to measure, or no library to do it."""
+    """Return a monitor, or None if there is nothing to measure, or no library to do it."""
     try:
         module = importlib.import_module(f"mlflow.system_metrics.metrics.{name.lower()}_monitor")
         return getattr(module, f"{name}Monitor")()

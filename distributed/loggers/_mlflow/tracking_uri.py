@@ -1,4 +1,4 @@
-"""Which MLflow store a run goes to: the one that the user named, or an SQLite file beside the run directories."""
+"""Find the tracking URI of a run: the one that the user named, or that of an SQLite file beside the run directories."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ given_out: set[str] = set()  # ids of runs that this process put into its own en
 def check(merged: MergedConfig) -> None:
     """Refuse what cannot work: a missing library, a URI of no form that MLflow has, a name that it does not take.
 
-    Raises ResourceError or ConfigError. Whether a server answers is not asked: training does not need it.
+    Raises ResourceError or ConfigError. Whether a server answers is not checked: training does not need it.
     """
     uri = users_uri()
     _require("mlflow")
@@ -41,7 +41,7 @@ def check(merged: MergedConfig) -> None:
 
 
 def users_uri() -> str | None:
-    """The tracking URI that the user set, in this process or by MLFLOW_TRACKING_URI."""
+    """Return the tracking URI that the user set in this process or by MLFLOW_TRACKING_URI, or None."""
     mlflow = sys.modules.get("mlflow")
     if mlflow is not None and hasattr(mlflow, "is_tracking_uri_set") and mlflow.is_tracking_uri_set():
         return str(mlflow.get_tracking_uri())
@@ -49,7 +49,7 @@ def users_uri() -> str | None:
 
 
 def users_run() -> tuple[str, str | None] | None:
-    """(id, tracking URI) of the run that the user has open here, or that MLFLOW_RUN_ID names; None without one."""
+    """Return (id, tracking URI) of the run that the user has open here, or that MLFLOW_RUN_ID names, or None."""
     if has_open_run():
         mlflow: Any = sys.modules["mlflow"]
         return str(mlflow.active_run().info.run_id), str(mlflow.get_tracking_uri())
@@ -58,13 +58,13 @@ def users_run() -> tuple[str, str | None] | None:
 
 
 def has_open_run() -> bool:
-    """Whether the user has a run open in this process."""
+    """Return whether the user has a run open in this process."""
     mlflow = sys.modules.get("mlflow")
     return mlflow is not None and hasattr(mlflow, "active_run") and mlflow.active_run() is not None
 
 
 def environ_of_open_run(merged: MergedConfig) -> dict[str, str]:
-    """What workers need for their run to be the one that the user has open in this process."""
+    """Return the variables by which workers join the run that the user has open in this process."""
     found = users_run()
     if found is None:
         return {}
@@ -73,19 +73,21 @@ def environ_of_open_run(merged: MergedConfig) -> dict[str, str]:
 
 
 def beside(run_dir: Path) -> Path:
-    """The directory in which the run directory lies; that of a later trainer of a process lies inside the first one's, and
-    that of a trial in its sweep's."""
+    """Return the directory that contains the run directory.
+
+    The directory of a later trainer of a process lies inside the first one's, and that of a trial in its sweep's.
+    """
     return (sweep_of(run_dir) or _first(run_dir)).parent
 
 
 def sweep_of(run_dir: Path) -> Path | None:
-    """The directory of the sweep of which this run is a trial; None where it is none."""
+    """Return the directory of the sweep of which this run is a trial, or None."""
     trials = _first(run_dir).parent
     return trials.parent if trials.name == "trials" and (trials.parent / "sweep.yaml").exists() else None
 
 
 def _first(run_dir: Path) -> Path:
-    """The run directory of the first trainer of its process."""
+    """Return the run directory of the first trainer of its process."""
     path = run_dir.absolute()
     while re.fullmatch(r"fit-\d+", path.name) and (path.parent / "events.jsonl").exists():
         path = path.parent
@@ -93,19 +95,19 @@ def _first(run_dir: Path) -> Path:
 
 
 def default_uri(run_dir: Path) -> str:
-    """An SQLite file beside the run directories."""
+    """Return the URI of an SQLite file beside the run directories."""
     return f"sqlite:///{beside(run_dir) / 'mlflow.db'}"
 
 
 def shown(uri: str) -> str:
-    """The URI without a password, for messages and files."""
+    """Return the URI without a password, for messages and files."""
     parts = urllib.parse.urlsplit(uri)
     host = parts.netloc.rpartition("@")[2]
     return uri if host == parts.netloc else uri.replace(parts.netloc, host, 1)
 
 
 def lasting(uri: str) -> str:
-    """The URI with the whole path of an SQLite file, for a file that is read elsewhere too."""
+    """Return the URI with the absolute path of an SQLite file, for a file that is read elsewhere too."""
     path = file_of(uri)
     if path is None or path.is_absolute():
         return uri
@@ -114,18 +116,18 @@ def lasting(uri: str) -> str:
 
 
 def file_of(uri: str) -> Path | None:
-    """The file of an SQLite store; None for another one, and for SQLite's own words."""
+    """Return the file of an SQLite store, or None for another store and for SQLite's special names."""
     rest = uri.partition(":///")[2].partition("?")[0]
     return Path(rest) if _scheme(uri) == "sqlite" and rest and not rest.startswith((":", "file:")) else None
 
 
 def is_remote(uri: str) -> bool:
-    """Whether it takes a server to answer."""
+    """Return whether a server answers for the URI."""
     return _scheme(uri) != "sqlite"
 
 
 def check_uri(uri: str) -> None:
-    """ConfigError where `uri` has no form that MLflow can use."""
+    """Raise ConfigError if MLflow cannot use `uri`."""
     scheme = _scheme(uri)
     if scheme in _SERVERS:
         _check_server(uri)
