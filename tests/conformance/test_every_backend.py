@@ -100,10 +100,12 @@ def test_every_checkpoint_goes_on_here(started, references, adapter, worlds, tmp
 # ------------------------------------------------------------------ ends
 
 STARTS = int(os.environ.get("CONFORMANCE_STARTS", "1"))  # in a row, of each backend; `make test-full` sets 3
-# A backend ends alike with all of its settings, and those that our own launcher starts end as pytorch-ddp does.
+BY_BACKEND = {adapter.backend: adapter for adapter in ADAPTERS}  # a backend ends alike with all of its settings
+# Our own launcher starts these too. They end as pytorch-ddp does.
+ALIKE = ("fsdp", "deepspeed")
 ENDS = [
-    pytest.param(adapter, id=str(adapter), marks=pytest.mark.full if name in ("fsdp", "deepspeed") else ())
-    for name, adapter in {adapter.backend: adapter for adapter in ADAPTERS}.items()
+    pytest.param(adapter, id=str(adapter), marks=pytest.mark.full if name in ALIKE else ())
+    for name, adapter in BY_BACKEND.items()
 ]
 
 
@@ -131,7 +133,9 @@ def test_a_killed_rank_ends_all_and_is_named(adapter, tmp_path):
     check_kill(adapter, several(adapter), tmp_path)
 
 
+@pytest.mark.parametrize("adapter", BY_BACKEND.values(), ids=str)
 def test_what_the_table_refuses_is_refused(adapter, tmp_path):
+    needs_backend(adapter.backend)
     check_refusals(adapter)
     check_refused_in_a_second(adapter, tmp_path)
 
