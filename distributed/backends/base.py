@@ -18,11 +18,11 @@ from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums
 
 if TYPE_CHECKING:
     from distributed.backends.effects import Need
+    from distributed.backends.world import World
     from distributed.config.registry import BackendRow
     from distributed.loggers.profiling import Profiler
 
 OptionsT = TypeVar("OptionsT")
-Key = TypeVar("Key")
 TARGET_NAMES = (
     "labels",
     "label",
@@ -109,7 +109,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.merged, self.config, self.options, self.plan = merged, merged.config, options, plan
         self.mixed_precision = mixed_precision(merged.config, plan.device)
         self._refuse()
-        self.context: WorkerContext  # after `setup`
+        self.world: World  # after `setup`
+        self.context: WorkerContext  # of `world`
         self.model: Any = None  # the user's module, once it is prepared
         self.optimizer: Any = None  # what updates it, once it is prepared for training
         self.batch_dependent: Sequence[str] = ()  # its parts whose output differs with the split of a batch; then known
@@ -267,26 +268,6 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """Seconds of an update that this rank waited for others, beyond what it computed meanwhile, as a mean over measured
         ones; None where the engine does not say. No collective."""
         return 0.0 if self.context.world_size == 1 else None
-
-    @abc.abstractmethod
-    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
-        """Sums over all ranks. A collective; how ranks agree."""
-
-    @abc.abstractmethod
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        """Rank `src`'s JSON-able `value` on every rank. A collective."""
-
-    @abc.abstractmethod
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in the order of ranks. A collective."""
-
-    @abc.abstractmethod
-    def key_value_store(self) -> Any:
-        """A store shared by all ranks with `set`, `get`, `check` and `compare_set`, or None in a world of one."""
-
-    @abc.abstractmethod
-    def barrier(self) -> None:
-        """Wait for all ranks."""
 
     @abc.abstractmethod
     def learning_rates(self) -> list[float]:

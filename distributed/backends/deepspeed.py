@@ -264,7 +264,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         """Clipping, the look for NaN and the loss scale are the engine's, in one pass over the partitions."""
         if self._first_gradients is not None:
-            self._first_gradients.check(self.reduce)
+            self._first_gradients.check(self.world.reduce)
             self._first_gradients = None
         if self.stage == 0:
             super()._finish_update(group, losses, result)

@@ -143,7 +143,7 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
         from distributed.backends._torch import whole
 
         free = whole.free_bytes(self.device, self.context.local_world_size)
-        lacking = sum(self.reduce({"lacking": float(2 * num_bytes > free)}).values())
+        lacking = sum(self.world.reduce({"lacking": float(2 * num_bytes > free)}).values())
         if lacking and not self._is_too_large:
             self._is_too_large = True
             self._notice(

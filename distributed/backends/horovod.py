@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from distributed.backends._horovod.buckets import Buckets
     from distributed.backends._torch.objective import Loss
-    from distributed.backends._torch.world import World
+    from distributed.backends._torch.world import TorchWorld
     from distributed.config.registry import BackendRow
     from distributed.config.settings import DistributedConfig
     from distributed.launching.request import WorkerEnvironment
@@ -74,7 +74,7 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
     def join(
         cls, plan: ProcessPlan, config: DistributedConfig, warn: Callable[[str], None], transport: str | None = None,
         found: WorkerEnvironment | None = None, call: str = "fit()",
-    ) -> World:  # fmt: skip
+    ) -> TorchWorld:  # fmt: skip
         from distributed.backends._horovod.world import HorovodWorld, load
         from distributed.backends._torch.world import OneProcess
 
@@ -167,7 +167,7 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
 
     def _share_optimizer(self) -> None:
         """Rank 0's optimizer on every rank, where it has been used before."""
-        if self.reduce({"used": float(bool(self.optimizer.state))})["used"]:
+        if self.world.reduce({"used": float(bool(self.optimizer.state))})["used"]:
             self.optimizer.load_state_dict(self.world.broadcast(self.optimizer.state_dict(), 0))
 
 

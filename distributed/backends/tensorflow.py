@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distributed.backends._tensorflow import start
 from distributed.backends._tensorflow.refusals import REFUSES
 from distributed.backends._tensorflow.scripts import refuse_torch
-from distributed.backends.base import Backend, Key, Refusals, ShardedData
+from distributed.backends.base import Backend, Refusals, ShardedData
 from distributed.backends.checking import CHECK
 from distributed.backends.non_finite import NanPolicy, describe, vote
 from distributed.config.fields import setting
@@ -30,7 +30,7 @@ from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums
 if TYPE_CHECKING:
     from distributed.backends._tensorflow.sources import Data
     from distributed.backends._tensorflow.step import Pending
-    from distributed.backends._tensorflow.world import World
+    from distributed.backends._tensorflow.world import TensorFlowWorld
     from distributed.backends.measured import Measured
     from distributed.backends.parts import Part
     from distributed.loggers.profiling import Profiler
@@ -60,6 +60,7 @@ class TensorFlowBackend(Backend[Any]):
 
     Options: ClassVar[type[Any]] = TensorFlowOptions
     refuses: ClassVar[Refusals] = REFUSES
+    world: TensorFlowWorld
 
     def __init__(self, merged: MergedConfig, options: Any, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
@@ -105,7 +106,7 @@ class TensorFlowBackend(Backend[Any]):
         start.check_engine(self._words, self._flags)
         start.check_cluster()
 
-    def _join(self, found: WorkerEnvironment | None) -> World:
+    def _join(self, found: WorkerEnvironment | None) -> TensorFlowWorld:
         """The processes that train together. Called before TensorFlow is used."""
         is_alone = found is None or self.plan.world_size == 1
         joined = None if is_alone else start.join(found, self.config.start_timeout, self._warn)  # type: ignore[arg-type]
@@ -113,17 +114,17 @@ class TensorFlowBackend(Backend[Any]):
         if self.plan.device == "cuda":
             start.set_memory_growth(first_only=not self._is_mirrored)
         from distributed.backends._tensorflow.replicas import Replicas, mirrored
-        from distributed.backends._tensorflow.world import World, cluster_collectives
+        from distributed.backends._tensorflow.world import TensorFlowWorld, cluster_collectives
 
         device = "cuda:0" if self.plan.device == "cuda" else "cpu"
         if found is None or joined is None:
             replicas = mirrored(self.plan.device, self.devices_per_process) if self._is_mirrored else Replicas()
-            return World(alone(found, device), None, replicas=replicas)
+            return TensorFlowWorld(alone(found, device), None, replicas=replicas)
         context = WorkerContext(
             found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, device,
             found.restart_count,
         )  # fmt: skip
-        return World(context, cluster_collectives(joined, self.config.timeout_s), joined.store)
+        return TensorFlowWorld(context, cluster_collectives(joined, self.config.timeout_s), joined.store)
 
     # ------------------------------------------------------------------ set-up
 
@@ -203,9 +204,7 @@ class TensorFlowBackend(Backend[Any]):
 
         wholes = Wholes(
             over_all.ENGINE,
-            self,
-            rank=self.context.rank,
-            world_size=self.context.world_size,
+            self.world,
             is_presharded=False,
             warn=self._warn,
             keeping_generators=self._generators.untouched,
@@ -247,7 +246,7 @@ class TensorFlowBackend(Backend[Any]):
         from distributed.backends._tensorflow.sources import shard
 
         own = joint_plan(batch, self.devices_per_process)
-        found = shard(data, batch=own, context=self.context, config=self.config, role=role, reduce=self.reduce)
+        found = shard(data, batch=own, context=self.context, config=self.config, role=role, reduce=self.world.reduce)
         if self.devices_per_process > 1:
             found = Joint(found, self.devices_per_process)
         if role.is_training:
@@ -287,7 +286,7 @@ class TensorFlowBackend(Backend[Any]):
     def _on_non_finite(self, group: Group, pending: Pending, result: StepResult) -> None:
         """Every rank comes here together, because the summed gradients are the same everywhere."""
         mine, world = vote([float(pending.rows["loss"][0])]), range(self.context.world_size)
-        votes = self.reduce({rank: mine if rank == self.context.rank else 0.0 for rank in world})
+        votes = self.world.reduce({rank: mine if rank == self.context.rank else 0.0 for rank in world})
         self._nan_policy.apply(self._step, describe(self._step + 1, group, votes), result, can_be_made=True)
 
     # ------------------------------------------------------------------ results and evaluation
@@ -303,7 +302,7 @@ class TensorFlowBackend(Backend[Any]):
             for name, value, _, count in result.averages:
                 rows = sums.setdefault(name, numpy.zeros((len(results), 2)))
                 rows[place] += (float(value), float(count))
-        return added(self.gather(sums))
+        return added(self.world.gather(sums))
 
     def begin(self, split: str) -> None:
         self._measured.begin(split)
@@ -393,23 +392,6 @@ class TensorFlowBackend(Backend[Any]):
         if self._is_training:
             self._is_training = False
             self._saved.sync_statistics()
-
-    # ------------------------------------------------------------------ collectives
-
-    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
-        return dict(zip(sums, self.world.sum(list(sums.values())), strict=True))
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        return self.world.gather(value if self.context.rank == src else None)[src]
-
-    def gather(self, value: Any) -> list[Any]:
-        return self.world.gather(value)
-
-    def key_value_store(self) -> Any:
-        return self.world.store()
-
-    def barrier(self) -> None:
-        self.world.barrier()
 
     # ------------------------------------------------------------------ schedule, state, end
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distributed.backends.base import Backend, If, Key, OptionsT, Refusals, ShardedData
+from distributed.backends.base import Backend, If, OptionsT, Refusals, ShardedData
 from distributed.backends.non_finite import NanPolicy, describe, vote
 from distributed.config.data import DataOptions
 from distributed.config.merging import MergedConfig
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distributed.backends._torch.lookback import Unread
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.precision import Precision
-    from distributed.backends._torch.world import World
+    from distributed.backends._torch.world import TorchWorld
     from distributed.config.settings import DistributedConfig
     from distributed.launching.request import WorkerEnvironment
     from distributed.loggers.profiling import Profiler
@@ -56,6 +56,7 @@ class TorchBackend(Backend[OptionsT]):
     Options: ClassVar[type[Any]] = NoOptions
     refuses: ClassVar[Refusals] = PROCESS_GROUPS
     refuses_keras: ClassVar[str] = ""  # why Keras models do not work under this engine, where they do not
+    world: TorchWorld
     other_keras: ClassVar[str] = "choose another backend"  # what to do for Keras on another engine than torch
 
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
@@ -73,13 +74,13 @@ class TorchBackend(Backend[OptionsT]):
     def join(
         cls, plan: ProcessPlan, config: DistributedConfig, warn: Callable[[str], None], transport: str | None = None,
         found: WorkerEnvironment | None = None, call: str = "fit()",
-    ) -> World:  # fmt: skip
+    ) -> TorchWorld:  # fmt: skip
         """Join the other processes, for a Trainer and for scripts without one; the arguments are `ProcessGroup`'s."""
         from distributed.backends._torch.world import ProcessGroup
 
         return ProcessGroup(plan, config, warn, transport, found, call)
 
-    def _join(self) -> World:
+    def _join(self) -> TorchWorld:
         return self.join(self.plan, self.config, self._warn, self._transport())
 
     def _transport(self) -> str | None:
@@ -236,8 +237,7 @@ class TorchBackend(Backend[OptionsT]):
         self._to_dtype = self.torch.float64 if self.config.dtype == "float64" else None
         options: DataOptions = self.config.options("data")
         wholes = Wholes(
-            ENGINE, self, rank=self.context.rank, world_size=self.context.world_size, is_presharded=options.presharded,
-            warn=self._warn, keeping_generators=self._keeping_generators,
+            ENGINE, self.world, is_presharded=options.presharded, warn=self._warn, keeping_generators=self._keeping_generators,
         )  # fmt: skip
         before = getattr(self, "_averages", None)  # an evaluation before the first fit has found out what is a mean
         self._averages = Averages(
@@ -286,7 +286,7 @@ class TorchBackend(Backend[OptionsT]):
             config=self.config,
             options=options,
             role=role,
-            reduce=self.reduce,
+            reduce=self.world.reduce,
         )
         self._first_data = self._first_data or sharded
         return sharded
@@ -450,7 +450,7 @@ class TorchBackend(Backend[OptionsT]):
         """Every rank comes here together, because the synchronised gradients are the same everywhere. `is_late`: the update
         has been made, and is the newest one."""
         mine, world = vote(float(loss.value.detach()) for loss in losses), range(self.context.world_size)
-        votes = self.reduce({rank: mine if rank == self.context.rank else 0.0 for rank in world})
+        votes = self.world.reduce({rank: mine if rank == self.context.rank else 0.0 for rank in world})
         if not any(votes.values()) and self.precision.may_overflow():
             result.skipped = True  # the scaler lowers its scale
             return
@@ -462,7 +462,7 @@ class TorchBackend(Backend[OptionsT]):
 
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
         self._look_back()  # before anything is logged, measured or saved
-        return self._averages.collect(results, self.gather)
+        return self._averages.collect(results, self.world.gather)
 
     def begin(self, split: str) -> None:
         self._averages.measured.begin(split)
@@ -532,27 +532,6 @@ class TorchBackend(Backend[OptionsT]):
         with self.torch.no_grad():
             yield
 
-    # ------------------------------------------------------------------ collectives
-
-    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
-        if self.context.world_size == 1 or not sums:
-            return dict(sums)
-        values = self.torch.tensor(list(sums.values()), dtype=self.torch.float64, device=self.device)
-        self.world.combine(values, "sum").wait()
-        return dict(zip(sums, values.tolist(), strict=True))
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        return self.world.broadcast(value, src)
-
-    def gather(self, value: Any) -> list[Any]:
-        return self.world.gather(value)
-
-    def key_value_store(self) -> Any:
-        return self.world.store()
-
-    def barrier(self) -> None:
-        self.world.barrier()
-
     def _sync_buffers(self) -> None:
         for buffer in self.plain.buffers():
             self.world.copy_from(buffer, 0)
@@ -599,7 +578,7 @@ class TorchBackend(Backend[OptionsT]):
 
     def export(self, path: Path) -> None:
         self.kind.export(path)
-        self.barrier()
+        self.world.barrier()
 
     def take_weights(self, model: Any, directory: Path) -> Any:
         import torch
@@ -646,7 +625,7 @@ class TorchBackend(Backend[OptionsT]):
     def _settle(self, batch: Any) -> None:
         with self._forked(), self.precision.autocast():
             votes = self.objective.probe(self.plain, self._move(batch))
-        self.objective.settle(self.reduce(votes))
+        self.objective.settle(self.world.reduce(votes))
         self._wrapped.train()
         self._settled = True
 

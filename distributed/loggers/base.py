@@ -18,14 +18,24 @@ if TYPE_CHECKING:
     from distributed.state import TrainState, WorkerContext
 
 
-class Watched(Ranks, Protocol):
+class Communicating(Ranks, Protocol):
+    """What loggers need of the processes that train together: a part of `distributed.backends.world.World`."""
+
+    def gather(self, value: Any, /) -> list[Any]:
+        """Return every rank's `value`, in the order of ranks. A collective."""
+
+
+class Watched(Protocol):
     """What loggers may ask of an engine: the adapter of a backend."""
 
-    context: WorkerContext
     model: Any  # the user's module
     devices_per_process: int
     keeps_batch: bool  # whether the next update is to keep a batch for `graph`
     keeps_gradients: bool  # whether each update is to keep its gradients for `local_values`
+
+    @property
+    def world(self) -> Communicating:
+        """The processes that train together."""
 
     @property
     def cuts_weights(self) -> bool:

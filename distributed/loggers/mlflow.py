@@ -233,7 +233,7 @@ def mlflow_loggers(fit: LoggedFit) -> list[Callback]:
         loggers.append(main := MlflowLogger(fit))
         return main.open()
 
-    environ = Agreement(fit.backend, fit.context).on_main(open_on_main)
+    environ = Agreement(fit.backend.world, fit.merged.config.timeout_s).on_main(open_on_main)
     return [*loggers, JoinedRun(environ, is_worker=fit.is_worker)]
 
 

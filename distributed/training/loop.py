@@ -214,9 +214,9 @@ def _stop(run: Run, reason: str) -> None:
 
 def _agree_on_stop(run: Run, sums: Mapping[str, float] | None = None) -> dict[str, float]:
     """`sums` over all ranks; where a callback of any rank asked to stop, all of them do. A collective."""
-    total = run.backend.reduce({**(sums or {}), STOP: float(bool(run.common_step.reasons))})
+    total = run.backend.world.reduce({**(sums or {}), STOP: float(bool(run.common_step.reasons))})
     if total.pop(STOP):
-        _stop(run, next(reasons[0] for reasons in run.backend.gather(run.common_step.reasons) if reasons))
+        _stop(run, next(reasons[0] for reasons in run.backend.world.gather(run.common_step.reasons) if reasons))
     return total
 
 
@@ -262,7 +262,7 @@ def _log(run: Run, *, is_end: bool = False) -> None:
         means["grad_norm"] = norm
     state.log_sums = {}
     state.metrics.update(means)
-    context = run.backend.context
+    context = run.backend.world.context
     for callback in run.callbacks:
         callback.on_log(state, "train", means)
     times = run.spent.take(

@@ -148,7 +148,7 @@ class Session:
     def _train(self, fit: _Fit, train: Any, val: Any) -> History:
         config, state = self.setup.merged.config, fit.state
         common = CommonStep(
-            self.context.rank, self.context.world_size, self.backend.key_value_store(), f"fit-{next(_fit_numbers)}",
+            self.context.rank, self.context.world_size, self.backend.world.key_value_store(), f"fit-{next(_fit_numbers)}",
             timeout_s=config.timeout_s,
         )  # fmt: skip
         caller = Caller(self.setup.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
@@ -213,7 +213,7 @@ class Session:
     def _close_loggers(self, fit: _Fit) -> None:
         """Ranks with nothing to close wait for the others, however long those take. All ranks."""
         if any(isinstance(callback, Logger) for callback in fit.callbacks):
-            Agreement(self.backend, self.context).on_all(lambda: _close_all(fit.callbacks))
+            Agreement(self.backend.world, self.setup.merged.config.timeout_s).on_all(lambda: _close_all(fit.callbacks))
 
     def _leave_after_signal(self, signum: int) -> None:
         if signum == signal.SIGINT and self.setup.worker is None:
@@ -398,10 +398,10 @@ class Session:
                 outputs = self.backend.predict_step(micro)
                 if micro.num_samples:
                     mine.append((number, self.context.rank, outputs))
-        return self.backend.join_outputs(self.backend.gather(mine))
+        return self.backend.join_outputs(self.backend.world.gather(mine))
 
     def metric_average(self, value: float, name: str) -> float:
-        return self.backend.reduce({name: value})[name] / self.context.world_size
+        return self.backend.world.reduce({name: value})[name] / self.context.world_size
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[Any]:

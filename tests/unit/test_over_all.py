@@ -403,12 +403,12 @@ class Ranks:
     lock = threading.Lock()
 
     def __init__(self, rank, world, reduce):
-        self.rank, self.world, self.reduce = rank, world, reduce
+        self.rank, self.world_size, self.reduce = rank, world, reduce
 
     def gather(self, value):
         Ranks.boxes[self.rank] = value
         self.reduce({"met": 1.0})
-        found = [Ranks.boxes[rank] for rank in range(self.world)]
+        found = [Ranks.boxes[rank] for rank in range(self.world_size)]
         self.reduce({"read": 1.0})
         return found
 
@@ -421,7 +421,7 @@ def on_wholes(world, metrics, work, warned=None):
 
     def run(rank, reduce):
         made = Wholes(
-            ENGINE, Ranks(rank, world, reduce), rank=rank, world_size=world, is_presharded=False,
+            ENGINE, Ranks(rank, world, reduce), is_presharded=False,
             warn=(warned if warned is not None else []).append, keeping_generators=alone,
         )  # fmt: skip
         for name, metric in metrics.items():

@@ -21,7 +21,7 @@ from distributed.state import Job
 
 if TYPE_CHECKING:
     from distributed.backends._horovod.world import HorovodWorld
-    from distributed.backends._tensorflow.world import World
+    from distributed.backends._tensorflow.world import TensorFlowWorld
     from distributed.loggers.profiling import Profiler
 
 CHOICE = "horovod.keras_backend"
@@ -51,22 +51,24 @@ class HorovodKerasBackend(TensorFlowBackend):
         check_job(job)
         super().check(job, here=here)
 
-    def _join(self, found: WorkerEnvironment | None) -> World:
+    def _join(self, found: WorkerEnvironment | None) -> TensorFlowWorld:
         start.import_quietly()
         if self.plan.device == "cuda":
             start.set_memory_growth(first_only=True)
         from distributed.backends._horovod.collectives import Collectives
         from distributed.backends._horovod.world import HorovodWorld, load
-        from distributed.backends._tensorflow.world import World
+        from distributed.backends._tensorflow.world import TensorFlowWorld
 
         self.hvd = load()
         device = "cuda:0" if self.plan.device == "cuda" else "cpu"  # the one that this process sees
         if self.plan.world_size == 1:
-            return World(alone(found, device), None)
+            return TensorFlowWorld(alone(found, device), None)
         plan = dataclasses.replace(self.plan, device="cpu")  # arrays go through the host
         self._joined = HorovodWorld(plan, self.config, self._warn, found)
         context = dataclasses.replace(self._joined.context, device=device)
-        return World(context, Collectives(self._joined, self.options.compression == "fp16"), self._joined.store())
+        return TensorFlowWorld(
+            context, Collectives(self._joined, self.options.compression == "fp16"), self._joined.key_value_store()
+        )
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         notices = super().prepare(job, batch)
