@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
-from distributed.errors import ConfigError, TrainingError
+from distributed.errors import ConfigError
 from distributed.launching.request import WorkerEnvironment
+from distributed.loggers.observer import Observer
 from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends.effects import Need
     from distributed.backends.world import World
     from distributed.config.registry import BackendRow
-    from distributed.loggers.profiling import Profiler
 
 OptionsT = TypeVar("OptionsT")
 TARGET_NAMES = (
@@ -64,6 +64,27 @@ class ShardedData(abc.ABC):
 
     def close(self) -> None:
         """Stop loader processes."""
+
+
+class MetricsOverAll:
+    """The metrics that are computed over all samples, not as means of batches. This class has none."""
+
+    def begin(self, split: str) -> None:
+        """Forget what was kept of the epoch ("train") or of an evaluation ("val")."""
+
+    def names_over_all(self) -> Sequence[str]:
+        """Return the names of the metrics that `measure` computes in evaluation. One may give several, named NAME_KEY."""
+        return ()
+
+    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
+        """Return name -> value of each metric over all samples of the epoch so far ("train") or of the evaluation ("val").
+
+        `means` are those of the same samples. `is_end` says that no more samples come, so that every mean must be right now.
+        Before that, functions are checked now and then. None means that a function turned out to be no mean, and that not all
+        of what it is computed from was kept: evaluate again. In training the function is then computed from the next epoch on.
+        A collective.
+        """
+        return {}
 
 
 class Backend(abc.ABC, Generic[OptionsT]):
@@ -118,8 +139,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
             False  # whether a schedule counts updates or epochs, see `scheduler_interval`; once it is prepared
         )
         self.run_dir: Path | None = None  # for an engine's own files; known before `prepare` where there is a fit
-        self.keeps_batch = False  # whether the next update is to keep a batch for `graph`
-        self.keeps_gradients = False  # whether each update is to keep its gradients for `local_values`
+        self.observer = Observer(plan.world_size)
+        self.measured = MetricsOverAll()  # of the model, once it is prepared
         self.report: Callable[[dict[str, Any]], None] = lambda event: None  # notices and warnings, to the display
 
     def _refuse(self) -> None:
@@ -220,54 +241,9 @@ class Backend(abc.ABC, Generic[OptionsT]):
         the other `results`: the sums of an epoch are the same bits wherever log lines and checkpoints cut it.
         """
 
-    def begin(self, split: str) -> None:
-        """Forget what metrics over all samples have kept: of the epoch ("train"), or of an evaluation ("val")."""
-
-    def names_over_all(self) -> Sequence[str]:
-        """The names of the metrics that `measure` computes in evaluation; one may give several, named NAME_KEY."""
-        return ()
-
-    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
-        """Return name -> value of each metric over all samples of the epoch so far ("train") or of the evaluation ("val").
-
-        `means` are those of the same samples. `is_end`: no more samples come, so that what `means` say must be right now; before
-        that, functions are checked now and then. None: evaluate again, as a function turned out to be no mean and not all of what it is
-        computed from was kept. In training it is then computed from the next epoch on. A collective.
-        """
-        return {}
-
     def own_generators(self) -> contextlib.AbstractContextManager[None]:
         """Within it the global random generators are the training's own; the caller's are put back after it."""
         return contextlib.nullcontext()
-
-    @abc.abstractmethod
-    def gradient_norm(self) -> float | None:
-        """Global norm of the newest update's gradient, before clipping; None where there is none. All ranks."""
-
-    @property
-    def cuts_weights(self) -> bool:
-        """Whether a rank holds pieces of the parameters, so that it cannot run the model by itself."""
-        return False
-
-    def graph(self) -> bytes:
-        """A GraphDef of the model as TensorBoard takes it, traced on one sample of the batch that `keeps_batch` kept. No
-        collective, and no trace in anything that is trained. Raises what the model raises under a tracer."""
-        raise TrainingError("this engine draws none")
-
-    def local_values(self) -> Iterator[tuple[str, Any]]:
-        """(`weights/NAME` or `gradients/NAME`, flat array of floats) of what this rank holds after the newest update: all of
-        it, or its piece where `cuts_weights`. No collective."""
-        return iter(())
-
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        """Records `active` updates of this rank after `warmup` others, and writes the trace to `directory`. All ranks; None
-        where this engine has none."""
-        return None
-
-    def waited_s(self) -> float | None:
-        """Seconds of an update that this rank waited for others, beyond what it computed meanwhile, as a mean over measured
-        ones; None where the engine does not say. No collective."""
-        return 0.0 if self.context.world_size == 1 else None
 
     @abc.abstractmethod
     def learning_rates(self) -> list[float]:

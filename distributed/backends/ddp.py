@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distributed.backends._torch.observer import TorchObserver
 from distributed.backends._torch.waits import Waits
 from distributed.backends.base import If, Refusals
 from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
@@ -77,6 +78,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
     """The torch step with DistributedDataParallel around the model."""
 
     Options: ClassVar[type[Any]] = DDPOptions
+    observer: DDPObserver
     refuses: ClassVar[Refusals] = {**PROCESS_GROUPS, **OF_HOOKS}
 
     def __init__(self, merged: MergedConfig, options: DDPOptions, plan: ProcessPlan) -> None:
@@ -88,7 +90,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
             )
         self._hook: CommHook | None = None
         self._watched: _Watch | None = None
-        self._waits = Waits()
+        self.observer = DDPObserver(self)
 
     def _check_hook(self) -> None:
         options, name = self.options, self.options.comm_hook
@@ -135,7 +137,8 @@ class DDPBackend(TorchBackend[DDPOptions]):
                 static_graph=options.static_graph,
                 bucket_cap_mb=capacity,
             )
-        self._is_first_group, self._waits = True, Waits()
+        self._is_first_group = True
+        self.observer.begin(wrapped)
         if options.comm_hook is not None:
             hook = self._hook = self._hook or self._make_hook(options.comm_hook, model)
             # DDP compares annotations with its own types, and ours are words (`from __future__ import annotations`).
@@ -178,6 +181,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
         return _powersgd_of(parameters, self.options)
 
     def unwrap(self) -> None:
+        self.observer.end()
         super().unwrap()
         if self._hook is not None and not self._hook.has_memory:
             self._hook.close()
@@ -242,10 +246,6 @@ class DDPBackend(TorchBackend[DDPOptions]):
             sparse.average(self._sparse, self.world)
         super()._finish_update(group, losses, result)
 
-    def waited_s(self) -> float | None:
-        """By torch's own clock, which it reads in the first ten updates of a wrapper and in one of a hundred."""
-        return self._waits.take(self._wrapped._get_ddp_logging_data())  # type: ignore[operator]
-
     def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult, *, is_late: bool = False) -> None:
         super()._on_non_finite(group, losses, result, is_late=is_late)
         if self._hook is not None:
@@ -267,6 +267,27 @@ class DDPBackend(TorchBackend[DDPOptions]):
             self._hook.load(directory, self.context.rank, kept)
         else:
             self._notice(f"the checkpoint has no {name} memory for this world size: it starts anew")
+
+
+class DDPObserver(TorchObserver):
+    """Observe DistributedDataParallel, which measures how long it waits."""
+
+    def __init__(self, backend: DDPBackend) -> None:
+        super().__init__(backend)
+        self._wrapped: Any = None
+        self._waits = Waits()
+
+    def begin(self, wrapped: Any) -> None:
+        """Observe a new wrapper."""
+        self._wrapped, self._waits = wrapped, Waits()
+
+    def end(self) -> None:
+        """Let go of the wrapper."""
+        self._wrapped = None
+
+    def waited_s(self) -> float | None:
+        """Read torch's own clock, which runs in the first ten updates of a wrapper and in one of a hundred."""
+        return super().waited_s() if self._wrapped is None else self._waits.take(self._wrapped._get_ddp_logging_data())
 
 
 class _Watch:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._deepspeed import config_file
+from distributed.backends._torch.observer import TorchObserver
 from distributed.backends.base import If, Refusals
 from distributed.backends.effects import SEVERAL_PROCESSES, Need
 from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
@@ -126,6 +127,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     """
 
     Options: ClassVar[type[Any]] = DeepSpeedOptions
+    observer: DeepSpeedObserver
     refuses_keras: ClassVar[str] = "its engine replaces the parameters under Keras's variables; use pytorch-ddp"
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {"start_timeout": (_WAITS,)}
     refuses: ClassVar[Refusals] = {
@@ -148,8 +150,9 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
             raise ConfigError(
                 f"mixed_precision={kind!r} is not deepspeed_config.{kind}.enabled=False: drop one of them"
             )
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None
         self._host_adam: Any = None
+        self.observer = DeepSpeedObserver(self)
         self._first_gradients: FirstGradients | None = None  # until the first update of a fit is made
 
     # ------------------------------------------------------------------ set-up
@@ -167,7 +170,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
         self.report({"kind": "notice", "text": text})
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
-        self._batch, self._engine = batch, None
+        self._batch, self.engine = batch, None
         notices = super().prepare(self._with_own_optimizer(job), batch)
         self._check_trainable_kinds()
         if self.device.type == "cpu" and (self.options.offloads("optimizer") or self.options.offloads("param")):
@@ -208,17 +211,17 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
 
         with self._forked():
             scale = self._engine_precision.loss_scale
-            self._engine = Engine(
-                self.plain, self.optimizer, self._engine_config(), self.world, scale, previous=self._engine
+            self.engine = Engine(
+                self.plain, self.optimizer, self._engine_config(), self.world, scale, previous=self.engine
             )
         loading.limit_waits(self.config.timeout_s)
         self._engine_precision.engage(self.plain)
-        self._wrapped = self._engine.wrapper
+        self._wrapped = self.engine.wrapper
         self._wrapped.train()
         names = {parameter: name for name, parameter in self.plain.named_parameters()}
-        self._first_gradients = FirstGradients(names, self._engine.groups)
+        self._first_gradients = FirstGradients(names, self.engine.groups)
         if self.stage == 0:
-            self._update = self._engine.wrapper.step
+            self._update = self.engine.wrapper.step
         if self.options.cpu_adam:
             self._host_adam = HostAdam(self._operator, self.optimizer)
 
@@ -254,12 +257,12 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     # ------------------------------------------------------------------ the step
 
     def _without_sync(self) -> contextlib.AbstractContextManager[None]:
-        assert self._engine is not None
-        return self._engine.accumulating()
+        assert self.engine is not None
+        return self.engine.accumulating()
 
     def _backward(self, value: torch.Tensor) -> None:
-        assert self._engine is not None
-        self._engine.wrapper.backward(value, scale_wrt_gas=False)
+        assert self.engine is not None
+        self.engine.wrapper.backward(value, scale_wrt_gas=False)
 
     def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
         """Clipping, the look for NaN and the loss scale are the engine's, in one pass over the partitions."""
@@ -269,73 +272,50 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
         if self.stage == 0:
             super()._finish_update(group, losses, result)
             return
-        assert self._engine is not None
+        assert self.engine is not None
         divide_by = 1.0
         if self._total is not None:
             self._counting.wait()
             divide_by, self._total = self._total.item() / group.num_samples, None
         with self._warming_up():
-            is_made = self._engine.step(divide_by)
+            is_made = self.engine.step(divide_by)
         if not is_made:
             self._on_non_finite(group, losses, result)
         if not result.skipped and self.schedule.follows_updates:
             self.schedule.step()
         self._step += 1
 
-    @property
-    def cuts_weights(self) -> bool:
-        return self.stage == 3
-
-    def local_values(self) -> Iterator[tuple[str, Any]]:
-        """Stage 3 is put together for it, a collective; then the main process holds all."""
-        if self.stage != 3 or self._engine is None:
-            yield from super().local_values()
-            return
-        with self._engine.whole_weights():
-            if self.context.is_main_process:
-                yield from ((name, values.copy()) for name, values in super().local_values())
-
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        from distributed.backends._deepspeed.profiler import DeepSpeedProfiler
-
-        return DeepSpeedProfiler(directory, self.context.rank, self.device, warmup, active, self.plain)
-
-    def gradient_norm(self) -> float | None:
-        if self.stage == 0 or self._engine is None or self._engine.is_released:
-            return super().gradient_norm()
-        return self._engine.gradient_norm()
-
     # ------------------------------------------------------------------ state, end
 
     def save(self, directory: Path) -> dict[str, Any]:
-        if self._engine is None:
+        if self.engine is None:
             return super().save(directory)
         own = self.optimizer
-        with self._engine.whole_weights(), self._engine_precision.whole_buffers():
-            self.optimizer = self._engine.whole_optimizer()
+        with self.engine.whole_weights(), self._engine_precision.whole_buffers():
+            self.optimizer = self.engine.whole_optimizer()
             try:
                 extra = super().save(directory)
             finally:
                 self.optimizer = own
-        if self.options.native_checkpoint and not self._engine.is_released:
+        if self.options.native_checkpoint and not self.engine.is_released:
             with self._engine_precision.whole_buffers():
-                self._engine.save_own_files(directory / "deepspeed", self._step)
+                self.engine.save_own_files(directory / "deepspeed", self._step)
         return extra
 
     def export(self, path: Path) -> None:
-        whole = contextlib.nullcontext() if self._engine is None else self._engine.whole_weights()
+        whole = contextlib.nullcontext() if self.engine is None else self.engine.whole_weights()
         with whole, self._engine_precision.whole_buffers():
             super().export(path)
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[Any]:
-        whole = contextlib.nullcontext() if self._engine is None else self._engine.whole_weights()
+        whole = contextlib.nullcontext() if self.engine is None else self.engine.whole_weights()
         with whole, self._engine_precision.whole_buffers(), super().whole_model() as model:
             yield model
 
     def reassemble(self) -> None:
-        if self._engine is not None:
-            self._engine.release(self.device)
+        if self.engine is not None:
+            self.engine.release(self.device)
 
     def unwrap(self) -> None:
         if self._host_adam is not None:
@@ -344,7 +324,39 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
         if self._first_gradients is not None:
             self._first_gradients.release()
             self._first_gradients = None
-        if self._engine is not None:
-            self._engine.abandon()
+        if self.engine is not None:
+            self.engine.abandon()
             self._engine_precision.release()
         super().unwrap()
+
+
+class DeepSpeedObserver(TorchObserver):
+    """Observe DeepSpeed's engine."""
+
+    _backend: DeepSpeedBackend
+
+    @property
+    def cuts_weights(self) -> bool:
+        return self._backend.stage == 3
+
+    def gradient_norm(self) -> float | None:
+        own = self._backend
+        if own.stage == 0 or own.engine is None or own.engine.is_released:
+            return super().gradient_norm()
+        return own.engine.gradient_norm()
+
+    def local_values(self) -> Iterator[tuple[str, Any]]:
+        """Yield the weights. Stage 3 gathers them, a collective; the main process then holds them all."""
+        own = self._backend
+        if own.stage != 3 or own.engine is None:
+            yield from super().local_values()
+            return
+        with own.engine.whole_weights():
+            if own.context.is_main_process:
+                yield from ((name, values.copy()) for name, values in super().local_values())
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        from distributed.backends._deepspeed.profiler import DeepSpeedProfiler
+
+        own = self._backend
+        return DeepSpeedProfiler(directory, own.context.rank, own.device, warmup, active, own.plain)

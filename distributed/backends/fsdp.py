@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distributed.backends._torch.observer import TorchObserver
 from distributed.backends.torch_base import TorchBackend
 from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
@@ -63,6 +64,7 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
         self._replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._whole: WholeForm | None = None  # of the model, once it is sharded
         self._is_too_large = False  # and that was said
+        self.observer = FSDPObserver(self)
 
     def _transport(self) -> str | None:
         return "cpu:gloo,cuda:nccl" if self.plan.device == "cuda" else None
@@ -73,10 +75,6 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
         if self.options.cpu_offload and self.device.type == "cpu":
             notices.append("fsdp.cpu_offload frees nothing here: on CPUs all parameters are in host memory")
         return notices
-
-    @property
-    def cuts_weights(self) -> bool:
-        return True
 
     def _build(self, given: Any) -> torch.nn.Module:
         from distributed.backends._torch import fully_sharded
@@ -177,3 +175,11 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
             return
         with whole_for_a_while(self.plain, is_main=self.context.is_main_process) as model:
             yield model
+
+
+class FSDPObserver(TorchObserver):
+    """Observe a sharded model."""
+
+    @property
+    def cuts_weights(self) -> bool:
+        return True

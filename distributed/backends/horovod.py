@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._horovod.rules import NEEDS, REFUSES, HorovodOptions, check_job
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
+from distributed.backends._torch.observer import TorchObserver
 from distributed.backends.base import Backend, Refusals
 from distributed.backends.effects import Need
 from distributed.backends.torch_base import TorchBackend
@@ -42,6 +43,7 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
     """The torch step with gradients exchanged by Horovod."""
 
     Options: ClassVar[type[Any]] = HorovodOptions
+    observer: HorovodObserver
     other_keras: ClassVar[str] = "horovod.keras_backend=tensorflow"
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = NEEDS
     refuses: ClassVar[Refusals] = REFUSES
@@ -51,7 +53,7 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
         if options.adasum:
             _check_adasum(plan)
         self._buckets: Buckets | None = None
-        self._waits: list[float] = []  # seconds at the end of each update since the last log line
+        self.observer = HorovodObserver(self)
         self._timeline: Timeline | None = None
 
     @classmethod
@@ -134,7 +136,7 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
             began = time.perf_counter()
             with self._labelled():
                 self._buckets.finish()
-            self._waits.append(time.perf_counter() - began)
+            self.observer.waits.append(time.perf_counter() - began)
         super()._finish_update(group, losses, result)
 
     def _labelled(self) -> contextlib.AbstractContextManager[Any]:
@@ -143,16 +145,6 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
             return contextlib.nullcontext()
         label: contextlib.AbstractContextManager[Any] = self.torch.profiler.record_function(_WAIT)
         return label
-
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        made = super().profiler(directory, warmup, active)
-        if made is None or self.context.world_size == 1 or self.options.timeline is not None:
-            return made
-        return WithTimeline(made, self.hvd, self.run_dir, self.report)
-
-    def waited_s(self) -> float | None:
-        waits, self._waits = self._waits, []
-        return sum(waits) / max(len(waits), 1)
 
     def unwrap(self) -> None:
         self._release()
@@ -169,6 +161,26 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
         """Rank 0's optimizer on every rank, where it has been used before."""
         if self.world.reduce({"used": float(bool(self.optimizer.state))})["used"]:
             self.optimizer.load_state_dict(self.world.broadcast(self.optimizer.state_dict(), 0))
+
+
+class HorovodObserver(TorchObserver):
+    """Observe Horovod, of whose threads torch's profiler sees nothing."""
+
+    _backend: HorovodBackend
+
+    def __init__(self, backend: HorovodBackend) -> None:
+        super().__init__(backend)
+        self.waits: list[float] = []  # seconds at the end of each update since the last log line
+
+    def waited_s(self) -> float | None:
+        waits, self.waits = self.waits, []
+        return sum(waits) / max(len(waits), 1)
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        made, own = super().profiler(directory, warmup, active), self._backend
+        if made is None or self.world_size == 1 or own.options.timeline is not None:
+            return made
+        return WithTimeline(made, own.hvd, own.run_dir, own.report)
 
 
 def _check_adasum(plan: ProcessPlan) -> None:

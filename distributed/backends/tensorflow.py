@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._tensorflow import start
+from distributed.backends._tensorflow.observer import TensorFlowObserver
 from distributed.backends._tensorflow.refusals import REFUSES
 from distributed.backends._tensorflow.scripts import refuse_torch
 from distributed.backends.base import Backend, Refusals, ShardedData
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from distributed.backends._tensorflow.world import TensorFlowWorld
     from distributed.backends.measured import Measured
     from distributed.backends.parts import Part
-    from distributed.loggers.profiling import Profiler
 
 _REFUSED = {
     "parameter_server": "parameter servers update asynchronously, so that no two runs would give the same numbers",
@@ -61,6 +61,8 @@ class TensorFlowBackend(Backend[Any]):
     Options: ClassVar[type[Any]] = TensorFlowOptions
     refuses: ClassVar[Refusals] = REFUSES
     world: TensorFlowWorld
+    observer: TensorFlowObserver
+    measured: Measured
 
     def __init__(self, merged: MergedConfig, options: Any, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
@@ -69,10 +71,8 @@ class TensorFlowBackend(Backend[Any]):
         self._check_environment()
         self._step = 0  # updates done
         self._is_training = False
-        self._norm: float | None = None  # of the newest update's gradient, before clipping
         self._train_data: Data | None = None
-        self._kept: Any = None  # the batch for `graph`
-        self._kept_gradients: list[Any] = []  # for `local_values`
+        self.observer = TensorFlowObserver(self)
         self._nan_policy = NanPolicy(self.config.nan_policy, lambda event: self.report(event))
 
     # ------------------------------------------------------------------ what differs where Horovod carries the tensors
@@ -163,15 +163,15 @@ class TensorFlowBackend(Backend[Any]):
         policy = models.policy_of(self.config, self.mixed_precision)
         replicas = self.world.replicas
         self.model = models.build_model(job.model, self.config, policy, replicas)
-        self._measured = self._metrics_of(job)
+        self.measured = self._metrics_of(job)
         self._unasked: Part | None = None
-        self._objective = Objective(
-            self.model, job.loss_fn, job.training_step, job.metrics, self._measured, self._notice, self.config.dtype
+        self.objective = Objective(
+            self.model, job.loss_fn, job.training_step, job.metrics, self.measured, self._notice, self.config.dtype
         )
         source = job.model if hasattr(job.model, "compiled") else self.model  # a factory's may be compiled too
         optimizer = None
         if self._train_data is not None:
-            models.build(self.model, self._cast(self._train_data.example()), self._objective.predict)
+            models.build(self.model, self.cast(self._train_data.example()), self.objective.predict)
             check_model(self.model)
             models.check_model(self.model, self.data_parallel_size)
             self.world.copy_from_main([variable.value for variable in self.model.variables])
@@ -181,7 +181,7 @@ class TensorFlowBackend(Backend[Any]):
         self.optimizer = optimizer
         rates = self._rates if optimizer is not None else None
         self._saved = Saved(self.model, optimizer, rates, self._generators, self.world, self.data_parallel_size)
-        self._steps = Step(self.model, self._objective, self.world, self._updating, self.config.gradient_clipping)
+        self.steps = Step(self.model, self.objective, self.world, self._updating, self.config.gradient_clipping)
         self._generators.model = self.model
         self._seed_generators()
         if self.mixed_precision != "no":
@@ -213,8 +213,8 @@ class TensorFlowBackend(Backend[Any]):
         measured = Measured(
             functions, wholes, over_all.ENGINE, over_all.measure_of_function, pair, over_all.on_host, self._notice
         )
-        if (before := getattr(self, "_measured", None)) is not None:  # of an evaluation before the first fit
-            measured.form = before.form
+        if isinstance(self.measured, Measured):  # of an evaluation before the first fit
+            measured.form = self.measured.form
         for name, metric in job.metrics.items():
             # The objective measures Keras's means itself, unless a training_step returns their arguments.
             if over_all.is_whole(metric) or (is_of_keras(metric) and job.training_step is not None):
@@ -257,29 +257,27 @@ class TensorFlowBackend(Backend[Any]):
 
     def train_step(self, group: Group) -> StepResult:
         self._is_training = True
-        if self.keeps_batch:
-            self.keeps_batch, self._kept = False, group.micro_batches[0].batch
+        self.observer.see(group.micro_batches[0])
         from distributed.backends.over_all import Deferred
 
         pending: Pending | None = None
         deferred = Deferred("train", [], {})
         last = group.micro_batches[-1]
         for number, micro in enumerate(group.micro_batches):
-            batch = self._cast(micro.batch)
-            pending = self._steps.forward_backward(batch, micro.num_samples, group.num_samples, pending, micro is last)
+            batch = self.cast(micro.batch)
+            pending = self.steps.forward_backward(batch, micro.num_samples, group.num_samples, pending, micro is last)
             for name, parts in self._parts("train", pending.calls, (group.position, number)).items():
                 deferred.parts.setdefault(name, []).extend(parts)
         assert pending is not None
         result = StepResult(_averages(pending.rows), group.num_samples, deferred)
-        self._measured.wholes.keep("train", result)
-        self._norm = float(pending.norm)
-        if not math.isfinite(self._norm):
+        self.measured.wholes.keep("train", result)
+        self.observer.norm = float(pending.norm)
+        if not math.isfinite(self.observer.norm):
             self._on_non_finite(group, pending, result)
         if not result.skipped:
             self._rates.before_update(self._step)
-            self._steps.apply(pending.gradients)
-        if self.keeps_gradients:
-            self._kept_gradients = pending.gradients[0]
+            self.steps.apply(pending.gradients)
+        self.observer.see_gradients(pending.gradients[0])
         self._step += 1
         return result
 
@@ -304,43 +302,15 @@ class TensorFlowBackend(Backend[Any]):
                 rows[place] += (float(value), float(count))
         return added(self.world.gather(sums))
 
-    def begin(self, split: str) -> None:
-        self._measured.begin(split)
-
-    def names_over_all(self) -> Sequence[str]:
-        return self._measured.names_over_all()
-
-    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
-        return self._measured.measure(split, means, is_end=is_end)
-
-    def gradient_norm(self) -> float | None:
-        return self._norm
-
-    def graph(self) -> bytes:
-        from distributed.backends._tensorflow.watching import graph_of
-
-        kept, self._kept = self._kept, None
-        return graph_of(self._objective.predict, self._cast(kept))
-
-    def local_values(self) -> Iterator[tuple[str, Any]]:
-        from distributed.backends._tensorflow.watching import values_of
-
-        return values_of(self._steps.trained(), self._kept_gradients)
-
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        from distributed.backends._tensorflow.profiler import TensorFlowProfiler
-
-        return TensorFlowProfiler(directory, self.context.rank, warmup, active)
-
     def eval_step(self, micro: MicroBatch) -> StepResult:
         from distributed.backends.over_all import Deferred
 
         self._enter_evaluation()
-        self._measured.num_evaluated += 1
-        rows, calls = self._steps.evaluate(self._cast(micro.batch), micro.num_samples)
-        deferred = Deferred("val", [], self._parts("val", calls, (self._measured.num_evaluated, 0)))
+        self.measured.num_evaluated += 1
+        rows, calls = self.steps.evaluate(self.cast(micro.batch), micro.num_samples)
+        deferred = Deferred("val", [], self._parts("val", calls, (self.measured.num_evaluated, 0)))
         result = StepResult(_averages(rows), micro.num_samples, deferred)
-        self._measured.wholes.keep("val", result)
+        self.measured.wholes.keep("val", result)
         return result
 
     def _parts(self, split: str, calls: Sequence[Any], key: tuple[int, int]) -> dict[str, list[Part]]:
@@ -348,7 +318,7 @@ class TensorFlowBackend(Backend[Any]):
         from distributed.backends._tensorflow.over_all import on_host, parts_of
 
         found = parts_of(calls, key)
-        check = self._measured.check(split)
+        check = self.measured.check(split)
         for part in found.pop(CHECK, ()) if check is not None else ():
             assert check is not None
             if split == "train" and check.is_over:
@@ -358,7 +328,7 @@ class TensorFlowBackend(Backend[Any]):
             if check.admits(part.value):
                 found.setdefault(CHECK, []).append(part)
             elif split == "val":
-                self._measured.ask(split, part.value, part.num_samples)
+                self.measured.ask(split, part.value, part.num_samples)
         return found
 
     def _ask(self) -> None:
@@ -366,11 +336,11 @@ class TensorFlowBackend(Backend[Any]):
 
         part, self._unasked = self._unasked, None
         if part is not None:
-            self._measured.ask("train", on_host(part.value), part.num_samples)
+            self.measured.ask("train", on_host(part.value), part.num_samples)
 
     def predict_step(self, micro: MicroBatch) -> Any:
         self._enter_evaluation()
-        return self._steps.predict(self._cast(micro.batch), micro.num_samples)
+        return self.steps.predict(self.cast(micro.batch), micro.num_samples)
 
     def join_outputs(self, parts: list[list[tuple[int, int, Any]]]) -> Any:
         from distributed.backends._tensorflow.outputs import joined
@@ -403,12 +373,12 @@ class TensorFlowBackend(Backend[Any]):
 
     def save(self, directory: Path) -> dict[str, Any]:
         extra = self._saved.save(directory, self._step)
-        return extra | {"means": self._measured.form, "over_all": self._measured.wholes.save(directory)}
+        return extra | {"means": self.measured.form, "over_all": self.measured.wholes.save(directory)}
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
         self._step = int(state["step"])
-        self._measured.form = state.get("means") or {}
-        self._measured.wholes.load(directory, state.get("over_all"))
+        self.measured.form = state.get("means") or {}
+        self.measured.wholes.load(directory, state.get("over_all"))
         if not self._saved.load(directory, state, self._notice):
             self._seed_generators()
 
@@ -433,8 +403,8 @@ class TensorFlowBackend(Backend[Any]):
 
     # ------------------------------------------------------------------ small things
 
-    def _cast(self, batch: Any) -> Any:
-        """Floating arrays in the element type of the run, as Keras does it with arrays."""
+    def cast(self, batch: Any) -> Any:
+        """Return `batch` with its floating arrays in the element type of the run, as Keras casts arrays."""
         import numpy
         import tensorflow as tf
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distributed.backends._torch.observer import TorchObserver
 from distributed.backends.base import Backend, If, OptionsT, Refusals, ShardedData
 from distributed.backends.non_finite import NanPolicy, describe, vote
 from distributed.config.data import DataOptions
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from distributed.backends._torch.world import TorchWorld
     from distributed.config.settings import DistributedConfig
     from distributed.launching.request import WorkerEnvironment
-    from distributed.loggers.profiling import Profiler
 
 
 # Of every engine that talks through a torch process group.
@@ -57,6 +57,7 @@ class TorchBackend(Backend[OptionsT]):
     refuses: ClassVar[Refusals] = PROCESS_GROUPS
     refuses_keras: ClassVar[str] = ""  # why Keras models do not work under this engine, where they do not
     world: TorchWorld
+    observer: TorchObserver
     other_keras: ClassVar[str] = "choose another backend"  # what to do for Keras on another engine than torch
 
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
@@ -64,7 +65,7 @@ class TorchBackend(Backend[OptionsT]):
         self._is_training: bool | None = None
         self._step = 0  # updates done, for warm-up and messages
         self._first_data: ShardedData | None = None
-        self._kept: MicroBatch | None = None  # for `graph`
+        self.observer = TorchObserver(self)
         self._unread: Unread | None = None  # the newest update, while nobody knows whether its gradients were finite
         self._looks_later = False
 
@@ -150,7 +151,7 @@ class TorchBackend(Backend[OptionsT]):
         self.device = torch.device(self.context.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._generators = OwnGenerators(self.device)
+        self.generators = OwnGenerators(self.device)
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -245,12 +246,13 @@ class TorchBackend(Backend[OptionsT]):
         )  # fmt: skip
         if before is not None:
             self._averages.measured.form = before.measured.form
+        self.measured = self._averages.measured
         self.objective.add_metric = self._averages.add
         self._moves = self.device.type != "cpu" or self._to_dtype is not None
 
     def _seed_generators(self) -> None:
         value = sample_seed(self.config.seed, self._step, self.context.rank)
-        self._generators.seed(value)
+        self.generators.seed(value)
         self.kind.seed(value)
 
     def _forked(self) -> contextlib.AbstractContextManager[None]:
@@ -264,11 +266,11 @@ class TorchBackend(Backend[OptionsT]):
         numbers of training."""
         from distributed.backends._torch.over_all import alone
 
-        with self._generators.untouched(), self.kind.without_draws(), alone():
+        with self.generators.untouched(), self.kind.without_draws(), alone():
             yield
 
     def own_generators(self) -> contextlib.AbstractContextManager[None]:
-        return self._generators.inside()
+        return self.generators.inside()
 
     def batch_size_of(self, data: Any) -> int | None:
         from distributed.backends._torch.loading import loader_batch_size
@@ -297,7 +299,7 @@ class TorchBackend(Backend[OptionsT]):
             raise ConfigError(
                 "the model has no weights before it has seen data: call fit() first, or build it with an Input"
             )
-        with self._generators.untouched():
+        with self.generators.untouched():
             batch = next(self._first_data.epoch(0)).micro_batches[0].batch
             self._first_data.close()
         return batch
@@ -313,7 +315,7 @@ class TorchBackend(Backend[OptionsT]):
         if self._is_new_wrapper:
             self._is_new_wrapper = False
             self._before_first_update(group)
-            self._kept = group.micro_batches[0] if self.keeps_batch else None
+            self.observer.see(group.micro_batches[0])
         for parameter in self._parameters:  # Optimizer.zero_grad does the same in 20 us more
             parameter.grad = None
         micros = group.micro_batches
@@ -368,7 +370,7 @@ class TorchBackend(Backend[OptionsT]):
         return loss
 
     def _forward(self, micro: MicroBatch, items: torch.Tensor | None) -> Loss:
-        batch = self._move(micro.batch) if self._moves else micro.batch
+        batch = self.move(micro.batch) if self._moves else micro.batch
         if self.mixed_precision == "no":
             return self.objective(self._wrapped, batch, items)
         with self.precision.autocast():
@@ -464,45 +466,16 @@ class TorchBackend(Backend[OptionsT]):
         self._look_back()  # before anything is logged, measured or saved
         return self._averages.collect(results, self.world.gather)
 
-    def begin(self, split: str) -> None:
-        self._averages.measured.begin(split)
-
-    def names_over_all(self) -> Sequence[str]:
-        return self._averages.measured.names_over_all()
-
-    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
-        return self._averages.measured.measure(split, means, is_end=is_end)
-
     def gradient_norm(self) -> float | None:
+        """Return the norm of the newest update's gradient, for the observer."""
         return self._gradients.norm() if self._clipped_norm is None else float(self._clipped_norm)
-
-    def graph(self) -> bytes:
-        from distributed.backends._torch.watching import graph_of
-
-        kept, self._kept = self._kept, None
-        if self.cuts_weights:
-            raise ConfigError("its parameters lie in pieces on the processes")
-        if kept is None:
-            raise ConfigError("no batch was kept")
-        with self._generators.untouched(), self.precision.autocast():
-            return graph_of(self.plain, self.objective, self._move(kept.batch), kept.num_samples)
-
-    def local_values(self) -> Iterator[tuple[str, Any]]:
-        from distributed.backends._torch.watching import values_of
-
-        return values_of(self.plain)
-
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        from distributed.backends._torch.profiler import TorchProfiler
-
-        return TorchProfiler(directory, self.context.rank, self.device, warmup, active)
 
     # ------------------------------------------------------------------ evaluation
 
     def eval_step(self, micro: MicroBatch) -> StepResult:
         with self._evaluating():
             with self.precision.autocast():
-                loss = self.objective(self._eval_model(), self._move(micro.batch))
+                loss = self.objective(self._eval_model(), self.move(micro.batch))
             return self._averages.of_evaluation(micro, loss)
 
     def predict_step(self, micro: MicroBatch) -> Any:
@@ -510,7 +483,7 @@ class TorchBackend(Backend[OptionsT]):
         from distributed.backends._torch.outputs import Outputs
 
         with self._evaluating(), self.precision.autocast():
-            outputs = self.objective.predict(self._eval_model(), self._move(micro.batch))
+            outputs = self.objective.predict(self._eval_model(), self.move(micro.batch))
         return Outputs(move(outputs, self.torch.device("cpu"), None), micro.num_samples)
 
     def join_outputs(self, parts: list[list[tuple[int, int, Any]]]) -> Any:
@@ -624,7 +597,7 @@ class TorchBackend(Backend[OptionsT]):
 
     def _settle(self, batch: Any) -> None:
         with self._forked(), self.precision.autocast():
-            votes = self.objective.probe(self.plain, self._move(batch))
+            votes = self.objective.probe(self.plain, self.move(batch))
         self.objective.settle(self.world.reduce(votes))
         self._wrapped.train()
         self._settled = True
@@ -637,7 +610,8 @@ class TorchBackend(Backend[OptionsT]):
         self.world.combine(total, "sum").wait()
         return total.reshape(())
 
-    def _move(self, batch: Any) -> Any:
+    def move(self, batch: Any) -> Any:
+        """Return `batch` on this rank's device, in the element type of the run."""
         from distributed.backends._torch.nested import move
 
         return move(batch, self.device, self._to_dtype) if self._moves else batch

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distributed.callbacks import Callback
@@ -13,7 +12,7 @@ from distributed.checkpoints.agreement import Ranks
 if TYPE_CHECKING:
     from distributed.config.merging import MergedConfig
     from distributed.config.plan import BatchPlan, ProcessPlan
-    from distributed.loggers.profiling import Profiler
+    from distributed.loggers.observer import Observer
     from distributed.runs.directory import RunDirectory
     from distributed.state import TrainState, WorkerContext
 
@@ -30,25 +29,14 @@ class Watched(Protocol):
 
     model: Any  # the user's module
     devices_per_process: int
-    keeps_batch: bool  # whether the next update is to keep a batch for `graph`
-    keeps_gradients: bool  # whether each update is to keep its gradients for `local_values`
 
     @property
     def world(self) -> Communicating:
         """The processes that train together."""
 
     @property
-    def cuts_weights(self) -> bool:
-        """Whether a rank holds pieces of the parameters."""
-
-    def graph(self) -> bytes:
-        """Return a GraphDef of the model as TensorBoard takes it."""
-
-    def local_values(self) -> Iterator[tuple[str, Any]]:
-        """Yield (`weights/NAME` or `gradients/NAME`, flat array of floats) of what this rank holds."""
-
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        """Return what records `active` updates of this rank after `warmup` others, or None."""
+    def observer(self) -> Observer:
+        """What can be observed of training."""
 
 
 @dataclasses.dataclass(frozen=True)

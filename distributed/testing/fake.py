@@ -83,9 +83,6 @@ class FakeBackend(Backend[FakeOptions]):
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
         return {"loss": [(value * scale, count) for result in results for _, value, scale, count in result.averages]}
 
-    def gradient_norm(self) -> float | None:
-        return None
-
     def learning_rates(self) -> list[float]:
         return [self.config.learning_rate]
 

@@ -193,7 +193,7 @@ class Session:
         is_of_user = not isinstance(error, Exception) or isinstance(error, DistributedError)
         if self.setup.is_search or is_of_user or not is_out_of_memory(error):
             return error
-        is_cut = self.backend.cuts_weights and self.context.world_size > 1
+        is_cut = self.backend.observer.cuts_weights and self.context.world_size > 1
         return out_of_memory(
             error, self.context.rank, fit.state.step + 1, fit.batch_size, self.setup.merged.config, is_cut=is_cut
         )

@@ -155,7 +155,7 @@ def test_what_an_evaluation_found_out_holds_for_the_fit_after_it_and_is_not_said
     history = trainer.fit(DATA, DATA)
     said = capsys.readouterr()
     assert (said.out + said.err).count("metric 'f1' gives another value when its batch is split") == 1
-    measured = trainer.backend._averages.measured
+    measured = trainer.backend.measured
     assert measured.form == {"f1": False}
     once = trainer_of(tmp_path, "once", metrics={"f1": over_all(f1)}).fit(DATA, DATA)
     assert [row["f1"] for row in history.rows] == [

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distributed.backends._horovod.rules import NEEDS, REFUSES, check_job
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends._tensorflow import start
+from distributed.backends._tensorflow.observer import TensorFlowObserver
 from distributed.backends.base import Refusals
 from distributed.backends.effects import Need
 from distributed.backends.tensorflow import TensorFlowBackend, alone
-from distributed.config.plan import BatchPlan
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.config.registry import BackendRow, backend_row
 from distributed.errors import ConfigError
 from distributed.launching.request import LaunchRequest, WorkerEnvironment
@@ -36,6 +38,10 @@ class HorovodKerasBackend(TensorFlowBackend):
     _flags: ClassVar[str] = f"--backend horovod --set {CHOICE}=tensorflow"
 
     _joined: HorovodWorld | None = None
+
+    def __init__(self, merged: MergedConfig, options: Any, plan: ProcessPlan) -> None:
+        super().__init__(merged, options, plan)
+        self.observer = HorovodKerasObserver(self)
 
     def _check_options(self) -> None:
         if self.options.adasum:
@@ -76,12 +82,6 @@ class HorovodKerasBackend(TensorFlowBackend):
         self.rewrap()
         return notices
 
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        made = super().profiler(directory, warmup, active)
-        if made is None or self.context.world_size == 1 or self.options.timeline is not None:
-            return made
-        return WithTimeline(made, self.hvd, self.run_dir, self.report)
-
     def rewrap(self) -> None:
         super().rewrap()
         if self.context.world_size > 1:
@@ -95,6 +95,18 @@ class HorovodKerasBackend(TensorFlowBackend):
         super().teardown()
         if self._joined is not None:
             self._joined.leave()
+
+
+class HorovodKerasObserver(TensorFlowObserver):
+    """Observe the TensorFlow step with Horovod, of whose threads TensorFlow's profiler sees nothing."""
+
+    _backend: HorovodKerasBackend
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        made, own = super().profiler(directory, warmup, active), self._backend
+        if made is None or self.world_size == 1 or own.options.timeline is not None:
+            return made
+        return WithTimeline(made, own.hvd, own.run_dir, own.report)
 
 
 def row_on_tensorflow(row: BackendRow) -> BackendRow:
