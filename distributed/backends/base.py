@@ -13,16 +13,15 @@ from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
-from distributed.launching.request import WorkerEnvironment
 from distributed.loggers.observer import Observer
 from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends.effects import Need
     from distributed.backends.world import World
-    from distributed.config.registry import BackendRow
 
 OptionsT = TypeVar("OptionsT")
+Report = Callable[[dict[str, Any]], None]  # takes notices and warnings, as {"kind": "warning", "text": ...}
 TARGET_NAMES = (
     "labels",
     "label",
@@ -98,7 +97,6 @@ class Backend(abc.ABC, Generic[OptionsT]):
     # the row of `distributed.backends.effects` does not hold.
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {}
     joins_cluster: ClassVar[bool] = False  # whether its launcher knows what to do with `address`
-    launcher: str = "distributed.launching.forkserver"  # the module whose `serve` starts its workers
     merged: MergedConfig
     config: DistributedConfig
     plan: ProcessPlan
@@ -109,21 +107,6 @@ class Backend(abc.ABC, Generic[OptionsT]):
         super().__init_subclass__(**arguments)
         if not cls.joins_cluster:
             cls.refuses = {"address": _NO_CLUSTER, **cls.refuses}
-
-    @classmethod
-    def make(cls, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> Backend[Any]:
-        """The adapter for these settings: of this class, unless its options name another one."""
-        return cls(merged, options, plan)
-
-    @classmethod
-    def row(cls, row: BackendRow, options: OptionsT) -> BackendRow:
-        """`row` of the registry as these options make it: another engine needs another environment in its workers."""
-        return row
-
-    @classmethod
-    def groups(cls, options: OptionsT) -> tuple[str, ...]:
-        """Names of the further backends whose groups of options count too."""
-        return ()
 
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         """Cheap; refuses what it cannot honour. Called in the parent too, before any process starts."""
@@ -138,10 +121,10 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.has_schedule = (
             False  # whether a schedule counts updates or epochs, see `scheduler_interval`; once it is prepared
         )
-        self.run_dir: Path | None = None  # for an engine's own files; known before `prepare` where there is a fit
+        self.run_dir: Path | None = None  # for an engine's own files, see `configure`
         self.observer = Observer(plan.world_size)
         self.measured = MetricsOverAll()  # of the model, once it is prepared
-        self.report: Callable[[dict[str, Any]], None] = lambda event: None  # notices and warnings, to the display
+        self.report: Report = lambda event: None
 
     def _refuse(self) -> None:
         for refused, why in self.refuses.items():
@@ -164,11 +147,6 @@ class Backend(abc.ABC, Generic[OptionsT]):
         return getattr(holder, option), type(holder).__dataclass_fields__[option].default
 
     @property
-    def is_fit_in_workers(self) -> bool:
-        """Whether a `fit` outside of a worker starts workers. Else it trains where it was called."""
-        return self.plan.world_size > 1
-
-    @property
     def data_parallel_size(self) -> int:
         """Into how many slices a micro-batch is cut."""
         return self.plan.world_size * self.devices_per_process
@@ -178,28 +156,24 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """The optimizer as the user knows it, once it is prepared for training."""
         return self.optimizer
 
-    @property
-    def on_epoch(self) -> Callable[[Mapping[str, Any]], None] | None:
-        """What the process that called `fit` does with the row of each finished epoch, if anything."""
-        return None
-
-    def launcher_options(self) -> dict[str, Any]:
-        """What `launcher` must know beside the settings of a run. JSON-able."""
-        return {}
-
-    @classmethod
-    def join(
-        cls, plan: ProcessPlan, config: DistributedConfig, warn: Callable[[str], None], transport: str | None = None,
-        found: WorkerEnvironment | None = None, call: str = "fit()",
-    ) -> Any:  # fmt: skip
-        """The World of a script without a Trainer, for engines that have one."""
-        raise ConfigError(
-            f"{call} joins processes for torch tensors, and backend={config.backend!r} has others: use Trainer"
-        )
-
     def check(self, job: Job, *, here: bool) -> None:
         """Refuse what can be known to be wrong with `job` by now; `here`: this process will train it. Called by Trainer, in
         the parent too."""
+
+    def configure(
+        self, merged: MergedConfig | None = None, *, run_dir: Path | None = None, report: Report | None = None
+    ) -> None:
+        """Take up what is known by now; None leaves things as they are. No collective.
+
+        Args:
+            merged: the settings of the next fit or evaluation, which `prepare` and the steps read.
+            run_dir: the run directory of a fit, for the engine's own files. Known before `prepare`.
+            report: called with notices and warnings, for the display. Known before `setup`.
+        """
+        if merged is not None:
+            self.merged, self.config = merged, merged.config
+        self.run_dir = run_dir or self.run_dir
+        self.report = report or self.report
 
     @abc.abstractmethod
     def setup(self) -> WorkerContext:

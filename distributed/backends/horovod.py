@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._horovod.rules import NEEDS, REFUSES, HorovodOptions, check_job
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends._torch.observer import TorchObserver
-from distributed.backends.base import Backend, Refusals
+from distributed.backends.base import Refusals
 from distributed.backends.effects import Need
 from distributed.backends.torch_base import TorchBackend
 from distributed.config.merging import MergedConfig
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from distributed.backends._horovod.buckets import Buckets
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.world import TorchWorld
-    from distributed.config.registry import BackendRow
-    from distributed.config.settings import DistributedConfig
-    from distributed.launching.request import WorkerEnvironment
     from distributed.loggers.profiling import Profiler
 
 
@@ -56,34 +53,10 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
         self.observer = HorovodObserver(self)
         self._timeline: Timeline | None = None
 
-    @classmethod
-    def make(cls, merged: MergedConfig, options: HorovodOptions, plan: ProcessPlan) -> Backend[Any]:
-        if options.keras_backend == "torch":
-            return cls(merged, options, plan)
-        from distributed.backends._horovod.keras_backend import HorovodKerasBackend
+    def _join(self) -> TorchWorld:
+        from distributed.backends._horovod.world import join
 
-        return HorovodKerasBackend(merged, options, plan)
-
-    @classmethod
-    def row(cls, row: BackendRow, options: HorovodOptions) -> BackendRow:
-        if options.keras_backend == "torch":
-            return row
-        from distributed.backends._horovod.keras_backend import row_on_tensorflow
-
-        return row_on_tensorflow(row)
-
-    @classmethod
-    def join(
-        cls, plan: ProcessPlan, config: DistributedConfig, warn: Callable[[str], None], transport: str | None = None,
-        found: WorkerEnvironment | None = None, call: str = "fit()",
-    ) -> TorchWorld:  # fmt: skip
-        from distributed.backends._horovod.world import HorovodWorld, load
-        from distributed.backends._torch.world import OneProcess
-
-        if plan.world_size == 1:
-            load()
-            return OneProcess(plan)
-        return HorovodWorld(plan, config, warn, found, call)
+        return join(self.plan, self.config, self._warn)
 
     def check(self, job: Job, *, here: bool) -> None:
         check_job(job)

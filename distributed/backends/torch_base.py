@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.precision import Precision
     from distributed.backends._torch.world import TorchWorld
-    from distributed.config.settings import DistributedConfig
-    from distributed.launching.request import WorkerEnvironment
 
 
 # Of every engine that talks through a torch process group.
@@ -71,18 +69,11 @@ class TorchBackend(Backend[OptionsT]):
 
     # ------------------------------------------------------------------ hooks of the torch family
 
-    @classmethod
-    def join(
-        cls, plan: ProcessPlan, config: DistributedConfig, warn: Callable[[str], None], transport: str | None = None,
-        found: WorkerEnvironment | None = None, call: str = "fit()",
-    ) -> TorchWorld:  # fmt: skip
-        """Join the other processes, for a Trainer and for scripts without one; the arguments are `ProcessGroup`'s."""
+    def _join(self) -> TorchWorld:
+        """Join the other processes."""
         from distributed.backends._torch.world import ProcessGroup
 
-        return ProcessGroup(plan, config, warn, transport, found, call)
-
-    def _join(self) -> TorchWorld:
-        return self.join(self.plan, self.config, self._warn, self._transport())
+        return ProcessGroup(self.plan, self.config, self._warn, self._transport())
 
     def _transport(self) -> str | None:
         """torch's word for how processes talk where `communication_backend` is unset; None: nccl on GPUs, else gloo."""

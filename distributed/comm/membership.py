@@ -16,7 +16,7 @@ from distributed.backends.adoption import adopted
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import merge
 from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
-from distributed.config.registry import REGISTRY, TRANSPORTS, backend_class
+from distributed.config.registry import REGISTRY, TRANSPORTS, starting_of
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching.request import WorkerEnvironment, typed_for_script, worker_environment
@@ -91,8 +91,8 @@ def _join(config: DistributedConfig, found: WorkerEnvironment | None) -> TorchWo
     plan = _plan(config, found)
     if found is None or found.world_size == 1:
         return OneProcess(plan)
-    engine = backend_class(choose_backend(config, found.world_size))
-    world: TorchWorld = engine.join(plan, config, _log.warning, found=found, call=_CALL)
+    starting = starting_of(choose_backend(config, found.world_size))
+    world: TorchWorld = starting.join(plan, config, _log.warning, found, _CALL)
     _end_in_order()
     return world
 

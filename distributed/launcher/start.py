@@ -20,7 +20,7 @@ from distributed.backends.effects import Situation, lines_of, without_effect
 from distributed.checkpoints.manifest import check_source
 from distributed.config.merging import MergedConfig, Typed, merge
 from distributed.config.plan import ProcessPlan, choose_backend, plan_batch, plan_processes, starting_line
-from distributed.config.registry import groups_in_use, row_in_use
+from distributed.config.registry import groups_in_use, row_in_use, starting_of
 from distributed.config.settings import GROUPS, DistributedConfig, nproc_of_world
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.exposure import launcher_warnings, warnings_of
@@ -115,8 +115,9 @@ def _checked_request(
 ) -> tuple[Backend[Any], LaunchRequest]:
     backend = _refuse(typed, merged, plan, run_dir, resume)
     request = _request(typed, merged, plan, run_dir, resume)
-    started = dataclasses.replace(request, launcher=backend.launcher, launcher_options=backend.launcher_options())
-    return backend, started
+    starting = starting_of(plan.backend)
+    options = starting.launcher_options(merged.config, plan)
+    return backend, dataclasses.replace(request, launcher=starting.launcher(), launcher_options=options)
 
 
 def _asked_processes(config: DistributedConfig) -> int | None:

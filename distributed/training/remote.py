@@ -238,7 +238,7 @@ def _request(setup: Setup, merged: MergedConfig, run: RunDirectory, payload: int
         restart_on_exception=config.restart_on_exception, monitor_interval=config.monitor_interval,
         start_timeout=config.start_timeout, timeout_s=config.timeout_s, verbose=config.verbose,
         started_lines=(*merged.notices, *warnings_of(config, plan), starting_line(plan)),
-        launcher=setup.backend.launcher, launcher_options=setup.backend.launcher_options(),
+        launcher=setup.starting.launcher(), launcher_options=setup.starting.launcher_options(config, plan),
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ class Session:
         self.setup, self.backend = setup, setup.backend
         is_shown = setup.is_main_process and not setup.is_search  # whose epochs are no news either
         self._reporter = Reporter(is_shown, setup.merged.config.verbose)
-        self.backend.report = self._reporter
+        self.backend.configure(report=self._reporter)
         raise_kept()  # a Ctrl-C that an import of the script swallowed: the other ranks may have left
         for text in launcher_warnings(setup.worker) if setup.is_main_process else ():
             self._reporter({"kind": "warning", "text": text})
@@ -121,7 +121,7 @@ class Session:
             train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, DataRole.TRAINING)))
             batch = train.batch  # a batch sampler's items set its size
             run = self.files.open_run(in_effect(merged, batch, loader_batch_size))
-            backend.run_dir = run.path
+            backend.configure(run_dir=run.path)
             val = None
             if val_data is not None:
                 val = backend.shard(val_data, self._eval_batch(val_data, batch), DataRole.VALIDATION)
@@ -141,8 +141,8 @@ class Session:
             return self._train(fit, train, val)
 
     def _configure(self, merged: MergedConfig) -> None:
-        self.setup.merged = self.backend.merged = merged
-        self.backend.config = merged.config
+        self.setup.merged = merged
+        self.backend.configure(merged)
         self._reporter.set_verbose(merged.config.verbose)
 
     def _train(self, fit: _Fit, train: Any, val: Any) -> History:
@@ -442,12 +442,11 @@ class Session:
             return
         self._prepared_for = "evaluation"
         backend, merged = self.backend, self.backend.merged
-        backend.merged = for_evaluation(merged)
-        backend.config = backend.merged.config
+        backend.configure(for_evaluation(merged))
         with backend.own_generators():
             backend.prepare(self.setup.job, batch)
         backend.unwrap()
-        backend.merged, backend.config = merged, merged.config
+        backend.configure(merged)
 
 
 def _one_micro_batch(size: int, data_parallel_size: int) -> BatchPlan:

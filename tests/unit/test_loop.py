@@ -137,7 +137,7 @@ def test_a_callback_ends_training_from_any_hook(hook):
 def test_a_stop_in_on_train_end_is_told_to_have_no_effect():
     run = make(samples=20, callbacks=[Stops("on_train_end", 10)], val=FakeData(3, BATCH))
     told = []
-    run.backend.report = told.append
+    run.backend.configure(report=told.append)
     fit(run)
     assert [event["kind"] for event in told] == ["warning"]
     assert told[0]["text"].startswith("stop('enough') in on_train_end has no effect: training has ended")

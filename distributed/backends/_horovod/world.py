@@ -18,7 +18,7 @@ from distributed.backends._horovod.exchange import Reduction, finished, this_pro
 from distributed.backends._horovod.rendezvous import ADDRESS, Rendezvous
 from distributed.backends._horovod.timeline import is_prepared
 from distributed.backends._torch.meeting import meet
-from distributed.backends._torch.world import Pending, TorchWorld
+from distributed.backends._torch.world import OneProcess, Pending, TorchWorld
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
@@ -174,6 +174,20 @@ class HorovodWorld(TorchWorld):
             directory = str(files.__enter__())
             atexit.register(files.__exit__, None, None, None)
         return dist.FileStore(f"{self.broadcast(directory, 0)}/store", -1)
+
+
+def join(
+    plan: ProcessPlan,
+    config: DistributedConfig,
+    warn: Callable[[str], None],
+    found: WorkerEnvironment | None = None,
+    call: str = "fit()",
+) -> TorchWorld:
+    """Return the world of a run of Horovod. One process needs no Horovod, but must be able to load it."""
+    if plan.world_size == 1:
+        load()
+        return OneProcess(plan)
+    return HorovodWorld(plan, config, warn, found, call)
 
 
 def load() -> Any:
