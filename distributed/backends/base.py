@@ -111,12 +111,14 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         """Cheap; refuses what it cannot honour. Called in the parent too, before any process starts."""
         self.merged, self.config, self.options, self.plan = merged, merged.config, options, plan
+        self.data_parallel_size = plan.world_size  # into how many slices a micro-batch is cut
         self.mixed_precision = mixed_precision(merged.config, plan.device)
-        self._refuse()
+        check_refusals(self)
         self.world: World  # after `setup`
         self.context: WorkerContext  # of `world`
         self.model: Any = None  # the user's module, once it is prepared
         self.optimizer: Any = None  # what updates it, once it is prepared for training
+        self.users_optimizer: Any = None  # the same as the user knows it
         self.batch_dependent: Sequence[str] = ()  # its parts whose output differs with the split of a batch; then known
         self.has_schedule = (
             False  # whether a schedule counts updates or epochs, see `scheduler_interval`; once it is prepared
@@ -125,36 +127,6 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.observer = Observer(plan.world_size)
         self.measured = MetricsOverAll()  # of the model, once it is prepared
         self.report: Report = lambda event: None
-
-    def _refuse(self) -> None:
-        for refused, why in self.refuses.items():
-            name, _, wanted = refused.partition("=")
-            value, default = self._value(name)
-            meant = self.mixed_precision if name == "mixed_precision" else value
-            if not (str(meant) == wanted if wanted else meant != default):
-                continue
-            said = f"{name}={value!r} does not work with backend={self.plan.backend!r}"
-            if isinstance(why, str):
-                raise ConfigError(f"{said}: {why}")
-            for each in why:
-                if each.holds(self):
-                    raise ConfigError(f"{said} {each.when}: {each.reason}")
-
-    def _value(self, name: str) -> tuple[Any, Any]:
-        """(value, default) of a setting, or of an option in a group that every backend shares."""
-        group, _, option = name.rpartition(".")
-        holder = self.config.options(group) if group else self.config
-        return getattr(holder, option), type(holder).__dataclass_fields__[option].default
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Into how many slices a micro-batch is cut."""
-        return self.plan.world_size * self.devices_per_process
-
-    @property
-    def users_optimizer(self) -> Any:
-        """The optimizer as the user knows it, once it is prepared for training."""
-        return self.optimizer
 
     def check(self, job: Job, *, here: bool) -> None:
         """Refuse what can be known to be wrong with `job` by now; `here`: this process will train it. Called by Trainer, in
@@ -267,3 +239,35 @@ class Backend(abc.ABC, Generic[OptionsT]):
     @abc.abstractmethod
     def teardown(self) -> None:
         """Orderly end, always called; releases the group and leaves no thread. After a failure it must not wait for others."""
+
+    def _warn(self, text: str) -> None:
+        """Show a warning of this rank."""
+        self.report({"kind": "warning", "text": text})
+
+    def _notice(self, text: str) -> None:
+        """Show a notice of the main process."""
+        if self.context.is_main_process:
+            self.report({"kind": "notice", "text": text})
+
+
+def check_refusals(backend: Backend[Any]) -> None:
+    """Raise ConfigError for a setting that the engine of `backend` refuses."""
+    for refused, why in backend.refuses.items():
+        name, _, wanted = refused.partition("=")
+        value, default = _value(backend.config, name)
+        meant = backend.mixed_precision if name == "mixed_precision" else value
+        if not (str(meant) == wanted if wanted else meant != default):
+            continue
+        said = f"{name}={value!r} does not work with backend={backend.plan.backend!r}"
+        if isinstance(why, str):
+            raise ConfigError(f"{said}: {why}")
+        for each in why:
+            if each.holds(backend):
+                raise ConfigError(f"{said} {each.when}: {each.reason}")
+
+
+def _value(config: DistributedConfig, name: str) -> tuple[Any, Any]:
+    """Return (value, default) of a setting, or of an option in a group that every backend shares."""
+    group, _, option = name.rpartition(".")
+    holder = config.options(group) if group else config
+    return getattr(holder, option), type(holder).__dataclass_fields__[option].default

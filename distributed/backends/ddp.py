@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._torch.observer import TorchObserver
 from distributed.backends._torch.waits import Waits
+from distributed.backends._torch.wrapper import Wrapper
 from distributed.backends.base import If, Refusals
 from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
 from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.state import Group, Job, StepResult
+from distributed.state import Group, Job
 
 if TYPE_CHECKING:
     import torch
 
     from distributed.backends._torch.comm_hooks import CommHook
-    from distributed.backends._torch.objective import Loss
 
 _LEFT_OUT = "_ddp_params_and_buffers_to_ignore"  # where DDP looks, in the model
 
@@ -79,50 +79,88 @@ class DDPBackend(TorchBackend[DDPOptions]):
 
     Options: ClassVar[type[Any]] = DDPOptions
     observer: DDPObserver
+    wrapper: DDPWrapper
     refuses: ClassVar[Refusals] = {**PROCESS_GROUPS, **OF_HOOKS}
 
     def __init__(self, merged: MergedConfig, options: DDPOptions, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
-        self._check_hook()
+        _check_hook(options, plan)
         if options.static_graph and options.find_unused_parameters:
             raise ConfigError(
                 "ddp.static_graph=true finds unused parameters by itself: drop ddp.find_unused_parameters"
             )
-        self._hook: CommHook | None = None
-        self._watched: _Watch | None = None
         self.observer = DDPObserver(self)
-
-    def _check_hook(self) -> None:
-        options, name = self.options, self.options.comm_hook
-        for option in ("powersgd_rank", "powersgd_start_step", "topk_ratio", "hierarchical_group_size"):
-            value, its_hook = getattr(options, option), option.partition("_")[0]
-            if value is not None and name != its_hook:
-                raise ConfigError(
-                    f"ddp.{option}={value} has no effect without ddp.comm_hook={its_hook!r}: set it, or drop this"
-                )
-        if name == "powersgd" and options.bucket_cap_mb is not None:
-            raise ConfigError(
-                f"ddp.bucket_cap_mb={options.bucket_cap_mb} has no effect with ddp.comm_hook='powersgd', which takes all"
-                " gradients in one bucket: drop one of them"
-            )
-        if options.hierarchical_group_size and self.plan.world_size % options.hierarchical_group_size:
-            raise ConfigError(
-                f"ddp.hierarchical_group_size={options.hierarchical_group_size} does not divide"
-                f" world_size={self.plan.world_size}: use a divisor of it"
-            )
+        self.wrapper = DDPWrapper(self)
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         notices = super().prepare(job, batch)
-        if self._hook is not None and self._hook.notice is not None:
-            notices.append(self._hook.notice)
+        if self.wrapper.hook is not None and self.wrapper.hook.notice is not None:
+            notices.append(self.wrapper.hook.notice)
         return notices
 
-    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+    def unwrap(self) -> None:
+        super().unwrap()
+        self.wrapper.close_hook()
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        extra, hook = super().save(directory), self.wrapper.hook
+        if hook is not None and hook.has_memory:
+            memory = hook.save(directory, self.context.rank)
+            extra["comm_hook"] = {"name": self.options.comm_hook, **memory}
+        return extra
+
+    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
+        super().load(directory, state)
+        hook = self.wrapper.hook
+        if hook is None or not hook.has_memory:
+            return
+        kept, name = state.get("comm_hook") or {}, self.options.comm_hook
+        if kept.get("name") == name and int(state["world_size"]) == self.context.world_size:
+            hook.load(directory, self.context.rank, kept)
+        else:
+            self._notice(f"the checkpoint has no {name} memory for this world size: it starts anew")
+
+
+def _check_hook(options: DDPOptions, plan: ProcessPlan) -> None:
+    name = options.comm_hook
+    for option in ("powersgd_rank", "powersgd_start_step", "topk_ratio", "hierarchical_group_size"):
+        value, its_hook = getattr(options, option), option.partition("_")[0]
+        if value is not None and name != its_hook:
+            raise ConfigError(
+                f"ddp.{option}={value} has no effect without ddp.comm_hook={its_hook!r}: set it, or drop this"
+            )
+    if name == "powersgd" and options.bucket_cap_mb is not None:
+        raise ConfigError(
+            f"ddp.bucket_cap_mb={options.bucket_cap_mb} has no effect with ddp.comm_hook='powersgd', which takes all"
+            " gradients in one bucket: drop one of them"
+        )
+    if options.hierarchical_group_size and plan.world_size % options.hierarchical_group_size:
+        raise ConfigError(
+            f"ddp.hierarchical_group_size={options.hierarchical_group_size} does not divide"
+            f" world_size={plan.world_size}: use a divisor of it"
+        )
+
+
+class DDPWrapper(Wrapper):
+    """Put DistributedDataParallel around the model. It exchanges gradients in the backward pass."""
+
+    _backend: DDPBackend
+
+    def __init__(self, backend: DDPBackend) -> None:
+        super().__init__(backend)
+        self._options = backend.options
+        self.hook: CommHook | None = None
+        self._watched: _Watch | None = None  # in the first update
+        self._sparse: list[torch.nn.Parameter] = []
+        self._is_first_group = False
+        self._is_unused = False
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
         if not any(p.requires_grad for p in model.parameters()):
             return model  # build_optimizer says what is wrong
-        options = self.options
+        options, own = self._options, self._backend
         capacity = options.bucket_cap_mb
         if options.comm_hook == "powersgd":
             # With several buckets gloo mixes up the messages of PowerSGD's chained all-reduces (gloo::EnforceNotMet).
@@ -130,7 +168,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
         with self._leaving_out_sparse(model):
             wrapped = DistributedDataParallel(
                 model,
-                device_ids=[self.device.index] if self.device.type == "cuda" else None,
+                device_ids=[own.device.index] if own.device.type == "cuda" else None,
                 **_buffer_sync(DistributedDataParallel, any(True for _ in model.buffers())),
                 gradient_as_bucket_view=True,
                 find_unused_parameters=options.find_unused_parameters,
@@ -138,9 +176,9 @@ class DDPBackend(TorchBackend[DDPOptions]):
                 bucket_cap_mb=capacity,
             )
         self._is_first_group = True
-        self.observer.begin(wrapped)
+        own.observer.begin(wrapped)
         if options.comm_hook is not None:
-            hook = self._hook = self._hook or self._make_hook(options.comm_hook, model)
+            hook = self.hook = self.hook or self._make_hook(options.comm_hook, model)
             # DDP compares annotations with its own types, and ours are words (`from __future__ import annotations`).
             wrapped.register_comm_hook(None, lambda state, bucket: hook.average(bucket))
         return wrapped
@@ -157,7 +195,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
             names = names[1:]
         self._sparse = [trained[name] for name in names]
         for parameter in self._sparse:  # as DDP does for all others
-            self.world.copy_from(parameter.detach(), 0)
+            self._backend.world.copy_from(parameter.detach(), 0)
         own = vars(model).get(_LEFT_OUT)
         setattr(model, _LEFT_OUT, names)
         try:
@@ -166,58 +204,67 @@ class DDPBackend(TorchBackend[DDPOptions]):
             delattr(model, _LEFT_OUT) if own is None else setattr(model, _LEFT_OUT, own)
 
     def _make_hook(self, name: str, model: torch.nn.Module) -> CommHook:
+        import torch
+
         from distributed.backends._torch import comm_hooks
         from distributed.backends._torch.tensors import named_parameters
         from distributed.backends._torch.topk import TopK
 
         if name in ("fp16", "bf16"):
-            return comm_hooks.Cast(self.torch.float16 if name == "fp16" else self.torch.bfloat16)
+            return comm_hooks.Cast(torch.float16 if name == "fp16" else torch.bfloat16)
         if name == "hierarchical":
-            groups = comm_hooks.near_ranks(self.world, self.options.hierarchical_group_size)
-            return comm_hooks.Hierarchical(groups, self.config.timeout_s)
+            groups = comm_hooks.near_ranks(self._backend.world, self._options.hierarchical_group_size)
+            return comm_hooks.Hierarchical(groups, self._backend.config.timeout_s)
         parameters = [(name, p) for name, p in named_parameters(model) if p.requires_grad]
         if name == "topk":
-            return TopK(parameters, self.options.topk_ratio)
-        return _powersgd_of(parameters, self.options)
+            return TopK(parameters, self._options.topk_ratio)
+        return _powersgd_of(parameters, self._options)
 
-    def unwrap(self) -> None:
-        self.observer.end()
-        super().unwrap()
-        if self._hook is not None and not self._hook.has_memory:
-            self._hook.close()
-            self._hook = None
+    def release(self) -> None:
+        self._backend.observer.end()
 
-    def _without_sync(self) -> contextlib.AbstractContextManager[None]:
-        if self.options.static_graph and self._is_first_group:
+    def close_hook(self) -> None:
+        """Close the hook, unless it has a memory that the next fit goes on with. After DDP itself was dropped."""
+        if self.hook is not None and not self.hook.has_memory:
+            self.hook.close()
+            self.hook = None
+
+    def without_sync(self) -> contextlib.AbstractContextManager[None]:
+        if self._options.static_graph and self._is_first_group:
             # torch 2.13 aborts when the first backward of a static graph is not synchronised; sums stay the same.
             self._is_first_group = False
             return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[None] = self._wrapped.no_sync()  # type: ignore[operator]
+        context: contextlib.AbstractContextManager[None] = self._backend.wrapped.no_sync()
         return context
 
-    def _before_first_update(self, group: Group) -> None:
-        """After its first backward DDP orders its buckets anew, and three or more terms sum up differently in another
-        order. A wrapper that goes on with a run learns the order in a pass without weight, before its first update."""
-        is_further = self._step > 0 and self.context.world_size > 2
-        has_memory = self._hook is not None and self._hook.has_memory
-        if is_further and not has_memory and not self.options.find_unused_parameters:
-            with self.kind.without_draws():
-                self._weightless(group.micro_batches[0], group, None, [], False)
+    def before_first_update(self, group: Group) -> torch.nn.Module:
+        """Let DDP order its buckets, where a wrapper goes on with a run.
+
+        After its first backward DDP orders its buckets anew, and three or more terms sum up differently in another order. Such
+        a wrapper learns the order in a pass without weight, before its first update.
+        """
+        own = self._backend
+        is_further = own.update.step > 0 and own.context.world_size > 2
+        has_memory = self.hook is not None and self.hook.has_memory
+        if is_further and not has_memory and not self._options.find_unused_parameters:
+            with own.kind.without_draws():
+                own.passes.weightless(group.micro_batches[0], group, None, [], False)
             self._is_first_group = False
-            for parameter in self._parameters:
+            for parameter in own.update.parameters:
                 parameter.grad = None
         self._watch_first_call()
-        self._watched = None if self.options.static_graph else _Watch(self.plain)  # a static graph waits for all pieces
+        self._watched = None if self._options.static_graph else _Watch(own.plain)  # it waits for all pieces
+        return super().before_first_update(group)
 
-    def _backward(self, value: torch.Tensor) -> None:
-        super()._backward(value)
+    def backward(self, value: torch.Tensor) -> None:
+        super().backward(value)
         if self._watched is not None:
             self._watched.end_backward()
 
     def _watch_first_call(self) -> None:
-        """Gradients are exchanged for what the wrapper computes alone: a training_step may go around it."""
+        """Note whether the wrapper is called. It exchanges the gradients of its own calls only; a training_step may go around it."""
         self._is_unused = True
-        wrapped: Any = self._wrapped
+        wrapped: Any = self._backend.wrapped
         enter = wrapped._pre_forward
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -227,7 +274,8 @@ class DDPBackend(TorchBackend[DDPOptions]):
 
         wrapped._pre_forward = called
 
-    def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
+    def exchange(self) -> None:
+        own = self._backend
         if self._is_unused:
             raise ConfigError(
                 "training_step never called its argument `model`, so no gradient was exchanged between the processes: compute"
@@ -237,36 +285,17 @@ class DDPBackend(TorchBackend[DDPOptions]):
             self._watched.close()
             self._watched = None
         try:
-            self._wrapped.reducer._check_reducer_finalized()  # type: ignore[operator, union-attr]
+            own.wrapped.reducer._check_reducer_finalized()
         except RuntimeError as error:  # torch itself says it in the next forward, after an update with local gradients
-            raise ConfigError(_unused(self.plain, str(error))) from None
+            raise ConfigError(_unused(own.plain, str(error))) from None
         if self._sparse:
             from distributed.backends._torch import sparse
 
-            sparse.average(self._sparse, self.world)
-        super()._finish_update(group, losses, result)
+            sparse.average(self._sparse, own.world)
 
-    def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult, *, is_late: bool = False) -> None:
-        super()._on_non_finite(group, losses, result, is_late=is_late)
-        if self._hook is not None:
-            self._hook.forget()
-
-    def save(self, directory: Path) -> dict[str, Any]:
-        extra = super().save(directory)
-        if self._hook is not None and self._hook.has_memory:
-            memory = self._hook.save(directory, self.context.rank)
-            extra["comm_hook"] = {"name": self.options.comm_hook, **memory}
-        return extra
-
-    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        super().load(directory, state)
-        if self._hook is None or not self._hook.has_memory:
-            return
-        kept, name = state.get("comm_hook") or {}, self.options.comm_hook
-        if kept.get("name") == name and int(state["world_size"]) == self.context.world_size:
-            self._hook.load(directory, self.context.rank, kept)
-        else:
-            self._notice(f"the checkpoint has no {name} memory for this world size: it starts anew")
+    def after_non_finite(self) -> None:
+        if self.hook is not None:
+            self.hook.forget()
 
 
 class DDPObserver(TorchObserver):

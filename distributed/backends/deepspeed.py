@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._deepspeed import config_file
 from distributed.backends._torch.observer import TorchObserver
+from distributed.backends._torch.wrapper import Wrapper
 from distributed.backends.base import If, Refusals
 from distributed.backends.effects import SEVERAL_PROCESSES, Need
 from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
@@ -18,15 +19,17 @@ from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.state import Group, Job, StepResult, WorkerContext
+from distributed.state import Group, Job, WorkerContext
 
 if TYPE_CHECKING:
     import torch
 
+    from distributed.backends._deepspeed.cpu_adam import HostAdam
     from distributed.backends._deepspeed.engine import Engine
     from distributed.backends._deepspeed.precision import EnginePrecision
     from distributed.backends._deepspeed.unused import FirstGradients
-    from distributed.backends._torch.objective import Loss
+    from distributed.backends._torch.update import Update
+    from distributed.config.settings import DistributedConfig
     from distributed.loggers.profiling import Profiler
 
 _DEFAULT_STAGE = 2
@@ -128,6 +131,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
 
     Options: ClassVar[type[Any]] = DeepSpeedOptions
     observer: DeepSpeedObserver
+    wrapper: DeepSpeedWrapper
     refuses_keras: ClassVar[str] = "its engine replaces the parameters under Keras's variables; use pytorch-ddp"
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {"start_timeout": (_WAITS,)}
     refuses: ClassVar[Refusals] = {
@@ -144,18 +148,14 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     def __init__(self, merged: MergedConfig, options: DeepSpeedOptions, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
         self.stage = options.stage
-        self._own = options.deepspeed_config or {}
+        self.own_config = options.deepspeed_config or {}
         kind = self.mixed_precision
-        if config_file.at(self._own, (kind, "enabled")) is False:
+        if config_file.at(self.own_config, (kind, "enabled")) is False:
             raise ConfigError(
                 f"mixed_precision={kind!r} is not deepspeed_config.{kind}.enabled=False: drop one of them"
             )
-        self.engine: Engine | None = None
-        self._host_adam: Any = None
         self.observer = DeepSpeedObserver(self)
-        self._first_gradients: FirstGradients | None = None  # until the first update of a fit is made
-
-    # ------------------------------------------------------------------ set-up
+        self.wrapper = DeepSpeedWrapper(self)
 
     def setup(self) -> WorkerContext:
         from distributed.backends._deepspeed import cpu_adam, loading
@@ -163,90 +163,145 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
         loading.load(self.plan.device)
         context = super().setup()
         if self.options.cpu_adam:
-            self._operator = cpu_adam.load(self.config.start_timeout, self._say)
+            self.operator = cpu_adam.load(
+                self.config.start_timeout, lambda text: self.report({"kind": "notice", "text": text})
+            )
         return context
 
-    def _say(self, text: str) -> None:
-        self.report({"kind": "notice", "text": text})
-
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
-        self._batch, self.engine = batch, None
-        notices = super().prepare(self._with_own_optimizer(job), batch)
-        self._check_trainable_kinds()
+        from distributed.backends._deepspeed import engine
+        from distributed.backends._torch.modules import check_can_be_cut
+
+        self.wrapper.begin(batch)
+        notices = super().prepare(_with_own_optimizer(job, self.own_config, self.config), batch)
+        check_can_be_cut(self.plain, "DeepSpeed", allows_sparse=self.stage == 0)  # the others it cannot even send
+        if self.stage:
+            allows_any = bool(self.own_config.get("zero_allow_untested_optimizer"))
+            engine.check(self.plain, self.optimizer, allows_any=allows_any)
         if self.device.type == "cpu" and (self.options.offloads("optimizer") or self.options.offloads("param")):
             notices.append("offloading frees nothing here: on CPUs all memory is the host's")
         return notices
 
-    def _with_own_optimizer(self, job: Job) -> Job:
-        """`job` with the optimizer that the DeepSpeed config asks for."""
-        asked = config_file.adam(self._own, self.config.learning_rate)
-        if asked is None:
-            return job
-        if job.optimizer is not None:
-            raise ConfigError(
-                "Trainer(optimizer=) and deepspeed_config.optimizer both say what the optimizer is: drop one"
-            )
-        kind, arguments = asked
-        return dataclasses.replace(job, optimizer=functools.partial(getattr(self.torch.optim, kind), **arguments))
+    def save(self, directory: Path) -> dict[str, Any]:
+        engine = self.wrapper.engine
+        if engine is None:
+            return super().save(directory)
+        own = self.optimizer
+        with self.wrapper.whole():
+            self.optimizer = engine.whole_optimizer()
+            try:
+                extra = super().save(directory)
+            finally:
+                self.optimizer = own
+        if self.options.native_checkpoint and not engine.is_released:
+            with self.wrapper.whole_buffers():
+                engine.save_own_files(directory / "deepspeed", self.update.step)
+        return extra
 
-    def _check_trainable_kinds(self) -> None:
-        from distributed.backends._deepspeed import engine
-        from distributed.backends._torch.modules import check_can_be_cut
+    def export(self, path: Path) -> None:
+        with self.wrapper.whole():
+            super().export(path)
 
-        check_can_be_cut(self.plain, "DeepSpeed", allows_sparse=self.stage == 0)  # the others it cannot even send
-        if self.stage:
-            engine.check(self.plain, self.optimizer, allows_any=bool(self._own.get("zero_allow_untested_optimizer")))
+    @contextlib.contextmanager
+    def whole_model(self) -> Iterator[Any]:
+        with self.wrapper.whole(), super().whole_model() as model:
+            yield model
 
-    def _make_precision(self) -> EnginePrecision:
+    def reassemble(self) -> None:
+        if self.wrapper.engine is not None:
+            self.wrapper.engine.release(self.device)
+
+
+def _with_own_optimizer(job: Job, own_config: Mapping[str, Any], config: DistributedConfig) -> Job:
+    """Return `job` with the optimizer that the DeepSpeed config asks for."""
+    import torch
+
+    asked = config_file.adam(own_config, config.learning_rate)
+    if asked is None:
+        return job
+    if job.optimizer is not None:
+        raise ConfigError("Trainer(optimizer=) and deepspeed_config.optimizer both say what the optimizer is: drop one")
+    kind, arguments = asked
+    return dataclasses.replace(job, optimizer=functools.partial(getattr(torch.optim, kind), **arguments))
+
+
+class DeepSpeedWrapper(Wrapper):
+    """Put DeepSpeed's engine around the model from the first update of a fit to its end."""
+
+    _backend: DeepSpeedBackend
+
+    def __init__(self, backend: DeepSpeedBackend) -> None:
+        super().__init__(backend)
+        self._options = backend.options
+        self.engine: Engine | None = None  # from the first update on, also after a fit
+        self._precision: EnginePrecision | None = None
+        self._host_adam: HostAdam | None = None
+        self._first_gradients: FirstGradients | None = None  # until the first update of a fit is made
+        self._batch: BatchPlan | None = None
+
+    def begin(self, batch: BatchPlan) -> None:
+        """Prepare a model with batches of this size."""
+        self._batch, self.engine = batch, None
+
+    def make_precision(self) -> EnginePrecision:
         from distributed.backends._deepspeed.precision import EnginePrecision
 
-        self._engine_precision = EnginePrecision(self.mixed_precision, self.device, self.config)
-        return self._engine_precision
+        own = self._backend
+        self._precision = EnginePrecision(own.mixed_precision, own.device, own.config)
+        return self._precision
 
-    def _before_first_update(self, group: Group) -> None:
+    def make_update(self, optimizer: Any, schedule: Any) -> Update:
+        from distributed.backends._deepspeed.update import EngineUpdate
+
+        return EngineUpdate(self._backend, optimizer, schedule)
+
+    def before_first_update(self, group: Group) -> torch.nn.Module:
         from distributed.backends._deepspeed import loading
         from distributed.backends._deepspeed.cpu_adam import HostAdam
         from distributed.backends._deepspeed.engine import Engine
         from distributed.backends._deepspeed.unused import FirstGradients
+        from distributed.backends._torch.generators import forked
 
-        with self._forked():
-            scale = self._engine_precision.loss_scale
+        own = self._backend
+        assert self._precision is not None
+        with forked(own.device):
             self.engine = Engine(
-                self.plain, self.optimizer, self._engine_config(), self.world, scale, previous=self.engine
+                own.plain, own.optimizer, self._config(), own.world, self._precision.loss_scale, previous=self.engine
             )
-        loading.limit_waits(self.config.timeout_s)
-        self._engine_precision.engage(self.plain)
-        self._wrapped = self.engine.wrapper
-        self._wrapped.train()
-        names = {parameter: name for name, parameter in self.plain.named_parameters()}
+        loading.limit_waits(own.config.timeout_s)
+        self._precision.engage(own.plain)
+        self.engine.wrapper.train()
+        names = {parameter: name for name, parameter in own.plain.named_parameters()}
         self._first_gradients = FirstGradients(names, self.engine.groups)
-        if self.stage == 0:
-            self._update = self.engine.wrapper.step
-        if self.options.cpu_adam:
-            self._host_adam = HostAdam(self._operator, self.optimizer)
+        if self._options.cpu_adam:
+            self._host_adam = HostAdam(own.operator, own.optimizer)
+        wrapped: torch.nn.Module = self.engine.wrapper
+        return wrapped
 
-    def _engine_config(self) -> dict[str, Any]:
-        """DeepSpeed's config, complete: what is ours over what the user's own says."""
-        pinned = self.device.type == "cuda"
-        zero: dict[str, Any] = {"stage": self.stage}
+    def _config(self) -> dict[str, Any]:
+        """Return DeepSpeed's config, complete: what is ours over what the user's own says."""
+        own, batch = self._backend, self._batch
+        assert batch is not None
+        pinned = own.device.type == "cuda"
+        zero: dict[str, Any] = {"stage": own.stage}
         for kind in ("optimizer", "param"):
-            if self.options.offloads(kind):
+            if self._options.offloads(kind):
                 zero[f"offload_{kind}"] = {"device": "cpu"}
         ours: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": self._batch.batch_size,
-            "gradient_accumulation_steps": self._batch.gradient_accumulation_steps,
+            "train_micro_batch_size_per_gpu": batch.batch_size,
+            "gradient_accumulation_steps": batch.gradient_accumulation_steps,
             "zero_optimization": zero,
-            "gradient_clipping": (self.config.gradient_clipping or 0.0) if self.stage else 0.0,
+            "gradient_clipping": (own.config.gradient_clipping or 0.0) if own.stage else 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 1 << 60,  # the display is ours
         }
-        if self.mixed_precision != "no":
-            ours[self.mixed_precision] = {"enabled": True}
-        own = {name: value for name, value in self._own.items() if name not in ("optimizer", "train_batch_size")}
-        config = config_file.merged(own, ours)
+        if own.mixed_precision != "no":
+            ours[own.mixed_precision] = {"enabled": True}
+        given = {name: value for name, value in own.own_config.items() if name not in ("optimizer", "train_batch_size")}
+        config = config_file.merged(given, ours)
         # A bucket no larger than the model: DeepSpeed's of two gigabytes is taken at once.
-        size = min(5 * 10**8, sum(p.numel() for p in self.plain.parameters()))
+        size = min(5 * 10**8, sum(p.numel() for p in own.plain.parameters()))
         zero = config["zero_optimization"]
         zero.setdefault("reduce_bucket_size", size)
         for kind in ("offload_optimizer", "offload_param"):
@@ -254,70 +309,32 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
                 zero[kind].setdefault("pin_memory", pinned)
         return config
 
-    # ------------------------------------------------------------------ the step
-
-    def _without_sync(self) -> contextlib.AbstractContextManager[None]:
+    def without_sync(self) -> contextlib.AbstractContextManager[None]:
         assert self.engine is not None
         return self.engine.accumulating()
 
-    def _backward(self, value: torch.Tensor) -> None:
+    def backward(self, value: torch.Tensor) -> None:
         assert self.engine is not None
         self.engine.wrapper.backward(value, scale_wrt_gas=False)
 
-    def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
-        """Clipping, the look for NaN and the loss scale are the engine's, in one pass over the partitions."""
+    def exchange(self) -> None:
         if self._first_gradients is not None:
-            self._first_gradients.check(self.world.reduce)
+            self._first_gradients.check(self._backend.world.reduce)
             self._first_gradients = None
-        if self.stage == 0:
-            super()._finish_update(group, losses, result)
-            return
-        assert self.engine is not None
-        divide_by = 1.0
-        if self._total is not None:
-            self._counting.wait()
-            divide_by, self._total = self._total.item() / group.num_samples, None
-        with self._warming_up():
-            is_made = self.engine.step(divide_by)
-        if not is_made:
-            self._on_non_finite(group, losses, result)
-        if not result.skipped and self.schedule.follows_updates:
-            self.schedule.step()
-        self._step += 1
-
-    # ------------------------------------------------------------------ state, end
-
-    def save(self, directory: Path) -> dict[str, Any]:
-        if self.engine is None:
-            return super().save(directory)
-        own = self.optimizer
-        with self.engine.whole_weights(), self._engine_precision.whole_buffers():
-            self.optimizer = self.engine.whole_optimizer()
-            try:
-                extra = super().save(directory)
-            finally:
-                self.optimizer = own
-        if self.options.native_checkpoint and not self.engine.is_released:
-            with self._engine_precision.whole_buffers():
-                self.engine.save_own_files(directory / "deepspeed", self._step)
-        return extra
-
-    def export(self, path: Path) -> None:
-        whole = contextlib.nullcontext() if self.engine is None else self.engine.whole_weights()
-        with whole, self._engine_precision.whole_buffers():
-            super().export(path)
 
     @contextlib.contextmanager
-    def whole_model(self) -> Iterator[Any]:
-        whole = contextlib.nullcontext() if self.engine is None else self.engine.whole_weights()
-        with whole, self._engine_precision.whole_buffers(), super().whole_model() as model:
-            yield model
+    def whole(self) -> Iterator[None]:
+        """Return a block in which every rank has the whole weights and buffers. All ranks."""
+        weights = contextlib.nullcontext() if self.engine is None else self.engine.whole_weights()
+        with weights, self.whole_buffers():
+            yield
 
-    def reassemble(self) -> None:
-        if self.engine is not None:
-            self.engine.release(self.device)
+    def whole_buffers(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which buffers have the element type of the run."""
+        assert self._precision is not None
+        return self._precision.whole_buffers()
 
-    def unwrap(self) -> None:
+    def release(self) -> None:
         if self._host_adam is not None:
             self._host_adam.release()
             self._host_adam = None
@@ -325,9 +342,9 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
             self._first_gradients.release()
             self._first_gradients = None
         if self.engine is not None:
+            assert self._precision is not None
             self.engine.abandon()
-            self._engine_precision.release()
-        super().unwrap()
+            self._precision.release()
 
 
 class DeepSpeedObserver(TorchObserver):
@@ -341,17 +358,17 @@ class DeepSpeedObserver(TorchObserver):
 
     def gradient_norm(self) -> float | None:
         own = self._backend
-        if own.stage == 0 or own.engine is None or own.engine.is_released:
+        if own.stage == 0 or own.wrapper.engine is None or own.wrapper.engine.is_released:
             return super().gradient_norm()
-        return own.engine.gradient_norm()
+        return own.wrapper.engine.gradient_norm()
 
     def local_values(self) -> Iterator[tuple[str, Any]]:
         """Yield the weights. Stage 3 gathers them, a collective; the main process then holds them all."""
         own = self._backend
-        if own.stage != 3 or own.engine is None:
+        if own.stage != 3 or own.wrapper.engine is None:
             yield from super().local_values()
             return
-        with own.engine.whole_weights():
+        with own.wrapper.engine.whole_weights():
             if own.context.is_main_process:
                 yield from ((name, values.copy()) for name, values in super().local_values())
 

@@ -101,6 +101,7 @@ class TensorFlowBackend(Backend[Any]):
                 " set nproc_per_node=1, or drop the strategy for a process on each device"
             )
         self.devices_per_process = number or (visible_gpus() if self.plan.device == "cuda" else 1)
+        self.data_parallel_size = self.plan.world_size * self.devices_per_process
 
     def _check_environment(self) -> None:
         start.check_engine(self._words, self._flags)
@@ -178,7 +179,7 @@ class TensorFlowBackend(Backend[Any]):
             optimizer = optim.build_optimizer(job.optimizer, job.scheduler, self.model, source, self.merged)
             self._rates = optim.Rates(optimizer, self.merged, batch, notices.append)
             self.has_schedule = self._rates.has_schedule
-        self.optimizer = optimizer
+        self.optimizer = self.users_optimizer = optimizer
         rates = self._rates if optimizer is not None else None
         self._saved = Saved(self.model, optimizer, rates, self._generators, self.world, self.data_parallel_size)
         self.steps = Step(self.model, self.objective, self.world, self._updating, self.config.gradient_clipping)
@@ -415,13 +416,6 @@ class TensorFlowBackend(Backend[Any]):
             return value.astype(dtype) if value.dtype.kind == "f" and value.dtype != dtype else value
 
         return tf.nest.map_structure(cast, batch)
-
-    def _warn(self, text: str) -> None:
-        self.report({"kind": "warning", "text": text})
-
-    def _notice(self, text: str) -> None:
-        if self.context.is_main_process:
-            self.report({"kind": "notice", "text": text})
 
 
 def _averages(rows: Mapping[str, tuple[Any, Any]]) -> list[tuple[str, Any, float, Any]]:

@@ -28,7 +28,7 @@ class TorchObserver(Observer):
         self._kept = micro if self.keeps_batch else None
 
     def gradient_norm(self) -> float | None:
-        return self._backend.gradient_norm()
+        return self._backend.update.gradient_norm()
 
     def graph(self) -> bytes:
         from distributed.backends._torch.watching import graph_of
@@ -40,7 +40,7 @@ class TorchObserver(Observer):
         if kept is None:
             raise ConfigError("no batch was kept")
         with own.generators.untouched(), own.precision.autocast():
-            return graph_of(own.plain, own.objective, own.move(kept.batch), kept.num_samples)
+            return graph_of(own.plain, own.passes.objective, own.passes.move(kept.batch), kept.num_samples)
 
     def local_values(self) -> Iterator[tuple[str, Any]]:
         from distributed.backends._torch.watching import values_of
