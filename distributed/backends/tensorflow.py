@@ -101,7 +101,7 @@ class TensorFlowBackend(Backend[Any]):
                 " set nproc_per_node=1, or drop the strategy for a process on each device"
             )
         self.devices_per_process = number or (visible_gpus() if self.plan.device == "cuda" else 1)
-        self.data_parallel_size = self.plan.world_size * self.devices_per_process
+        self.data_parallel_size = self.plan.data_parallel_size * self.devices_per_process
 
     def _check_environment(self) -> None:
         start.check_engine(self._words, self._flags)

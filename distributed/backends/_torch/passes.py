@@ -25,6 +25,7 @@ class Passes:
     def __init__(self, backend: TorchBackend[Any], objective: Objective) -> None:
         self._backend, self.objective = backend, objective
         self._world, self._device, self._wrapper = backend.world, backend.device, backend.wrapper
+        self._num_replicas = backend.data_parallel_size
         self._is_plain = backend.mixed_precision == "no"
         self.dtype = torch.float64 if backend.config.dtype == "float64" else None
         self._moves = self._device.type != "cpu" or self.dtype is not None
@@ -76,14 +77,14 @@ class Passes:
         if micro.num_samples == 0:
             return self.weightless(micro, group, items, done, is_last)
         loss = self._forward(micro, items)
-        world = self._world.world_size
+        replicas = self._num_replicas  # whose gradients the exchange averages
         scale: Any
         if loss.count is None:
-            scale = micro.num_samples * world / group.num_samples
+            scale = micro.num_samples * replicas / group.num_samples
         elif items is not None:
-            scale = world / items
+            scale = replicas / items
         else:  # the count of all ranks is not known yet: a nominal one now, the true one before clipping
-            scale = world / group.num_samples
+            scale = replicas / group.num_samples
         if is_last and loss.count is not None and items is None:
             self.start_counting([*done, loss])
         self._wrapper.backward(self._scaled(loss.value, scale))
