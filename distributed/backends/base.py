@@ -1,4 +1,4 @@
-"""The adapter protocol: what a backend must do. Every rank calls every verb, in the same order."""
+"""The adapter protocol: what a backend must do for a fit, in the order in which the loop asks for it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,12 @@ class MetricsOverAll:
 
 
 class Backend(abc.ABC, Generic[OptionsT]):
-    """One engine. `distributed.testing` holds one without a framework, for tests of what stands on the adapters."""
+    """One engine.
+
+    The rest of an engine lies in objects beside it: `world` communicates (`World`), `measured` holds the metrics over all samples
+    (`MetricsOverAll`), `observer` shows what can be observed (`Observer`), and the `Starting` of its registry row starts its runs.
+    `distributed.testing.fake` holds an adapter without a framework.
+    """
 
     Options: ClassVar[type[Any]]  # frozen dataclass of the settings only this backend has, checked by the config
     # "setting" or "setting=value" -> why this engine refuses it and what to use instead, always or under conditions: refused
@@ -111,7 +116,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         """Cheap; refuses what it cannot honour. Called in the parent too, before any process starts."""
         self.merged, self.config, self.options, self.plan = merged, merged.config, options, plan
-        self.data_parallel_size = plan.world_size  # into how many slices a micro-batch is cut
+        self.data_parallel_size = plan.data_parallel_size  # into how many slices a micro-batch is cut
         self.mixed_precision = mixed_precision(merged.config, plan.device)
         check_refusals(self)
         self.world: World  # after `setup`
@@ -128,9 +133,128 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.measured = MetricsOverAll()  # of the model, once it is prepared
         self.report: Report = lambda event: None
 
+    # ------------------------------------------------------------------ what every engine does, in the order of a fit
+    # Every rank calls each of these, in the same order, unless its docstring says otherwise. What goes wrong on one rank alone
+    # ends the run: an adapter catches nothing.
+
+    @abc.abstractmethod
+    def setup(self) -> WorkerContext:
+        """Join the other processes, choose the device and return this process among them. A collective.
+
+        Sets `world` and `context`. Called once in each process that trains or evaluates, before anything but `check` and
+        `configure`. Raises ResourceError where ranks are missing after `start_timeout`, or the device cannot be used.
+        """
+
+    @abc.abstractmethod
+    def batch_size_of(self, data: Any) -> int | None:
+        """Return the batch size that a loader was given, or None where it has none that counts as set, and for a data set.
+
+        No collective. Also called in a process that starts workers, before `setup`.
+        """
+
+    @abc.abstractmethod
+    def shard(self, data: Any, batch: BatchPlan, role: DataRole) -> ShardedData:
+        """Return this rank's batches of `data`, cut as `batch` says.
+
+        Called before `prepare`, as a model may need a batch to be built. A collective: ranks agree on the number of samples.
+        Raises ConfigError for data that the engine does not take.
+        """
+
+    @abc.abstractmethod
+    def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
+        """Build the model, then the optimizer, then the schedule, and return notices to show once.
+
+        Called once for evaluation and once for the first fit; then `job.model` is the model that was built before. Sets `model`,
+        `optimizer`, `users_optimizer`, `batch_dependent`, `has_schedule` and `measured`. A collective: all ranks start with the
+        weights of rank 0. Raises ConfigError for what cannot be trained.
+        """
+
+    @abc.abstractmethod
+    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
+        """Take up what `save` wrote in `directory`, at any world size. `state` is what `save` returned on rank 0.
+
+        A collective. Raises CheckpointError where the checkpoint does not fit the model.
+        """
+
+    @abc.abstractmethod
+    def train_step(self, group: Group) -> StepResult:
+        """Run forward and backward on all micro-batches of `group`, then make one update.
+
+        A collective: all ranks get as many micro-batches, some of them perhaps without samples. Does not wait for the device,
+        but where the gradients are looked at before the update. Raises TrainingError as `nan_policy` says.
+        """
+
+    @abc.abstractmethod
+    def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
+        """Return name -> (sum, count) over all ranks of each of the `results` in order, as floats.
+
+        A collective; the only wait for the device in training. A result without the name has (0, 0). The pair of a result does
+        not depend on the other `results`: the sums of an epoch are the same bits wherever log lines and checkpoints cut it.
+        """
+
+    @abc.abstractmethod
+    def learning_rates(self) -> list[float]:
+        """Return the learning rate of each parameter group for the next update. No collective."""
+
+    @abc.abstractmethod
+    def eval_step(self, micro: MicroBatch) -> StepResult:
+        """Run forward in evaluation mode without gradients. A collective."""
+
+    @abc.abstractmethod
+    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Step a schedule that counts epochs, or one that watches one of `metrics`. No collective."""
+
+    @abc.abstractmethod
+    def save(self, directory: Path) -> dict[str, Any]:
+        """Write this rank's tensors into the staged checkpoint `directory` and return the JSON-able rest.
+
+        What rank 0 returns is kept. A collective. Raises OSError where the disk refuses a file.
+        """
+
+    @abc.abstractmethod
+    def unwrap(self) -> None:
+        """Drop what was put around the model for training, so that the process can end in order.
+
+        Called at the end of each fit, also after a failure: no collective.
+        """
+
+    @abc.abstractmethod
+    def rewrap(self) -> None:
+        """Put around the model again what `unwrap` dropped, for a further fit. A collective."""
+
+    @abc.abstractmethod
+    def predict_step(self, micro: MicroBatch) -> Any:
+        """Return the model's outputs for one micro-batch in evaluation mode, on the host. A collective."""
+
+    @abc.abstractmethod
+    def join_outputs(self, parts: list[list[tuple[int, int, Any]]]) -> Any:
+        """Return the outputs of `predict` in the order of the samples. No collective.
+
+        `parts` holds, for each rank, (number of the group, rank, what `predict_step` returned).
+        """
+
+    @abc.abstractmethod
+    def export(self, path: Path) -> None:
+        """Write the model's weights by name into one safetensors file. A collective; the main process writes."""
+
+    @abc.abstractmethod
+    def take_weights(self, model: Any, directory: Path) -> Any:
+        """Return the user's `model`, built if it is a factory, with the weights of a checkpoint.
+
+        Called in the process that started workers, without `setup`.
+        """
+
+    @abc.abstractmethod
+    def teardown(self) -> None:
+        """Leave the other processes in order and leave no thread. Called at exit, after a failure too: waits for no rank."""
+
+    # ------------------------------------------------------------------ what an engine may do besides
+
     def check(self, job: Job, *, here: bool) -> None:
-        """Refuse what can be known to be wrong with `job` by now; `here`: this process will train it. Called by Trainer, in
-        the parent too."""
+        """Raise ConfigError for what is known to be wrong with `job` before any process joins another.
+
+        Called by `Trainer`, also in a process that starts workers. `here` says that this process trains it.
+        """
 
     def configure(
         self, merged: MergedConfig | None = None, *, run_dir: Path | None = None, report: Report | None = None
@@ -147,98 +271,22 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.run_dir = run_dir or self.run_dir
         self.report = report or self.report
 
-    @abc.abstractmethod
-    def setup(self) -> WorkerContext:
-        """Join the group, pick the device, seed. Called by Trainer, once per worker."""
-
-    @abc.abstractmethod
-    def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
-        """Build model, then optimizer, then schedule. Returns notices to show once (defaults chosen, rates scaled)."""
-
-    @abc.abstractmethod
-    def batch_size_of(self, data: Any) -> int | None:
-        """The batch size that a loader was given, where it counts as set; None for a data set. Also before `setup`."""
-
-    @abc.abstractmethod
-    def take_weights(self, model: Any, directory: Path) -> Any:
-        """The user's `model` (built, if it is a factory) with the weights of a checkpoint, in a process that trained nothing."""
-
-    @abc.abstractmethod
-    def shard(self, data: Any, batch: BatchPlan, role: DataRole) -> ShardedData:
-        """This rank's batches of `data`."""
-
-    @abc.abstractmethod
-    def train_step(self, group: Group) -> StepResult:
-        """Forward and backward on all micro-batches, then ONE update. No host sync but the NaN check before the update."""
-
-    @abc.abstractmethod
-    def eval_step(self, micro: MicroBatch) -> StepResult:
-        """Forward in eval mode without gradients."""
-
-    @abc.abstractmethod
-    def predict_step(self, micro: MicroBatch) -> Any:
-        """The model's outputs for one micro-batch, on the host, as `join_outputs` takes them; eval mode."""
-
-    @abc.abstractmethod
-    def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
-        """Return name -> (sum, count) over all ranks of each of the `results` in order, as floats.
-
-        A collective; the only host sync of training. A result without the name has (0, 0). The pair of a result does not depend on
-        the other `results`: the sums of an epoch are the same bits wherever log lines and checkpoints cut it.
-        """
-
     def own_generators(self) -> contextlib.AbstractContextManager[None]:
-        """Within it the global random generators are the training's own; the caller's are put back after it."""
+        """Return a block in which the global random generators are those of training. The caller's are put back after it."""
         return contextlib.nullcontext()
 
-    @abc.abstractmethod
-    def learning_rates(self) -> list[float]:
-        """The rate of each parameter group for the next update."""
-
-    @abc.abstractmethod
-    def end_epoch(self, metrics: Mapping[str, float]) -> None:
-        """Step a schedule that counts epochs (`scheduler_interval='epoch'`, or one that watches a metric)."""
-
-    @abc.abstractmethod
-    def save(self, directory: Path) -> dict[str, Any]:
-        """Write my tensors into the staged checkpoint `directory`; return the JSON-able rest (rank 0's is kept)."""
-
-    @abc.abstractmethod
-    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        """Take up what `save` wrote, at any world size. `state` is what `save` returned on rank 0."""
-
-    @abc.abstractmethod
-    def export(self, path: Path) -> None:
-        """The model's weights by name in one safetensors file; all ranks call it, the main process writes."""
-
-    @abc.abstractmethod
-    def join_outputs(self, parts: list[list[tuple[int, int, Any]]]) -> Any:
-        """`predict`'s answer out of every rank's (number of the group, rank, outputs), in the order of the samples."""
-
     def reassemble(self) -> None:
-        """After training that did not fail: what lies cut over the ranks and is the user's to hold becomes whole again."""
+        """Make whole what is cut over the ranks and the user's to hold. Called after a fit that did not fail. A collective."""
 
     @contextlib.contextmanager
     def as_trained(self) -> Iterator[None]:
-        """Within it the model is cut as in training, also after `reassemble`. Every rank enters and leaves it."""
+        """Cut the model as in training within the block, also after `reassemble`. A collective, at both ends."""
         yield
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[Any]:
-        """The user's model, whole, on the main process; None on the others. Every rank enters and leaves it."""
+        """Yield the user's model, whole, on the main process, and None on the others. A collective, at both ends."""
         yield self.model if self.context.is_main_process else None
-
-    @abc.abstractmethod
-    def unwrap(self) -> None:
-        """Drop what was put around the model for training, so that the process can end in order."""
-
-    @abc.abstractmethod
-    def rewrap(self) -> None:
-        """Put it around the model again, for a further `fit`."""
-
-    @abc.abstractmethod
-    def teardown(self) -> None:
-        """Orderly end, always called; releases the group and leaves no thread. After a failure it must not wait for others."""
 
     def _warn(self, text: str) -> None:
         """Show a warning of this rank."""
