@@ -18,8 +18,7 @@ from distributed.backends._tensorflow.observer import TensorFlowObserver
 from distributed.backends._tensorflow.refusals import REFUSES
 from distributed.backends._tensorflow.scripts import refuse_torch
 from distributed.backends.base import Backend, Refusals, ShardedData
-from distributed.backends.checking import CHECK
-from distributed.backends.non_finite import NanPolicy, describe, vote
+from distributed.backends.non_finite import NanPolicy, describe, votes_of
 from distributed.config.fields import setting
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig
@@ -29,11 +28,11 @@ from distributed.launching.request import WorkerEnvironment, worker_environment
 from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
 
 if TYPE_CHECKING:
+    from distributed.backends._tensorflow.results import Results
     from distributed.backends._tensorflow.sources import Data
     from distributed.backends._tensorflow.step import Pending
     from distributed.backends._tensorflow.world import TensorFlowWorld
     from distributed.backends.measured import Measured
-    from distributed.backends.parts import Part
 
 _REFUSED = {
     "parameter_server": "parameter servers update asynchronously, so that no two runs would give the same numbers",
@@ -73,6 +72,7 @@ class TensorFlowBackend(Backend[Any]):
         self._is_training = False
         self._train_data: Data | None = None
         self.observer = TensorFlowObserver(self)
+        self._results: Results | None = None
         self._nan_policy = NanPolicy(self.config.nan_policy, lambda event: self.report(event))
 
     # ------------------------------------------------------------------ what differs where Horovod carries the tensors
@@ -156,6 +156,7 @@ class TensorFlowBackend(Backend[Any]):
         from distributed.backends._keras.models import batch_dependent, check_model
         from distributed.backends._tensorflow import models, optim
         from distributed.backends._tensorflow.objective import Objective
+        from distributed.backends._tensorflow.results import Results
         from distributed.backends._tensorflow.saving import Saved
         from distributed.backends._tensorflow.step import Step
 
@@ -164,8 +165,11 @@ class TensorFlowBackend(Backend[Any]):
         policy = models.policy_of(self.config, self.mixed_precision)
         replicas = self.world.replicas
         self.model = models.build_model(job.model, self.config, policy, replicas)
-        self.measured = self._metrics_of(job)
-        self._unasked: Part | None = None
+        before = self._results  # of an evaluation before the first fit
+        self._results = Results(job, self.world, self._generators.untouched, self._warn, self._notice)
+        self.measured = self._results.measured
+        if before is not None:
+            self.measured.form = before.measured.form
         self.objective = Objective(
             self.model, job.loss_fn, job.training_step, job.metrics, self.measured, self._notice, self.config.dtype
         )
@@ -195,32 +199,6 @@ class TensorFlowBackend(Backend[Any]):
             more = ", ..." if len(split) > 3 else ""
             notices.append(f"results depend on the split of a batch because of {', '.join(split[:3])}{more}")
         return notices
-
-    def _metrics_of(self, job: Job) -> Measured:
-        from distributed.backends._tensorflow import over_all
-        from distributed.backends._tensorflow.objective import pair
-        from distributed.backends.measured import Measured
-        from distributed.backends.over_all import Wholes
-        from distributed.metrics.over_all import is_of_keras
-
-        wholes = Wholes(
-            over_all.ENGINE,
-            self.world,
-            is_presharded=False,
-            warn=self._warn,
-            keeping_generators=self._generators.untouched,
-        )
-        functions = {n: f for n, f in job.metrics.items() if not over_all.is_whole(f) and not is_of_keras(f)}
-        measured = Measured(
-            functions, wholes, over_all.ENGINE, over_all.measure_of_function, pair, over_all.on_host, self._notice
-        )
-        if isinstance(self.measured, Measured):  # of an evaluation before the first fit
-            measured.form = self.measured.form
-        for name, metric in job.metrics.items():
-            # The objective measures Keras's means itself, unless a training_step returns their arguments.
-            if over_all.is_whole(metric) or (is_of_keras(metric) and job.training_step is not None):
-                wholes.add(name, lambda metric=metric: over_all.measure_of(metric))  # type: ignore[misc]
-        return measured
 
     def _updating(self) -> contextlib.AbstractContextManager[Any]:
         return self._rates.updating()
@@ -263,15 +241,14 @@ class TensorFlowBackend(Backend[Any]):
 
         pending: Pending | None = None
         deferred = Deferred("train", [], {})
+        assert self._results is not None
         last = group.micro_batches[-1]
         for number, micro in enumerate(group.micro_batches):
             batch = self.cast(micro.batch)
             pending = self.steps.forward_backward(batch, micro.num_samples, group.num_samples, pending, micro is last)
-            for name, parts in self._parts("train", pending.calls, (group.position, number)).items():
-                deferred.parts.setdefault(name, []).extend(parts)
+            self._results.keep(deferred, pending.calls, (group.position, number))
         assert pending is not None
-        result = StepResult(_averages(pending.rows), group.num_samples, deferred)
-        self.measured.wholes.keep("train", result)
+        result = self._results.of_training(pending.rows, group.num_samples, deferred)
         self.observer.norm = float(pending.norm)
         if not math.isfinite(self.observer.norm):
             self._on_non_finite(group, pending, result)
@@ -284,60 +261,20 @@ class TensorFlowBackend(Backend[Any]):
 
     def _on_non_finite(self, group: Group, pending: Pending, result: StepResult) -> None:
         """Every rank comes here together, because the summed gradients are the same everywhere."""
-        mine, world = vote([float(pending.rows["loss"][0])]), range(self.context.world_size)
-        votes = self.world.reduce({rank: mine if rank == self.context.rank else 0.0 for rank in world})
+        votes = votes_of(self.world, [float(pending.rows["loss"][0])])
         self._nan_policy.apply(self._step, describe(self._step + 1, group, votes), result, can_be_made=True)
 
     # ------------------------------------------------------------------ results and evaluation
 
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
-        import numpy
-
-        from distributed.backends.sums import added
-
-        self._ask()
-        sums: dict[str, Any] = {}
-        for place, result in enumerate(results):
-            for name, value, _, count in result.averages:
-                rows = sums.setdefault(name, numpy.zeros((len(results), 2)))
-                rows[place] += (float(value), float(count))
-        return added(self.world.gather(sums))
+        assert self._results is not None
+        return self._results.collect(results)
 
     def eval_step(self, micro: MicroBatch) -> StepResult:
-        from distributed.backends.over_all import Deferred
-
         self._enter_evaluation()
-        self.measured.num_evaluated += 1
+        assert self._results is not None
         rows, calls = self.steps.evaluate(self.cast(micro.batch), micro.num_samples)
-        deferred = Deferred("val", [], self._parts("val", calls, (self.measured.num_evaluated, 0)))
-        result = StepResult(_averages(rows), micro.num_samples, deferred)
-        self.measured.wholes.keep("val", result)
-        return result
-
-    def _parts(self, split: str, calls: Sequence[Any], key: tuple[int, int]) -> dict[str, list[Part]]:
-        """By metric what the replicas gave for one micro-batch; of the check for means only what it may keep."""
-        from distributed.backends._tensorflow.over_all import on_host, parts_of
-
-        found = parts_of(calls, key)
-        check = self.measured.check(split)
-        for part in found.pop(CHECK, ()) if check is not None else ():
-            assert check is not None
-            if split == "train" and check.is_over:
-                self._unasked = part  # the newest one: it can wait for the log line
-                continue
-            part = part._replace(value=on_host(part.value))
-            if check.admits(part.value):
-                found.setdefault(CHECK, []).append(part)
-            elif split == "val":
-                self.measured.ask(split, part.value, part.num_samples)
-        return found
-
-    def _ask(self) -> None:
-        from distributed.backends._tensorflow.over_all import on_host
-
-        part, self._unasked = self._unasked, None
-        if part is not None:
-            self.measured.ask("train", on_host(part.value), part.num_samples)
+        return self._results.of_evaluation(rows, micro.num_samples, calls)
 
     def predict_step(self, micro: MicroBatch) -> Any:
         self._enter_evaluation()
@@ -416,10 +353,6 @@ class TensorFlowBackend(Backend[Any]):
             return value.astype(dtype) if value.dtype.kind == "f" and value.dtype != dtype else value
 
         return tf.nest.map_structure(cast, batch)
-
-
-def _averages(rows: Mapping[str, tuple[Any, Any]]) -> list[tuple[str, Any, float, Any]]:
-    return [(name, value, 1.0, count) for name, (value, count) in rows.items()]
 
 
 def alone(found: WorkerEnvironment | None, device: str) -> WorkerContext:

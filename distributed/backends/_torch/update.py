@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from distributed.backends._torch.lookback import Unread
-from distributed.backends.non_finite import NanPolicy, describe, vote
+from distributed.backends.non_finite import NanPolicy, describe, votes_of
 from distributed.state import Group, StepResult
 
 if TYPE_CHECKING:
@@ -123,9 +123,7 @@ class Update:
         self._backend.wrapper.after_non_finite()
 
     def _judge(self, group: Group, losses: list[Loss], result: StepResult, is_late: bool) -> None:
-        own = self._backend.world
-        mine = vote(float(loss.value.detach()) for loss in losses)
-        votes = own.reduce({rank: mine if rank == own.rank else 0.0 for rank in range(own.world_size)})
+        votes = votes_of(self._backend.world, (float(loss.value.detach()) for loss in losses))
         if not any(votes.values()) and self._precision.may_overflow():
             result.skipped = True  # the scaler lowers its scale
             return
