@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from distributed.checkpoints.turns import Turns
-from distributed.config import DistributedConfig
 from distributed.errors import CheckpointError, ConfigError, DistributedError, TrainingError
 from distributed.state import WorkerContext
 
@@ -17,18 +16,15 @@ Key = TypeVar("Key")
 
 
 class Ranks(Protocol):
-    """How the ranks that agree reach each other: an adapter of a backend."""
+    """What agreement needs of the processes that train together: a part of `distributed.backends.world.World`."""
 
-    config: DistributedConfig
+    context: WorkerContext
 
     def reduce(self, sums: Mapping[Key, float], /) -> dict[Key, float]:
         """Return the sums over all ranks. A collective."""
 
     def broadcast(self, value: Any, /, src: int = 0) -> Any:
         """Return rank `src`'s JSON-able `value` on every rank. A collective."""
-
-    def gather(self, value: Any, /) -> list[Any]:
-        """Return every rank's `value`, in the order of ranks. A collective."""
 
     def key_value_store(self) -> Any:
         """Return a store shared by all ranks with `set`, `get`, `check` and `compare_set`, or None in a world of one."""
@@ -49,8 +45,8 @@ class Agreement:
     An action may take longer than `timeout_s`, as long as its process lives.
     """
 
-    def __init__(self, backend: Ranks, context: WorkerContext) -> None:
-        self.backend, self.context = backend, context
+    def __init__(self, world: Ranks, timeout_s: float) -> None:
+        self.world, self.context, self._timeout_s = world, world.context, timeout_s
         self._turns: Turns | None = None
 
     def on_main(self, action: Callable[[], T]) -> T:
@@ -63,7 +59,7 @@ class Agreement:
                     answer = {"value": action()}
                 except (OSError, DistributedError) as raised:
                     error, answer = raised, _describe(raised)
-        answer = self.backend.broadcast(answer)
+        answer = self.world.broadcast(answer)
         if error is not None:
             raise error
         if "value" not in answer:
@@ -83,26 +79,26 @@ class Agreement:
             except (OSError, DistributedError) as raised:
                 error = raised
         refused = isinstance(error, DistributedError)
-        votes = self.backend.reduce({"failed": float(error is not None), "refused": float(refused)})
+        votes = self.world.reduce({"failed": float(error is not None), "refused": float(refused)})
         if votes["failed"]:
             self._raise_together(error, is_cause=refused if votes["refused"] else error is not None)
         return value
 
     def _turn(self, *, everybody: bool) -> contextlib.AbstractContextManager[None]:
-        store = self.backend.key_value_store()
+        store = self.world.key_value_store()
         if store is None:
             return contextlib.nullcontext()
         if self._turns is None:  # its name is new, because other agreements of this process used the store before
-            name = self.backend.broadcast(secrets.token_hex(4) if self.context.is_main_process else None)
-            self._turns = Turns(store, self.context, name=name, timeout_s=self.backend.config.timeout_s)
+            name = self.world.broadcast(secrets.token_hex(4) if self.context.is_main_process else None)
+            self._turns = Turns(store, self.context, name=name, timeout_s=self._timeout_s)
         return self._turns.turn(everybody=everybody)
 
     def _raise_together(self, error: OSError | DistributedError | None, is_cause: bool) -> None:
         """Name the lowest rank at fault to all; that costs a second collective, on failure only."""
         ranks = range(self.context.world_size)
-        votes = self.backend.reduce({str(rank): float(is_cause and rank == self.context.rank) for rank in ranks})
+        votes = self.world.reduce({str(rank): float(is_cause and rank == self.context.rank) for rank in ranks})
         first = next(rank for rank in ranks if votes[str(rank)])
-        answer = self.backend.broadcast(_describe(error) if error is not None else None, src=first)
+        answer = self.world.broadcast(_describe(error) if error is not None else None, src=first)
         raise error if error is not None and is_cause else _rebuild(answer, first)
 
 

@@ -29,6 +29,7 @@ from distributed.checkpoints.manifest import (
 from distributed.checkpoints.state_file import identity, read_state, write_state
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import REGISTRY
+from distributed.config.settings import DistributedConfig
 from distributed.errors import CheckpointError, TrainingError
 from distributed.state import TrainState, WorkerContext
 
@@ -37,10 +38,15 @@ __all__ = ["CheckpointStore", "read_state"]
 MAX_MISSES = 3  # saves in a row that may fail before training stops
 
 
-class Stored(Ranks, Protocol):
+class Stored(Protocol):
     """What is stored: an adapter of a backend, which writes and reads its own part."""
 
     plan: ProcessPlan
+    config: DistributedConfig
+
+    @property
+    def world(self) -> Ranks:
+        """The processes that write and read together."""
 
     def save(self, directory: Path, /) -> dict[str, Any]:
         """Write tensors into the staged checkpoint `directory`; return the JSON-able rest (rank 0's is kept)."""
@@ -72,7 +78,7 @@ class CheckpointStore:
         self.directory, self.backend, self.context, self.report = directory, backend, context, report
         self.keep_latest_k, self.keep_best = keep_latest_k, keep_best
         self.monitor, self.monitor_mode = monitor, monitor_mode
-        self._agreement = Agreement(backend, context)
+        self._agreement = Agreement(backend.world, backend.config.timeout_s)
         self._files = CheckpointDirectory(directory, lambda text: report({"kind": "warning", "message": text}))
         self._misses = 0
         self._current: tuple[Path, str] | None = None  # where the state saved or loaded last is stored

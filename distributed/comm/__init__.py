@@ -26,7 +26,7 @@ from distributed.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from distributed.backends._torch.world import World
+    from distributed.backends._torch.world import TorchWorld
 
 __all__ = [
     "ReduceOp", "all_gather", "all_reduce", "barrier", "broadcast", "destroy_process_group", "get_distributed_info",
@@ -176,12 +176,12 @@ def _wire(data: torch.Tensor, operation: ReduceOp) -> torch.Tensor:
     return data.float() if is_short else data
 
 
-def _divide(values: torch.Tensor, operation: ReduceOp, world: World) -> None:
+def _divide(values: torch.Tensor, operation: ReduceOp, world: TorchWorld) -> None:
     if operation is ReduceOp.AVERAGE:
         values.div_(world.context.world_size)
 
 
-def _shapes(data: torch.Tensor, world: World) -> list[tuple[int, ...]]:
+def _shapes(data: torch.Tensor, world: TorchWorld) -> list[tuple[int, ...]]:
     """The shapes of all ranks' tensors. Raises ConfigError, on all ranks alike, where types differ."""
     found = world.gather((str(data.dtype), tuple(data.shape)))
     others = [(rank, kind) for rank, (kind, _) in enumerate(found) if kind != found[0][0]]

@@ -16,7 +16,7 @@ from distributed.backends.adoption import adopted
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import merge
 from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
-from distributed.config.registry import REGISTRY, TRANSPORTS, backend_class
+from distributed.config.registry import REGISTRY, TRANSPORTS, starting_of
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
@@ -24,7 +24,7 @@ from distributed.launching.environments.registry import worker_environment
 from distributed.launching.request import typed_for_script
 
 if TYPE_CHECKING:
-    from distributed.backends._torch.world import World
+    from distributed.backends._torch.world import TorchWorld
     from distributed.comm.parallel import DistributedDataParallel
 
 _CALL = "init_process_group()"
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class _ThisProcess:
-    world: World | None = None
+    world: TorchWorld | None = None
     transport: str | None = None  # what init_process_group() was asked for
     wrappers: weakref.WeakSet[DistributedDataParallel] = dataclasses.field(default_factory=weakref.WeakSet)
     is_ending: bool = False  # destroy_process_group is called at exit
@@ -87,14 +87,14 @@ def init_process_group(
     _this.world, _this.transport = _join(config, found), config.communication_backend
 
 
-def _join(config: DistributedConfig, found: WorkerEnvironment | None) -> World:
+def _join(config: DistributedConfig, found: WorkerEnvironment | None) -> TorchWorld:
     from distributed.backends._torch.world import OneProcess
 
     plan = _plan(config, found)
     if found is None or found.world_size == 1:
         return OneProcess(plan)
-    engine = backend_class(choose_backend(config, found.world_size))
-    world: World = engine.join(plan, config, _log.warning, found=found, call=_CALL)
+    starting = starting_of(choose_backend(config, found.world_size))
+    world: TorchWorld = starting.join(plan, config, _log.warning, found, _CALL)
     _end_in_order()
     return world
 
@@ -195,7 +195,7 @@ def get_distributed_info() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _numbers(world: World | None) -> dict[str, int]:
+def _numbers(world: TorchWorld | None) -> dict[str, int]:
     names = ("world_size", "rank", "local_rank", "local_world_size", "node_rank")
     place: Any = world.context if world is not None else worker_environment()
     values = (1, 0, 0, 1, 0) if place is None else [getattr(place, name) for name in names]
@@ -216,7 +216,7 @@ def wrappers() -> weakref.WeakSet[DistributedDataParallel]:
     return _this.wrappers
 
 
-def _joined() -> World | None:
+def _joined() -> TorchWorld | None:
     """The world that this process joined, or None. A group that somebody else made is taken up."""
     world = _this.world
     if world is not None and not world.is_alive():
@@ -227,7 +227,7 @@ def _joined() -> World | None:
     return world
 
 
-def current_world() -> World:
+def current_world() -> TorchWorld:
     """The world to talk to. A process without a launcher need not join. Raises ConfigError in a worker that did not."""
     world = _joined()
     if world is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig
@@ -11,19 +12,42 @@ from distributed.config.registry import backend_row, default_backend, one_proces
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 
+DATA = "data"  # the axis along which processes get different samples
+
 
 @dataclasses.dataclass(frozen=True)
 class ProcessPlan:
-    """Processes of a run. `world_size = num_nodes x nproc_per_node`."""
+    """The processes of a run, and along which axes they share the work.
+
+    `world_size = num_nodes x nproc_per_node` is the product of the sizes of all axes. Raises ConfigError where it is not.
+    """
 
     num_nodes: int
     nproc_per_node: int
     device: str  # "cpu" or "cuda"
     backend: str
+    # Name -> size, the outermost axis first. Without any, all processes are replicas with data of their own.
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            object.__setattr__(self, "axes", {DATA: self.world_size})
+        product = math.prod(self.axes.values())
+        if product != self.world_size:
+            sizes = " x ".join(f"{name} {size}" for name, size in self.axes.items())
+            raise ConfigError(
+                f"{sizes} = {product} processes are not the {self.world_size} of the run: make them agree"
+            )
 
     @property
     def world_size(self) -> int:
+        """The number of processes."""
         return self.num_nodes * self.nproc_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of processes that get different samples: the size of the data axis, 1 without one."""
+        return self.axes.get(DATA, 1)
 
 
 @dataclasses.dataclass(frozen=True)

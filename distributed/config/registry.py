@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -32,6 +33,8 @@ class BackendRow:
         False  # chosen where nobody says which: for one process if it is single_process, else for several
     )
     rendezvous: str | None = None  # "module:Class" of what our launcher opens for the workers of each attempt
+    # "module:Class" of what is asked before any process trains, a `Starting` of `distributed.backends.starting`.
+    starting: str = "distributed.backends.starting:Starting"
     alone: str = "single"  # the backend that evaluates and predicts in one process, beside a fit in several
     # "module:function" called in each worker before the user's script, as `(LaunchRequest, WorkerEnvironment, report)`.
     before_script: str = ""
@@ -68,6 +71,7 @@ class BackendRow:
 
 # AdamW and DDP import torch._dynamo on first use, which costs a worker a second: the fork server does it once.
 _TORCH_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data")
+_TORCH_STARTING = "distributed.backends.starting:TorchStarting"
 _TORCH_INSTALL = "pip install 'distributed-trainer[torch]'"
 # What torch 2.13 says of a float32 model that gets float64 data, by kind of layer or loss.
 _DOUBLE_DATA = (
@@ -100,13 +104,14 @@ REGISTRY: dict[str, BackendRow] = {
                 "ddp_timeout": "use {timeout_s}", "ddp_backend": "use {communication_backend}",
                 "ddp_broadcast_buffers": "not here, because it is always so: drop it",
             },
-            shares_gpus=True, has_joined="distributed.backends._torch.joined:has_joined",
+            starting=_TORCH_STARTING, shares_gpus=True, has_joined="distributed.backends._torch.joined:has_joined",
             seed="distributed.backends._torch.seeding:seed",
         ),
         BackendRow(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
             (*_TORCH_PRELOAD, "torch.distributed.fsdp"), ("torch",), _TORCH_INSTALL,
             "PyTorch FSDP2: parameters, gradients and optimizer state cut over the processes", cuts_model=True,
+            starting=_TORCH_STARTING,
             peers={
                 "fsdp_config": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
                 "fsdp_plugin": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
@@ -118,7 +123,8 @@ REGISTRY: dict[str, BackendRow] = {
             "ray", "distributed.backends.ray", "RayBackend", "ray", _TORCH_PRELOAD, ("torch", "ray"),
             "pip install 'distributed-trainer[ray]'",
             "Ray Train starts the processes, on its own or an existing cluster; the step is DDP's or FSDP2's",
-            for_launcher=("cpus_per_worker",), joining_modules=("ray",), start_note="Ray itself starts first, in up to half a minute",
+            starting="distributed.backends._ray.starting:RayStarting", for_launcher=("cpus_per_worker",),
+            joining_modules=("ray",), start_note="Ray itself starts first, in up to half a minute",
             peers={
                 "resources_per_worker": "use {ray.cpus_per_worker}",
                 "scaling_config": "use {nproc_per_node}, {num_gpus} and {ray.cpus_per_worker}",
@@ -131,7 +137,7 @@ REGISTRY: dict[str, BackendRow] = {
             "DeepSpeed ZeRO: optimizer state, gradients and parameters cut over the processes, by stage",
             aliases={"zero_stage": "zero_stage", "deepspeed_config": "deepspeed_config"},
             peers={"deepspeed_plugin": "use {deepspeed.zero_stage} or {deepspeed.deepspeed_config}"},
-            instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
+            starting=_TORCH_STARTING, instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
             before_script="distributed.backends._deepspeed.loading:before_script",
             start_note="importing DeepSpeed takes some seconds",
         ),
@@ -139,6 +145,7 @@ REGISTRY: dict[str, BackendRow] = {
             "horovod", "distributed.backends.horovod", "HorovodBackend", "horovod", _TORCH_PRELOAD, ("torch", "horovod"),
             "'make horovod' (builds it for the installed torch)",
             "Horovod: a full copy of the model in every process, over Gloo or MPI",
+            starting="distributed.backends._horovod.starting:HorovodStarting",
             rendezvous="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
             joining_modules=("horovod.common.basics", "mpi4py.MPI"),
             hints={
@@ -186,7 +193,7 @@ def backend_row(name: str) -> BackendRow:
 def row_in_use(config: DistributedConfig, name: str) -> BackendRow:
     """The registry row of `name` as its options make it."""
     row = backend_row(name)
-    found: BackendRow = backend_class(name).row(row, config.options(row.group))
+    found: BackendRow = starting_of(name).row(config.options(row.group))
     return found
 
 
@@ -195,6 +202,12 @@ def backend_class(name: str) -> type[Any]:
     row = backend_row(name)
     cls: type[Any] = getattr(importlib.import_module(row.module), row.class_name)
     return cls
+
+
+def starting_of(name: str) -> Any:
+    """Return how a run of backend `name` starts, a `distributed.backends.starting.Starting`. Loads no engine."""
+    row = backend_row(name)
+    return pkgutil.resolve_name(row.starting)(row)
 
 
 def missing_libraries(row: BackendRow) -> tuple[str, ...]:
@@ -246,7 +259,7 @@ def pinned_backend(name: str, code: Mapping[str, Any]) -> tuple[str, str | None]
 def groups_in_use(config: DistributedConfig, name: str) -> tuple[str, ...]:
     """The groups of options that count under backend `name`: its own first."""
     row = backend_row(name)
-    further = backend_class(name).groups(config.options(row.group))
+    further = starting_of(name).groups(config.options(row.group))
     return (row.group, *(backend_row(each).group for each in further))
 
 

@@ -13,7 +13,7 @@ import torch
 from distributed.backends._deepspeed.partitions import Partitions, iterate, stand_in, with_whole
 from distributed.backends._deepspeed.precision import LossScale
 from distributed.backends._torch.tensors import named_parameters
-from distributed.backends._torch.world import World
+from distributed.backends._torch.world import TorchWorld
 from distributed.errors import ConfigError
 
 # Their update of a number depends on that number and its own state alone, so that it may be cut anywhere.
@@ -52,7 +52,7 @@ class Engine:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         config: Mapping[str, Any],
-        world: World,
+        world: TorchWorld,
         loss_scale: LossScale,
         previous: Engine | None = None,
     ) -> None:

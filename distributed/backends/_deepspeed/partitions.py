@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from distributed.backends._torch.world import World
+from distributed.backends._torch.world import TorchWorld
 from distributed.errors import CheckpointError
 
 State = dict[torch.Tensor, dict[str, Any]]  # as Optimizer.state: a parameter's slots
@@ -33,7 +33,7 @@ class Piece:
 class Partitions:
     """The trainable parameters in pieces. All ranks make it after the same `deepspeed.initialize`, and call all of it."""
 
-    def __init__(self, zero: Any, parameters: Iterable[torch.nn.Parameter], stage: int, world: World) -> None:
+    def __init__(self, zero: Any, parameters: Iterable[torch.nn.Parameter], stage: int, world: TorchWorld) -> None:
         """`zero`: DeepSpeed's optimizer of stage 1, 2 or 3."""
         find = _find_sharded if stage == 3 else _find_flattened
         self._shapes = {p: torch.Size(getattr(p, "ds_shape", p.shape)) for p in parameters}

@@ -18,7 +18,7 @@ from distributed.backends._horovod.exchange import Reduction, finished, this_pro
 from distributed.backends._horovod.rendezvous import ADDRESS, Rendezvous
 from distributed.backends._horovod.timeline import is_prepared
 from distributed.backends._torch.meeting import meet
-from distributed.backends._torch.world import Pending, World
+from distributed.backends._torch.world import OneProcess, Pending, TorchWorld
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
@@ -34,7 +34,7 @@ from distributed.state import WorkerContext
 _REDUCED = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)  # what Horovod adds up
 
 
-class HorovodWorld(World):
+class HorovodWorld(TorchWorld):
     """Horovod as it was initialised, by us or by the script. Leaving it leaves it running for the next Trainer."""
 
     def __init__(
@@ -118,7 +118,7 @@ class HorovodWorld(World):
         if isinstance(wrapped, AveragedGradients):
             wrapped.release()
 
-    def broadcast(self, value: Any, src: int) -> Any:
+    def broadcast(self, value: Any, src: int = 0) -> Any:
         is_mine = self.context.rank == src
         content = _bytes_of(value) if is_mine else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([content.numel()])
@@ -137,7 +137,7 @@ class HorovodWorld(World):
     def barrier(self) -> None:
         self.combine(torch.zeros(1), "sum").wait()
 
-    def store(self) -> Any:
+    def key_value_store(self) -> Any:
         return messages(this_process.store, "common-step") if this_process.store is not None else None
 
     def leave(self) -> None:
@@ -176,6 +176,20 @@ class HorovodWorld(World):
             directory = str(files.__enter__())
             atexit.register(files.__exit__, None, None, None)
         return dist.FileStore(f"{self.broadcast(directory, 0)}/store", -1)
+
+
+def join(
+    plan: ProcessPlan,
+    config: DistributedConfig,
+    warn: Callable[[str], None],
+    found: WorkerEnvironment | None = None,
+    call: str = "fit()",
+) -> TorchWorld:
+    """Return the world of a run of Horovod. One process needs no Horovod, but must be able to load it."""
+    if plan.world_size == 1:
+        load()
+        return OneProcess(plan)
+    return HorovodWorld(plan, config, warn, found, call)
 
 
 def load() -> Any:

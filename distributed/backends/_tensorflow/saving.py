@@ -11,7 +11,7 @@ from distributed.backends._keras import files
 from distributed.backends._tensorflow.generators import Generators
 from distributed.backends._tensorflow.models import statistics
 from distributed.backends._tensorflow.optim import Rates
-from distributed.backends._tensorflow.world import World
+from distributed.backends._tensorflow.world import TensorFlowWorld
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class Saved:
     optimizer: Any  # None, and no `rates` either, where nothing is trained
     rates: Rates | None
     generators: Generators
-    world: World
+    world: TensorFlowWorld
     data_parallel_size: int
 
     def sync_statistics(self) -> None:

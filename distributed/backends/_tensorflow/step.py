@@ -15,7 +15,7 @@ import numpy
 import tensorflow as tf
 
 from distributed.backends._tensorflow.objective import Measured, Objective
-from distributed.backends._tensorflow.world import World, heard
+from distributed.backends._tensorflow.world import TensorFlowWorld, heard
 from distributed.errors import ConfigError
 
 Update = Callable[[list[Any], list[Any]], None]  # (gradients, variables)
@@ -80,7 +80,7 @@ class Step:
         self,
         model: Any,
         objective: Objective,
-        world: World,
+        world: TensorFlowWorld,
         updating: Callable[[], contextlib.AbstractContextManager[Update]],
         clipping: float | None,
     ) -> None:

@@ -1,11 +1,11 @@
-"""The processes that train together, as TensorFlow sees them: sums and values over its own collectives."""
+"""Communication for TensorFlow: sums and values over its own collectives."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy
@@ -14,6 +14,7 @@ import tensorflow as tf
 from distributed.backends import wire
 from distributed.backends._tensorflow.replicas import Replicas
 from distributed.backends._tensorflow.start import Joined
+from distributed.backends.world import Key, World
 from distributed.errors import DistributedError
 from distributed.launching.secret import messages
 from distributed.state import WorkerContext
@@ -112,8 +113,8 @@ def cluster_collectives(joined: Joined, timeout_s: float) -> ClusterCollectives:
     return ClusterCollectives(joined.strategy, timeout_s)
 
 
-class World:
-    """One process or several. All verbs but `store` are collectives: every rank calls them, in the same order."""
+class TensorFlowWorld(World):
+    """The processes that train together, with collectives for TensorFlow's tensors. Every rank calls each, in the same order."""
 
     def __init__(
         self, context: WorkerContext, them: Collectives | None, store: Any = None, replicas: Replicas | None = None
@@ -130,22 +131,19 @@ class World:
         """As `summed_in_graph`, in fewer bits where the options of a run say so."""
         return self.replicas.summed(gradients) if self._them is None else _by_type(self._them.gradients, gradients)
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Element by element over all ranks."""
-        if self._them is None or not values:
-            return list(values)
-        with heard():
-            total: list[float] = self._them.sum_floats(numpy.asarray(values, numpy.float64)).numpy().tolist()
-        return total
+    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
+        return dict(zip(sums, self._sum(list(sums.values())), strict=True))
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        return self.gather(value if self.rank == src else None)[src]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in the order of ranks."""
         if self._them is None:
             return [value]
         data = wire.to_bytes(value)
         padded = data + b"\0" * (-len(data) % 4)
         world = range(self.context.world_size)
-        lengths = self.sum([float(len(data)) if rank == self.context.rank else 0.0 for rank in world])
+        lengths = self._sum([float(len(data)) if rank == self.context.rank else 0.0 for rank in world])
         with heard():
             everything = self._them.gather(numpy.frombuffer(padded, numpy.int32)).numpy().tobytes()
         values, start = [], 0
@@ -155,8 +153,7 @@ class World:
         return values
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.sum([0.0])
+        self._sum([0.0])
 
     def copy_from_main(self, variables: Sequence[Any]) -> None:
         """Give `variables`, alike on every rank and replica but for their values, those of the first."""
@@ -172,11 +169,16 @@ class World:
             total = (self._them.sum_integers if is_whole else self._them.sum_floats)(mine.reshape(-1)).numpy()
             variable.assign(total.reshape(value.shape).astype(dtype.as_numpy_dtype))
 
-    def store(self) -> Any:
-        """What `Backend.key_value_store` describes."""
-        if self._store is None:
-            return None
-        return messages(self._store, "common-step")
+    def key_value_store(self) -> Any:
+        return None if self._store is None else messages(self._store, "common-step")
+
+    def _sum(self, values: Sequence[float]) -> list[float]:
+        """Return `values` summed element by element over all ranks. A collective."""
+        if self._them is None or not values:
+            return list(values)
+        with heard():
+            total: list[float] = self._them.sum_floats(numpy.asarray(values, numpy.float64)).numpy().tolist()
+        return total
 
 
 def _by_type(combine: Callable[[list[Any]], list[Any]], tensors: list[Any]) -> list[Any]:

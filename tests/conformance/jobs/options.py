@@ -289,7 +289,7 @@ def counted(model: Any = deep, **settings: Any) -> Any:
 
         def counting(group: Any) -> Any:
             counts.append([count_all_reduces(lambda: box.append(step(group))), len(group.micro_batches)])
-            wrapped = trainer.backend._wrapped
+            wrapped = trainer.backend.wrapped
             stats = wrapped._get_ddp_logging_data()
             details.update({key: stats.get(key) for key in ("bucket_sizes", "rebuilt_bucket_sizes", "static_graph")})
             return box.pop()

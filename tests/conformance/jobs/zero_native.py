@@ -33,7 +33,7 @@ class Waits(Callback):
     found = None
 
     def on_step_end(self, state, result):
-        group = self.trainer.backend._engine.zero.dp_process_group
+        group = self.trainer.backend.wrapper.engine.zero.dp_process_group
         Waits.found = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 

@@ -28,12 +28,12 @@ seen = {
     "rank": rank,
     "transport": str(dist.get_backend()),
     "device": str(backend.device),
-    "reduced": backend.reduce({"value": 3.0}),
-    "gathered": backend.gather({"rank": rank}),
-    "given_out": backend.broadcast("word" if rank == 0 else None),
+    "reduced": backend.world.reduce({"value": 3.0}),
+    "gathered": backend.world.gather({"rank": rank}),
+    "given_out": backend.world.broadcast("word" if rank == 0 else None),
     "is_quiet": None,
 }
-backend.barrier()
+backend.world.barrier()
 
 # A stop and a resume, with dropout on every rank's own stream.
 fit("straight", Net(dropout=0.3), max_steps=12)
