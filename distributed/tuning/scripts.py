@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _LEAVING_S = 90.0  # time for trials to save and leave after a stop; then all processes are killed
 _SHOWN = 5  # number of proposals that a dry run shows
-_BETWEEN = math.sqrt(2) - 1  # position between the ends of a range; if the ends are integers, it is at no integer
+_BETWEEN = math.sqrt(2) - 1  # position within a range that is no integer if the ends are integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Sweeping:
         self.typed = self._job.typed
         self.bundles = self._bundles()
         self.at_once = self._concurrency()
-        if self._is_here:  # checks that every trial would fail; those of other machines are unknown here
+        if self._is_here:  # checks that would fail in every trial; they are unknown for other machines
             launch_request(self._job.typed_with(self._first), None)
         engine().check_here(self._plan())
 
