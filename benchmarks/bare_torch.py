@@ -100,7 +100,7 @@ def join_deepspeed() -> tuple[int, int]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    # DeepSpeed compiles this extension for minutes at the first start. It serves inference only; our adapter skips it
+    # DeepSpeed 0.19 compiles this extension for minutes at the first start. It is for inference; our adapter skips it
     # too.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")

@@ -1,10 +1,10 @@
 """Build the wheel and the source archive into dist/, and train the demo with the wheel alone. Uploads nothing.
 
-    python scripts/release.py EXTRAS ARGUMENTS      (`make release` gives those of `make demo`)
+    python scripts/release.py EXTRAS ARGUMENTS      (`make release` passes those of `make demo`)
 
-EXTRAS are installed with the wheel, ARGUMENTS are those of Python for the demo. The tools that build, and the wheel, are each installed
-into a clean environment outside of the checkout, with the versions of constraints.txt. The demo's script comes out of the source archive.
-Standard library only.
+EXTRAS are installed with the wheel. ARGUMENTS are the arguments of Python for the demo. The build tools and the wheel
+are installed into two clean environments outside of the checkout, with the versions of constraints.txt. The demo's
+script comes from the source archive. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WHERE = "import distributed; print(distributed.__file__)"
 
 
 def main(extras: str, *demo: str) -> int:
-    """Build, check and try out the archives; returns the exit code."""
+    """Build, check and try out the archives. Return the exit code."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="release-") as scratch:
         wheel, source = build(Path(scratch, "tools"))
@@ -36,7 +36,7 @@ def main(extras: str, *demo: str) -> int:
 
 
 def build(directory: Path) -> tuple[Path, Path]:
-    """Return the new wheel and source archive in dist/, after twine has looked at what the index would show of them."""
+    """Return the new wheel and source archive in dist/, after twine has checked their metadata."""
     shutil.rmtree(DIST, ignore_errors=True)
     python = environment(directory, "build", "twine")
     run(python, "-m", "build", "--outdir", DIST, ROOT)
@@ -46,7 +46,7 @@ def build(directory: Path) -> tuple[Path, Path]:
 
 
 def install(wheel: Path, extras: str, source: Path, directory: Path) -> Path:
-    """Return the Python of a clean environment with `wheel`; `directory` gets the examples of `source`."""
+    """Return the Python of a clean environment with `wheel`. `directory` gets the examples of `source`."""
     python = environment(directory, f"{wheel}[{extras}]")
     with tarfile.open(source) as archive:
         archive.extractall(directory, filter="data")
@@ -66,7 +66,7 @@ def environment(directory: Path, *packages: str) -> Path:
 
 
 def run(*command: str | Path, **where: object) -> subprocess.CompletedProcess[str]:
-    """Run `command` to its end, without this process' PYTHONPATH; ends the program where the command fails."""
+    """Run `command` without this process' PYTHONPATH. Exit the program if the command fails."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     words = [str(word) for word in command]

@@ -147,7 +147,7 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _rows(report: Report, reference: str) -> Iterator[tuple[str, ...]]:
-    """One for each backend and number of processes, both element types beside each other."""
+    """Yield a row for each backend and number of processes, with both element types side by side."""
     places: dict[tuple[str, int, int], dict[str, Compared]] = {}
     for each in report.compared:
         if each.reference == reference:

@@ -104,9 +104,7 @@ def _held(path: Path, limit_s: float, name: str) -> Iterator[None]:
 def _made(name: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except (
-        RuntimeError
-    ) as error:  # torch and DeepSpeed raise it if ninja or a compiler is missing, or if the compiler fails
+    except RuntimeError as error:  # torch and DeepSpeed raise it if ninja or a compiler is missing or fails
         lines = [line for line in str(error).splitlines() if "error:" in line] or str(error).splitlines()[:1]
         raise ResourceError(
             f"{name} cannot be compiled ({lines[0].strip()[:200]}): install g++ and ninja, or drop deepspeed.cpu_adam"

@@ -1,9 +1,9 @@
-"""Takes up every checkpoint named: saves it again at once, and trains it to its end.
+"""Resume every given checkpoint: save it again at once, and train it to its end.
 
     targets.py OUT ASKED
 
-ASKED is JSON: `model`, and `sources`, a list of [NAME, DTYPE, CHECKPOINT]. OUT/NAME/again holds the checkpoint as this backend
-writes it, OUT/NAME/onward that of the end.
+ASKED is JSON: `model`, and `sources`, a list of [NAME, DTYPE, CHECKPOINT]. OUT/NAME/again holds the checkpoint as this
+backend writes it, OUT/NAME/onward the one at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distributed.testing.jobs.cases import BASE, CUT_OFF, freeze, parts_of, resu
 
 
 def go_on(parts: Any, checkpoint: str, directory: Path, dtype: str, **settings: Any) -> None:
-    """The training of the suite's case "whole" from its checkpoint."""
+    """Continue the training of the suite's case "whole" from a checkpoint."""
     case = {**BASE, **resumable(parts), **settings}
     built = case.pop("model")
     del case["learning_rate"]

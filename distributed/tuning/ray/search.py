@@ -268,7 +268,8 @@ class _Search:
             self._error = self._error or self._all_failed()
 
     def _is_hopeless(self) -> bool:
-        """Whether enough trials failed, no other one had anything to say, and none that began before is still at work."""
+        """Return True if enough trials failed, no other trial reported anything, and every trial that had begun
+        before has failed."""
         if len(self._failures) < _HOPELESS or self._num_rows or self._ended:
             return False
         self._judged = self._judged or set(self._started)
