@@ -124,7 +124,8 @@ class Engine:
         return bool(self.wrapper.was_step_applied())
 
     def _leave_out(self) -> bool:
-        """Make DeepSpeed drop the gradients, by reporting the norm that it uses for gradients that are not finite."""
+        """Make DeepSpeed drop the gradients, by reporting the norm that DeepSpeed 0.19 uses for gradients that are
+        not finite."""
         bad = torch.tensor(-1.0)
         name, value = ("_get_norm_groups", [bad]) if self.stage == 3 else ("scaled_global_norm", bad)
         setattr(self.zero, name, lambda: value)
@@ -220,7 +221,8 @@ def _gathered(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 class _Attributes:
-    """Attributes of a model's modules and parameters, to remove the ones that DeepSpeed adds."""
+    """Attributes of a model's modules and parameters, to remove the ones that DeepSpeed adds. DeepSpeed 0.19 leaves
+    some of them behind."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._each = [*model.modules(), *model.parameters()]

@@ -120,8 +120,8 @@ def _report(row: Mapping[str, Any]) -> None:
     from ray import tune
     from ray.train._internal.session import get_session
 
-    # Ray Tune ends the trial's process without waiting for this thread, although a stop may take ten minutes. Make it
-    # wait until the thread has saved and left.
+    # Ray Tune ends the trial's process without waiting for this thread (Ray 2.60), although a stop may take ten
+    # minutes. Make it wait until the thread has saved and left. This can go when Ray Tune waits by itself.
     thread = get_session().training_thread
     thread.join = lambda timeout=None: type(thread).join(thread)
     tune.report(dict(row))
