@@ -46,8 +46,8 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files that take a minute or more, longest first. `make test` gives whole files to its processes in this order: a long one that
-# came last would be waited for alone.
+# Files that take a minute or more, the longest first. `make test` distributes whole files in this order, so that no
+# process has to run a long file alone at the end.
 LONGEST = (
     "test_every_backend", "test_tensorflow", "test_deepspeed", "test_tuner", "test_horovod", "test_pages", "test_ray",
     "test_keras_engines", "test_resume", "test_keras", "test_tune", "test_fit_from_script", "test_parity", "test_mlflow", "test_seeds",

@@ -1,4 +1,4 @@
-"""For tests of what stands on the adapters: a backend without a framework, and its data."""
+"""Backend without a framework, and its data, for tests of the code above the adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums
 
 @dataclasses.dataclass(frozen=True)
 class FakeOptions:
-    """No options."""
+    """Empty options."""
 
 
 class FakeData(ShardedData):
@@ -40,7 +40,7 @@ class FakeData(ShardedData):
 
 
 class FakeBackend(Backend[FakeOptions]):
-    """One process, one weight: an update adds the sum of its samples. Remembers its calls in `calls`."""
+    """Backend with one process and one weight. An update adds the sum of its samples. `calls` records the calls."""
 
     Options: ClassVar[type[Any]] = FakeOptions
 

@@ -39,7 +39,7 @@ def load(device: str) -> Any:
 
 
 def limit_waits(timeout_s: float) -> None:
-    """Set our time limit on the process groups that DeepSpeed made. Their default is half an hour."""
+    """Set our time limit on the process groups that DeepSpeed made. DeepSpeed 0.19 gives them half an hour."""
     from torch.distributed import distributed_c10d
 
     for group in list(distributed_c10d._world.pg_map):

@@ -67,8 +67,8 @@ class DeepSpeedProfiler(TorchProfiler):
 
 @contextlib.contextmanager
 def _same_stdout() -> Iterator[None]:
-    """Restore sys.stdout afterwards. DeepSpeed's counter replaces it by a file, and does not restore it if the disk
-    fails."""
+    """Restore sys.stdout afterwards. The counter of DeepSpeed 0.19 replaces it by a file, and does not restore it if
+    the disk fails."""
     before = sys.stdout
     try:
         yield

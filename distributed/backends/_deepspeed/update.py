@@ -1,4 +1,5 @@
-"""One update by DeepSpeed's engine: clipping, the look for NaN and the loss scale are its own, in one pass over its partitions."""
+"""One update by DeepSpeed's engine. Clipping, the check for NaN and the loss scale are its own, in one pass over its
+partitions."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class DeepSpeedWrapper(Wrapper):
         return wrapped
 
     def _config(self) -> dict[str, Any]:
-        """Return DeepSpeed's config, complete: what is ours over what the user's own says."""
+        """Return DeepSpeed's complete config: the user's entries, replaced by ours where both exist."""
         own, batch = self._backend, self._batch
         assert batch is not None
         pinned = own.device.type == "cuda"
@@ -94,13 +94,13 @@ class DeepSpeedWrapper(Wrapper):
             "gradient_clipping": (own.config.gradient_clipping or 0.0) if own.stage else 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 1 << 60,  # the display is ours
+            "steps_per_print": 1 << 60,  # our display shows the progress
         }
         if own.mixed_precision != "no":
             ours[own.mixed_precision] = {"enabled": True}
         given = {name: value for name, value in own.own_config.items() if name not in ("optimizer", "train_batch_size")}
         config = config_file.merged(given, ours)
-        # A bucket no larger than the model: DeepSpeed's of two gigabytes is taken at once.
+        # A bucket is no larger than the model: DeepSpeed's default of two gigabytes is allocated at once.
         size = min(5 * 10**8, sum(p.numel() for p in own.plain.parameters()))
         zero = config["zero_optimization"]
         zero.setdefault("reduce_bucket_size", size)
@@ -124,7 +124,7 @@ class DeepSpeedWrapper(Wrapper):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a block in which every rank has the whole weights and buffers. All ranks."""
+        """Return a block in which every rank has whole weights and buffers. A collective: all ranks must call it."""
         weights = contextlib.nullcontext() if self.engine is None else self.engine.whole_weights()
         with weights, self.whole_buffers():
             yield
@@ -163,7 +163,7 @@ class DeepSpeedObserver(TorchObserver):
         return own.wrapper.engine.gradient_norm()
 
     def local_values(self) -> Iterator[tuple[str, Any]]:
-        """Yield the weights. Stage 3 gathers them, a collective; the main process then holds them all."""
+        """Yield the weights. Stage 3 gathers them on the main process, which is a collective."""
         own = self._backend
         if own.stage != 3 or own.wrapper.engine is None:
             yield from super().local_values()

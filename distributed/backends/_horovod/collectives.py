@@ -1,7 +1,7 @@
 """Horovod's collectives for tensors of TensorFlow, as arrays through horovod.torch, which every build here contains.
 
-Horovod's Keras optimizer is not used, because it averages nothing under Keras 3. Its operations for TensorFlow's graphs
-are not used either: they are a second library that would start beside the first.
+The Keras optimizer of Horovod 0.28 is not used, because it averages nothing under Keras 3. Horovod's operations for
+TensorFlow's graphs are not used either: they are a second library that would start beside the first.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class Reduction:
 def finished(hvd: Any, handle: int) -> Any:
     """Wait for the exchange `handle` and return its result.
 
-    Horovod's own wait spins (Horovod 0.28). That takes the core from the thread that does the work if there are no more
-    cores than processes: 46 s instead of 5 s on two cores.
+    The wait of Horovod 0.28 spins, which takes the core from the thread that does the work if there are no more cores
+    than processes: 46 s instead of 5 s on two cores. Polling can go when `hvd.synchronize` blocks without spinning.
 
     Raises TrainingError with the ranks that did not join for `timeout_s` seconds.
     """

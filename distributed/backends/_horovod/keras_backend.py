@@ -1,4 +1,4 @@
-"""Keras models on TensorFlow whose gradients Horovod carries. The step is that of the backend tensorflow."""
+"""Keras models on TensorFlow with Horovod's gradient exchange. The step is that of the backend tensorflow."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class HorovodKerasBackend(TensorFlowBackend):
         from distributed.backends._tensorflow.world import TensorFlowWorld
 
         self.hvd = load()
-        device = "cuda:0" if self.plan.device == "cuda" else "cpu"  # the one that this process sees
+        device = "cuda:0" if self.plan.device == "cuda" else "cpu"  # the only GPU that this process sees
         if self.plan.world_size == 1:
             return TensorFlowWorld(alone(found, device), None)
-        plan = dataclasses.replace(self.plan, device="cpu")  # arrays go through the host
+        plan = dataclasses.replace(self.plan, device="cpu")  # arrays are sent through host memory
         self._joined = HorovodWorld(plan, self.config, self._warn, found)
         context = dataclasses.replace(self._joined.context, device=device)
         return TensorFlowWorld(
@@ -99,7 +99,7 @@ class HorovodKerasBackend(TensorFlowBackend):
 
 
 class HorovodKerasObserver(TensorFlowObserver):
-    """Observe the TensorFlow step with Horovod, of whose threads TensorFlow's profiler sees nothing."""
+    """Observe the TensorFlow step with Horovod. TensorFlow's profiler does not see Horovod's threads."""
 
     _backend: HorovodKerasBackend
 
@@ -111,7 +111,7 @@ class HorovodKerasObserver(TensorFlowObserver):
 
 
 def row_on_tensorflow(row: BackendRow) -> BackendRow:
-    """The registry row of horovod where Keras runs on TensorFlow."""
+    """Return the registry row of horovod for Keras on TensorFlow."""
     other = backend_row("tensorflow")
     return dataclasses.replace(
         row, requires=(*row.requires, "tensorflow", "keras"), alone=other.name, environ=other.environ,
@@ -120,6 +120,6 @@ def row_on_tensorflow(row: BackendRow) -> BackendRow:
 
 
 def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Callable[[dict[str, Any]], None]) -> None:
-    """In a worker, before its script: what TensorFlow reads when it is imported, and its seed."""
+    """Prepare a worker before its script runs: set what TensorFlow reads at import, and seed it."""
     start.set_environment(found, request.device)
     start.import_seeded(request)

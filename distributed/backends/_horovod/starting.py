@@ -1,4 +1,4 @@
-"""How a run of Horovod starts: Keras on TensorFlow has an adapter and an environment of its own."""
+"""Start of a run of Horovod. Keras on TensorFlow has an adapter and an environment of its own."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def join(ray: Any, address: str, **settings: Any) -> None:
 def _own_cluster() -> str:
     """Return the cluster that `auto` means: one that this user or root started on this machine.
 
-    Ray itself accepts a cluster that any user's process or file names, and unpickles its answers. Raises
-    ConnectionError if there is none.
+    Ray 2.60 accepts a cluster that any user's process or file names, and unpickles its answers. This can go when Ray
+    checks the owner. Raises ConnectionError if there is none.
     """
     if (given := os.environ.get("RAY_ADDRESS", "auto")) != "auto":
         return given

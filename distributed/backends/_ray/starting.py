@@ -1,4 +1,4 @@
-"""How a run on Ray starts: on a cluster, on one of our own, or inside a trial of Ray Tune."""
+"""Start of a run on Ray: on an existing cluster, on its own one, or inside a trial of Ray Tune."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RayStarting(TorchStarting):
     def launcher(self) -> str:
         trial = _trial()
         has_own_processes = trial is not None and trial["bundles"] == 1
-        # One bundle holds the trial and all that it may use: its processes are children of the trial itself.
+        # A single bundle holds the trial with all its resources, so its processes are children of the trial.
         return super().launcher() if has_own_processes else "distributed.backends._ray.launch"
 
     def launcher_options(self, config: DistributedConfig, plan: ProcessPlan) -> dict[str, Any]:
@@ -78,11 +78,11 @@ def _check_trial(options: Any) -> None:
 
 
 def _connected() -> str | None:
-    """The cluster that the caller is connected to, if any: else RAY_ADDRESS, else one of our own."""
+    """Return the cluster that the caller is connected to, or the one in RAY_ADDRESS, or None."""
     client = sys.modules.get("ray.util.client")
     if (
         client is not None and client.ray.is_connected()
-    ):  # it may not reach the cluster's own address; Ray names this nowhere
+    ):  # the client may not reach the cluster's own address; Ray has no public name for this one
         return f"ray://{client.ray.get_context().client_worker._conn_str}"
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
@@ -93,7 +93,8 @@ def _connected() -> str | None:
 
 
 def _trial() -> dict[str, Any] | None:
-    """The Ray actor or task that this code runs in (a trial of Ray Tune is one) and its resources; None elsewhere."""
+    """Return the Ray actor or task in which this code runs, with its resources, or None elsewhere. A trial of Ray
+    Tune is one."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
@@ -109,18 +110,18 @@ def _trial() -> dict[str, Any] | None:
 
 
 def _is_in_tune() -> bool:
-    """Whether this is a trial that runs a function: another kind of trial has no `tune.report`."""
+    """Return True in a trial of Ray Tune that runs a function. Other trials have no `tune.report`."""
     reporting = sys.modules.get("ray.tune.trainable.trainable_fn_utils")
     return reporting is not None and bool(reporting._in_tune_session())
 
 
 def _report(row: Mapping[str, Any]) -> None:
-    """Wait for Tune to take it. Where Tune stops a trial this raises SystemExit."""
+    """Report an epoch and wait until Tune has taken it. Raises SystemExit if Tune stops the trial."""
     from ray import tune
     from ray.train._internal.session import get_session
 
-    # Then it ends the trial's process without waiting for its thread, though a stop may take ten minutes: have it wait until
-    # this one has saved and left.
+    # Ray Tune ends the trial's process without waiting for this thread (Ray 2.60), although a stop may take ten
+    # minutes. Make it wait until the thread has saved and left. This can go when Ray Tune waits by itself.
     thread = get_session().training_thread
     thread.join = lambda timeout=None: type(thread).join(thread)
     tune.report(dict(row))

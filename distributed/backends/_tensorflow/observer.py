@@ -1,4 +1,4 @@
-"""What can be observed of training with TensorFlow: gradient norm, graph, weights and gradients, profile."""
+"""Observed values of training with TensorFlow: gradient norm, graph, weights and gradients, profile."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class TensorFlowObserver(Observer):
     def __init__(self, backend: TensorFlowBackend) -> None:
         super().__init__(backend.plan.world_size)
         self._backend = backend
-        self.norm: float | None = None  # of the newest update's gradient, before clipping
+        self.norm: float | None = None  # gradient norm of the newest update, before clipping
         self._kept: Any = None  # the batch for `graph`
         self._gradients: list[Any] = []  # for `local_values`
 
     def see(self, micro: MicroBatch) -> None:
-        """Keep the first batch that comes, if one is wanted."""
+        """Keep the first batch, if one is wanted."""
         if self.keeps_batch:
             self.keeps_batch, self._kept = False, micro.batch
 

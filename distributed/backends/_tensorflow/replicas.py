@@ -52,8 +52,8 @@ def split_cpu(number: int) -> None:
 
 @contextlib.contextmanager
 def _unscaled() -> Iterator[None]:
-    """Disable the division by the number of replicas in Keras's losses. The step here divides by the samples of all
-    replicas."""
+    """Disable the division by the number of replicas in Keras's losses (Keras 3.15, `scale_loss_for_distribution`).
+    The step here divides by the samples of all replicas. This can go when Keras makes the division optional."""
     module = importlib.import_module("keras.src.losses.loss")
     names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
     own = {name: getattr(module, name) for name in names}

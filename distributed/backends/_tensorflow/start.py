@@ -218,7 +218,7 @@ def is_used_by_script() -> bool:
 
 
 def _refuse_mirrored(world_size: int) -> None:
-    """Make MirroredStrategy raise ConfigError. In a cluster it would kill its own process."""
+    """Make MirroredStrategy raise ConfigError. In a cluster it would kill its own process (TensorFlow 2.21)."""
     import tensorflow as tf
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -240,7 +240,8 @@ def _refuse_late() -> None:
 
 
 def import_quietly() -> None:
-    """Import TensorFlow without the lines that its C++ code prints on stderr for every TF_CPP_MIN_LOG_LEVEL."""
+    """Import TensorFlow without the lines that its C++ code prints on stderr for every TF_CPP_MIN_LOG_LEVEL
+    (TensorFlow 2.21)."""
     if "tensorflow" in sys.modules:
         return quieten()
     sys.stderr.flush()

@@ -32,7 +32,7 @@ def make_scheduler(plan: SearchPlan) -> Any:
 def _patient(kind: Any) -> Any:
     """Return a subclass of the scheduler `kind` with which Ray Tune waits longer for its actors at the end of a search.
 
-    Ray Tune waits a hard-coded 10 s before it kills the actors (`_actor_force_cleanup_timeout`, Ray 2.x). Some trials
+    Ray Tune waits a hard-coded 10 s before it kills the actors (Ray 2.60, `_actor_force_cleanup_timeout`). Some trials
     need longer to save, so wait as long as for a trial that is stopped alone. Only a scheduler receives the controller.
     This can go when Ray Tune makes the timeout a setting.
     """

@@ -121,8 +121,9 @@ def _environment(is_own: bool) -> Iterator[None]:
 def _read_token_again() -> None:
     """Make Ray read its authentication mode and token again.
 
-    Ray caches the mode at import and the token at the first connection. The two calls are in the order of
-    ray/_private/authentication_test_utils.py: a thread that is still ending may read the token between them.
+    Ray 2.60 caches the mode at import and the token at the first connection. The two calls are in the order of
+    ray/_private/authentication_test_utils.py: a thread that is still ending may read the token between them. This can
+    go when `ray.init` takes the token as an argument.
     """
     if "ray" in sys.modules:
         raylet: Any = importlib.import_module("ray._raylet")

@@ -70,8 +70,10 @@ def run(order: Order, config: Mapping[str, Any]) -> None:
 
 
 def _prepare(order: Order) -> None:
-    """Adapt the session of Ray Tune to trials: the thread of the trial ends before its actor does or takes another
-    trial."""
+    """Make Ray Tune wait for the thread of a trial before the actor ends or runs another trial.
+
+    Ray 2.60 waits only a limited time for it. This can go when Ray Tune waits for a thread that is saving.
+    """
     from ray.train._internal.session import get_session
 
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = _THREAD_S
