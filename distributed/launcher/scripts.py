@@ -16,7 +16,7 @@ from distributed.launching.environments.registry import worker_environment
 from distributed.launching.environments.torchrun import pass_over_stale_rank
 from distributed.launching.subprocess_launch import start_launcher
 
-# LaunchConfig's names that are not the settings' own
+# names of LaunchConfig that differ from those of the settings
 _SETTINGS = {"nnodes": "num_nodes", "backend": "communication_backend"}
 _DEFAULT_PORT = 29500  # of several nodes, as torchrun's; one node takes a free port
 _USAGE = """\

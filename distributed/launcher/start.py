@@ -83,7 +83,7 @@ def start(
     if dry_run:
         sys.stdout.write("\n".join(_dry_run_lines(merged, backend, request, this)) + "\n")
         return 0
-    if merged.source("checkpoint_dir") == "flag":  # else the script may name another
+    if merged.source("checkpoint_dir") == "flag":  # a script may name another directory
         RunDirectory(str(merged.config.checkpoint_dir), "checkpoint_dir", "--checkpoint-dir").check(resume=True)
     if merged.source("tensorboard_dir") == "flag":
         loggers.check_directories(merged)
@@ -288,7 +288,7 @@ def _refuse_sources(merged: MergedConfig, resumed: RunDirectory | None) -> None:
 
     A run that has begun goes on from its own checkpoints, whatever it started from.
     """
-    if resumed is not None and (merged.config.node_rank == 0 or resumed.path.exists()):  # it may be node 0's alone
+    if resumed is not None and (merged.config.node_rank == 0 or resumed.path.exists()):  # only node 0 may have it
         resumed.check_resumable()
     source = merged.config.resume_from_checkpoint
     if isinstance(source, str) and (resumed is None or not resumed.events.exists()):

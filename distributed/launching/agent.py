@@ -41,7 +41,7 @@ class ForkAgent(SimpleElasticAgent):
         directory: Path,
     ) -> None:  # fmt: skip
         super().__init__(spec, exit_barrier_timeout=request.timeout_s)
-        self._directory = directory  # of this user alone
+        self._directory = directory  # with mode 0700
         self._request, self._run, self._channel = request, run, channel
         self.verdicts = Verdicts(request, run, display)
         epochs = Epochs(functools.partial(write_row, request.epochs_fd))
@@ -183,7 +183,7 @@ def _run_to_the_end(
     spec = WorkerSpec(
         role="default", local_world_size=request.nproc_per_node, rdzv_handler=handler,
         entrypoint=request.script or "job",
-        max_restarts=request.max_restarts, monitor_interval=0.001,  # _monitor_workers itself waits
+        max_restarts=request.max_restarts, monitor_interval=0.001,  # `_monitor_workers` waits by itself
     )  # fmt: skip
     agent = ForkAgent(spec, request, run, channel, display, directory)
     agent.output.start()

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-# What torch and gloo say on the ranks that survive when another one has gone. Each is a consequence, never a cause.
+# Messages of torch (2.13), gloo and Horovod on the ranks that survive when another one has ended: consequences, never causes.
 _PEER_GONE = (
     "Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Socket Timeout",
     "recvValue failed", "sendBytes failed", "recvBytes failed", "failed to recv", "timed out after",
@@ -19,7 +19,12 @@ _PEER_GONE = (
     "NCCL communicator was aborted", "unhandled system error", "Horovod has been shut down",
 )  # fmt: skip
 _PEER_GONE_TYPES = {"DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError"}
-_DISTRIBUTED_TYPES = {"RuntimeError", "DistBackendError", "DistError", "HorovodInternalError"}  # whose message decides
+_DISTRIBUTED_TYPES = {
+    "RuntimeError",
+    "DistBackendError",
+    "DistError",
+    "HorovodInternalError",
+}  # the message decides whether one is a consequence
 _OUR_DIRECTORY = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 

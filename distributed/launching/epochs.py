@@ -14,15 +14,15 @@ Row = Mapping[str, Any]
 class Epochs:
     """Call `on_row` with the row of each finished epoch once: after a restart, some epochs are trained again."""
 
-    def __init__(self, tell: Callable[[Row], None]) -> None:
-        self._tell = tell
-        self._told: dict[str, int] = {}  # run directory -> the last step whose epoch is known
+    def __init__(self, on_row: Callable[[Row], None]) -> None:
+        self._on_row = on_row
+        self._last_steps: dict[str, int] = {}  # run directory -> the step at the end of its last epoch
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take any event of the main process."""
-        if event.get("kind") == "epoch" and event["row"]["step"] > self._told.get(event["run"], -1):
-            self._told[event["run"]] = event["row"]["step"]
-            self._tell(event["row"])
+        if event.get("kind") == "epoch" and event["row"]["step"] > self._last_steps.get(event["run"], -1):
+            self._last_steps[event["run"]] = event["row"]["step"]
+            self._on_row(event["row"])
 
 
 def write_row(fd: int | None, row: Row) -> None:
@@ -37,13 +37,13 @@ class Caller:
 
     def __init__(self, on_epoch: Callable[[Row], None] | None, stop: Callable[[], None]) -> None:
         self._on_epoch, self._stop = on_epoch, stop
-        self.error: BaseException | None = None  # to be raised once training has ended
+        self.error: BaseException | None = None  # the caller raises it once training has ended
 
     def __call__(self, row: Row) -> None:
         if self._on_epoch is None or self.error is not None:
             return
         try:
             self._on_epoch(row)
-        except BaseException as error:  # of any kind: no worker may outlive it
+        except BaseException as error:  # of any kind: the workers must end first
             self.error = error
             self._stop()

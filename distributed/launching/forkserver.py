@@ -48,19 +48,20 @@ def serve(request: LaunchRequest) -> int:
     _check(request, run)
     _show_start(request)
     set_thread_variables(request.nproc_per_node)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart can read stale addresses
+    # With a store that torch shares between attempts, a restart can read stale addresses (pytorch issue 135712). This may go once
+    # restarts have been tried without it on a torch that has pytorch pull request 135957.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if {**request.typed.file, **request.typed.flag}.get("profile"):
-        os.environ.setdefault(
-            "KINETO_LOG_LEVEL", "99"
-        )  # read once, by torch's import: else it tells of its start and stop
+        # torch (2.13) reads it once, at its import; its profiler else prints lines about its start and stop.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with Signals() as signals:
-        gc.disable()  # imports make no garbage worth looking for, and a collection would unshare pages
-        importlib.import_module("torch")  # the agent's; the only import of it in the whole tree
+        gc.disable()  # imports leave little garbage, and a collection would unshare pages
+        importlib.import_module("torch")  # for the agent too; no other process of this run imports it
         server, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         agent = fork(lambda: _agent(request, run, side, server, signals))
         side.close()
         for name in request.preload:
-            if signals.are_waiting():  # a stop, or the end of the agent: nobody will need the rest
+            if signals.are_waiting():  # a stop, or the end of the agent: the rest is not needed
                 break
             importlib.import_module(name)
         gc.freeze()
@@ -68,9 +69,9 @@ def serve(request: LaunchRequest) -> int:
 
 
 def _check(request: LaunchRequest, run: RunDirectory) -> None:
-    if request.script is not None and request.payload is None:  # a job by value has its script's name for argv only
+    if request.script is not None and request.payload is None:  # with a payload, the script is only a name in argv
         check_script(request.script)
-    if request.node_rank == 0:  # the others write into it once they have joined node 0
+    if request.node_rank == 0:  # other nodes write into it after they have joined node 0
         run.check(resume=request.resume)
         run.lock()
 
@@ -88,7 +89,7 @@ def _agent(
     request: LaunchRequest, run: RunDirectory, side: socket.socket, server: socket.socket, signals: Signals
 ) -> int:
     server.close()
-    signals.ignore()  # the launcher gets them and says so
+    signals.ignore()  # the launcher handles them
     gc.enable()
     from distributed.launching.agent import run_agent
 
@@ -103,7 +104,7 @@ class ForkServer:
         self._workers: dict[int, int] = {}  # process id -> local rank
         self._num_begun = 0  # workers, of all attempts
         self._stop = Stop(request.timeout_s)
-        self._code: int | None = None  # what the agent says the run ends with
+        self._code: int | None = None  # the exit code of the run, from the agent
         self._agent_status: int | None = None
         self._agent_deadline: float | None = None
 
@@ -114,10 +115,10 @@ class ForkServer:
             selector.register(self._signals, selectors.EVENT_READ)
             while self._agent_status is None:
                 ready = [key.fileobj for key, _ in selector.select(self._patience())]
-                for number in self._signals.read():  # first: after a stop no order to start is carried out
+                for number in self._signals.read():  # before orders: nothing may start after a stop
                     self._take_signal(number)
                 if self._channel in ready and not self._take_order():
-                    selector.unregister(self._channel)  # the agent is going; its end is a signal
+                    selector.unregister(self._channel)  # the agent is ending; its end comes as SIGCHLD
                 self._reap()
                 self._run_out_of_patience()
         self._hear_last_words()
@@ -151,7 +152,7 @@ class ForkServer:
         """Carry out one message of the agent. Return False if it has closed its end."""
         try:
             data, fds, _, _ = socket.recv_fds(self._channel, _MESSAGE_BYTES, 3)
-        except ConnectionError:  # it was killed with messages of ours unread
+        except ConnectionError:  # the agent was killed with unread messages of ours
             return False
         if not data:
             return False
@@ -166,15 +167,15 @@ class ForkServer:
         return True
 
     def _send(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # the agent has gone: its end is handled where it is reaped
+        with contextlib.suppress(OSError):  # the agent has ended, which `_reap` handles
             self._channel.send(json.dumps(message).encode())
 
     def _start_worker(self, order: dict[str, Any], fds: list[int]) -> None:
-        if self._stop.signum:  # too late: nothing may start any more
+        if self._stop.signum:  # nothing may start after a stop
             self._send(op="exit", local_rank=order["local_rank"], status=-self._stop.signum, time=time.time())
         else:
             pid = fork(lambda: self._worker(order, fds))
-            with contextlib.suppress(OSError):  # the child does it too; whoever comes first
+            with contextlib.suppress(OSError):  # the child does the same; the first one succeeds
                 os.setpgid(pid, pid)
             self._workers[pid] = order["local_rank"]
             self._num_begun += 1
@@ -182,10 +183,13 @@ class ForkServer:
             os.close(fd)
 
     def _worker(self, order: dict[str, Any], fds: list[int]) -> int:
-        os.setpgid(0, 0)  # the terminal's Ctrl-C is for the launcher alone
+        os.setpgid(0, 0)  # so that the terminal's Ctrl-C reaches the launcher only
         self._signals.restore()
         self._channel.close()
-        for fd in (self._request.epochs_fd, self._request.bar_fd):  # the launcher's, whose end they show
+        for fd in (
+            self._request.epochs_fd,
+            self._request.bar_fd,
+        ):  # of the launcher: their end shows the caller that it ended
             if fd is not None:
                 os.close(fd)
         gc.enable()
@@ -222,7 +226,7 @@ class ForkServer:
             return
         is_starting = not self._num_begun or self._num_begun % self._request.nproc_per_node > 0
         if is_first := self._stop.add(number):
-            # As long as workers are missing nobody has trained: there is nothing to save, and many take long to leave.
+            # While workers are missing none has trained. There is nothing to save, and many take long to leave: kill them.
             for pid in self._workers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if is_starting else self._stop.signum)

@@ -34,6 +34,6 @@ def _request_text(name: str) -> str:
 
 
 if __name__ == "__main__":
-    # sys.path[0] is this directory, whose files would hide others: the one above the package is what is meant.
+    # sys.path[0] is this directory, whose files would hide others of the same name: replace it by the package's parent.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     main()

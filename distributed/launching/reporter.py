@@ -14,7 +14,9 @@ class Reporter:
     def __init__(self, is_main_process: bool, verbose: bool) -> None:
         self._is_main_process, self._verbose = is_main_process, verbose
         self._display: Any = None
-        self.on_event: Callable[[Mapping[str, Any]], None] = lambda event: None  # gets what is shown here
+        self.on_event: Callable[[Mapping[str, Any]], None] = lambda event: (
+            None
+        )  # called with each event that is shown in this process
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         if not self._is_main_process:

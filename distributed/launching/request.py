@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distributed.config.registry import BackendRow
 
 HANDOVER_VARIABLE = "DISTRIBUTED_CONFIG"
-# What the launcher itself uses, or every worker: these settings hold for a script without a Trainer too.
+# Settings that the launcher or every worker uses: they have an effect on a script without a Trainer too.
 _FOR_ANY_SCRIPT = frozenset({
     "backend", "address", "num_gpus", "num_nodes", "gpus_per_node", "nproc_per_node", "device", "node_rank", "master_addr",
     "master_port", "timeout_s", "start_timeout", "monitor_interval", "max_restarts", "restart_on_exception", "seed",
@@ -93,7 +93,7 @@ class _ThisProcess:
 
     handover: Handover | None = None
     link: Link | None = None
-    request: LaunchRequest | None = None  # what our launcher was asked for, where it started this process
+    request: LaunchRequest | None = None  # the request of our launcher, if it started this process
     is_known: bool = False  # whether `handover` is final
     is_taken: bool = False  # whether a Trainer has asked for the handover
     asked: set[str] = dataclasses.field(default_factory=set)  # settings that `distributed.comm` has asked for
@@ -145,7 +145,7 @@ def unused_settings() -> list[str]:
     if _this.handover is None or _this.is_taken:
         return []
     used = _FOR_ANY_SCRIPT.union(f"{row.group}.{name}" for row in REGISTRY.values() for name in row.for_launcher)
-    names: dict[str, None] = {}  # a set in order
+    names: dict[str, None] = {}  # an ordered set
     for typed in (_this.handover.typed.file, _this.handover.typed.flag):
         for name, value in typed.items():
             names.update(
@@ -214,13 +214,13 @@ class LaunchRequest:
     start_timeout: float = 600.0  # seconds all nodes may take to join
     timeout_s: float = 300.0  # seconds workers may take to end after a signal
     verbose: bool = True
-    again: str = ""  # the command that goes on with this run, shown where a signal ended it
-    live: bool | None = None  # a progress bar: None where the output is a terminal
+    again: str = ""  # the command that goes on with this run, shown after a signal ended it
+    live: bool | None = None  # whether to show a progress bar; None: if the output is a terminal
     started_lines: tuple[str, ...] = ()  # shown once, before the workers start
     launcher: str = "distributed.launching.forkserver"  # the module whose `serve` starts and watches the workers
-    launcher_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what only that launcher reads
+    launcher_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # read by that launcher only
     epochs_fd: int | None = None  # a descriptor that gets the row of each finished epoch as a JSON line
-    bar_fd: int | None = None  # one that gets what a progress bar shows, for a notebook
+    bar_fd: int | None = None  # a descriptor that gets what a progress bar shows, for a notebook
 
     @property
     def world_size(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from distributed.errors import ConfigError, ResourceError
 
 VARIABLE = "DISTRIBUTED_TOKEN"
-_this: dict[str, str] = {}  # "attempt": what `bind` was given
+_this: dict[str, str] = {}  # "attempt": the argument of `bind`
 _SHORTEST = 16  # characters: a shorter secret can be guessed
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 from distributed.runs.processes import STOP_SIGNALS, heeded_signals
 
-KILLING = 3  # of Ctrl-C: whoever types it so often does not want to wait
+KILLING = 3  # the Ctrl-C that kills the workers
 
 
 class Signals:
@@ -22,7 +22,7 @@ class Signals:
             os.set_blocking(fd, False)
         self._old = {number: signal.signal(number, _do_nothing) for number in (*heeded_signals(), signal.SIGCHLD)}
         self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        # Who started this process may have held them back until now.
+        # The parent may have blocked them until now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
@@ -93,7 +93,7 @@ class Stop:
 
     def add(self, number: int) -> bool:
         """Add one more stop signal. Return True if it is the first one, which the workers are to get."""
-        if number == signal.SIGHUP:  # the terminal has gone, and with it who could say more
+        if number == signal.SIGHUP:  # the terminal was closed, so that nobody can send another signal
             number = signal.SIGTERM
         is_first = not self.signum
         if is_first:

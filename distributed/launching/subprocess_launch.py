@@ -149,7 +149,7 @@ def _start(
         stderr=None if inherits_err else subprocess.PIPE,
         env=environ,
         pass_fds=(*passed, *([int(payload[1])] if payload else [])),
-        start_new_session=True,  # the terminal's Ctrl-C reaches only the caller, who passes it on
+        start_new_session=True,  # the terminal's Ctrl-C reaches only the caller, which passes it on
     )
     for fd in passed:
         os.close(fd)

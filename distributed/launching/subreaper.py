@@ -108,7 +108,7 @@ def _children(parent: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        with contextlib.suppress(OSError):  # ended while we looked
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
                 found.append(int(entry.name))
     return found

@@ -28,7 +28,7 @@ def tee_output(run: RunDirectory, rank: int) -> None:
         [sys.executable, "-E", str(Path(__file__)), str(run.path.absolute()), str(rank), *reads],
         stdin=subprocess.DEVNULL,
         pass_fds=[int(read) for read in reads],
-        start_new_session=True,  # a Ctrl-C is for the worker, whose last lines are still to come
+        start_new_session=True,  # a Ctrl-C must not end the copying of the worker's last lines
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     for target, (read, write) in zip((1, 2), ends.values(), strict=True):

@@ -22,10 +22,12 @@ from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
 from distributed.runs.summary import add_warning, close_results, is_training, resume_lines
 
-# After the first sign of a failure: how long a better explanation is waited for. A lost connection is a consequence
-# of something that another rank, or the kernel, is about to report.
+# Seconds to wait for a better explanation after the first sign of a failure, by the weight of that failure. A lost connection is
+# a consequence of something that another rank, or the kernel, is about to report.
 _SETTLE_S = {0: 0.1, 1: 0.5, 2: 1.0}
-_ORPHANED_STOP_S = 5.0  # for the others to end, once a rank died during a stop: no common save can come
+_ORPHANED_STOP_S = (
+    5.0  # for the other ranks to end after a rank died during a stop, because they cannot save together any more
+)
 
 
 class Verdict(enum.Enum):
@@ -34,7 +36,7 @@ class Verdict(enum.Enum):
     AT_WORK = "at work"
     DONE = "done"
     RESTART = "restart"
-    OVER = "over"  # failed or stopped, for good
+    OVER = "over"  # failed or stopped, and not to be restarted
 
 
 @dataclasses.dataclass
@@ -43,8 +45,8 @@ class _Rank:
 
     rank: int
     report: Failure | None = None
-    interrupted: int = 0  # the signal it saved for
-    is_unshared: bool = False  # it ended, and shared its work with nobody
+    interrupted: int = 0  # the signal after which it saved its state
+    is_unshared: bool = False  # whether it ended without sharing its work with another
     status: int | None = None  # exit code, or minus the signal; None while it runs
     ended: float = 0.0
 
@@ -93,7 +95,7 @@ class Verdicts:
         """Return whether a worker of this attempt has not ended."""
         return any(rank.status is None for rank in self._ranks.values())
 
-    # what comes from the launcher and the workers
+    # messages of the launcher and the workers
 
     def add(self, message: Mapping[str, Any]) -> None:
         """Add a stop, the end of a worker, or what a worker reports. Any thread."""
@@ -110,7 +112,7 @@ class Verdicts:
     def _add_stop(self, message: Mapping[str, Any]) -> None:
         self.stop_signal, interrupts = message["signum"], message["interrupts"]
         if message["is_first"]:
-            what = "the workers"  # their script trains with something else, or not yet
+            what = "the workers"  # no Trainer of ours is training in them
             if message["is_starting"]:
                 what = "the start"
             elif is_training(self._run):
@@ -136,7 +138,7 @@ class Verdicts:
                     message["exit_code"],
                 )  # fmt: skip
 
-    # what follows from it
+    # the verdict
 
     def judge(self, restarts_left: int) -> Verdict:
         """Return the verdict now. Wait up to `monitor_interval` for news, so that an end is seen immediately."""
@@ -149,7 +151,9 @@ class Verdicts:
                 return self._ended()
             self._settle()
             failures = [failure for rank in self._ranks.values() if (failure := rank.failure())]
-            if all(failure.is_consequence for failure in failures):  # nobody failed: did somebody leave?
+            if all(
+                failure.is_consequence for failure in failures
+            ):  # no cause among them: a rank that exited with 0 may be the cause
                 failures += [rank.left() for rank in self._ranks.values() if rank.status == 0]
         return self._failed(root_cause(failures), restarts_left)
 
@@ -241,9 +245,11 @@ class Verdicts:
             self._warn_of_unshared_work()
         if (
             code in (130, 143) and self._request.again and (self._run.path / "result.json").exists()
-        ):  # a Trainer has begun
+        ):  # a Trainer has begun to train
             self._display.handle({"kind": "notice", "text": resume_lines(self._request.again)})
-        if code in (0, 130, 143) or cause is None or self._request.payload is not None:  # who called `fit` raises it
+        if (
+            code in (0, 130, 143) or cause is None or self._request.payload is not None
+        ):  # the caller of `fit` raises the cause
             return
         text = f"error: {cause}"
         if cause.kind == "signal":

@@ -159,7 +159,7 @@ def _run(request: LaunchRequest, report: Report, found: WorkerEnvironment | None
     except KeyboardInterrupt:
         report({"kind": "interrupted", "signum": int(signal.SIGINT)})
         return 128 + signal.SIGINT
-    except BaseException as error:  # the top frame of a worker: whatever it is, the launcher must hear of it
+    except BaseException as error:  # the top frame of a worker: report it to the launcher, whatever it is
         return _failed(error, report)
     return 0
 
@@ -243,7 +243,7 @@ def _take_streams(fds: list[int]) -> None:
     for fd in (null, *fds[:2]):
         os.close(fd)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # it goes to a pipe, and a person may be watching
+        if hasattr(stream, "reconfigure"):  # a pipe is not line-buffered by itself, and a person may be watching
             stream.reconfigure(line_buffering=True)
 
 
@@ -266,7 +266,7 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # closed by the script, or nobody reads any more
+        except (OSError, ValueError):  # closed by the script, or its reader has ended
             continue
 
 

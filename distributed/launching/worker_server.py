@@ -35,7 +35,7 @@ class WorkerServer:
     def __init__(self, preload: tuple[str, ...]) -> None:
         self.preload = preload
         self._channel, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with side:  # no parent-death signal: it would come when the calling thread ends
+        with side:  # without a parent-death signal, which would come when the calling thread ends
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(side.fileno()), ",".join(preload)], pass_fds=(side.fileno(),),
                 stdin=subprocess.DEVNULL, start_new_session=True,
@@ -102,7 +102,7 @@ class _Server:
             data, fds, _, _ = socket.recv_fds(self._channel, _MESSAGE_BYTES, 2)
             if not data:
                 return
-            if data == b"stop":  # it came after the end
+            if data == b"stop":  # the launcher had ended before it came
                 continue
             pid = fork(functools.partial(self._launch, data, fds))
             for fd in fds:
@@ -151,7 +151,7 @@ class _Server:
 
 
 def _main(fd: int, preload: list[str]) -> Any:
-    gc.disable()  # imports make no garbage worth looking for, and a collection would unshare pages
+    gc.disable()  # imports leave little garbage, and a collection would unshare pages
     for name in preload:
         importlib.import_module(name)
     gc.freeze()

@@ -54,7 +54,7 @@ class LoggedFit:
     batch: BatchPlan
     context: WorkerContext
     backend: Watched
-    state: TrainState  # where it starts: of a checkpoint, where there is one to go on from
+    state: TrainState  # the state at the start; that of a checkpoint if the fit goes on from one
     updates_per_epoch: int | None
     is_worker: bool  # whether a launcher started this process
     report: Callable[[Mapping[str, Any]], None]  # {"kind": "warning", "text": ...} and the like, to the display

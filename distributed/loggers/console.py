@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-_PLAIN = str.maketrans("━─", "#-")  # a bar where the terminal has no other letters than a typewriter
+_PLAIN = str.maketrans("━─", "#-")  # the bar in ASCII
 
 
 class Display:
@@ -45,7 +45,7 @@ class Display:
         self._live = self._make_bar is not None or (self._is_terminal and _can_move()) if live is None else live
         self._verbose = verbose
         self._bar: Bar | None = None
-        self._fresh_line = True  # nothing stands on the current line
+        self._fresh_line = True  # whether the current line is empty
         self._rest = {False: "", True: ""}  # live: the script's line that has not ended, by stream
         self._lock = threading.RLock()
 
@@ -112,7 +112,7 @@ class Display:
     def _remove_bar(self) -> None:
         bar, self._bar = self._bar, None
         if bar is not None:
-            with contextlib.suppress(OSError):  # the terminal has gone
+            with contextlib.suppress(OSError):  # the terminal was closed
                 bar.stop()
 
     def _log(self, event: Mapping[str, Any]) -> None:
@@ -148,7 +148,7 @@ class Display:
         try:
             stream.write(printable(text, stream))
             stream.flush()
-        except OSError:  # nobody reads any more; the logs and the run go on
+        except OSError:  # the reader has ended; the logs and the run go on
             return
         self._fresh_line = text.endswith("\n")
 
@@ -224,7 +224,7 @@ class _TerminalBar:
         event = self._event
         if (
             elapsed := event.get("elapsed_s")
-        ) is not None:  # a step may take longer than anybody waits for a sign of life
+        ) is not None:  # a step may take long: refresh the times without a new event
             event = {**event, "elapsed_s": elapsed + monotonic() - self._shown_at}
         line = bar_line(event, self._console.width)
         return Text(printable(line, self._stream), no_wrap=True, overflow="crop")

@@ -38,7 +38,7 @@ class EventFile:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            with contextlib.suppress(OSError):  # a torn record would hide all that follow
+            with contextlib.suppress(OSError):  # an incomplete record would hide all that follow
                 self._file.truncate(self._end)
                 self._file.seek(self._end)
             raise

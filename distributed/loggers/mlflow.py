@@ -52,7 +52,7 @@ class MlflowLogger(Logger):
         self._fit = fit
         self._dir = fit.run.path.absolute()
         self._spool = Spool(self._dir)
-        self._logged: dict[str, int] = {}  # metric -> up to which step it was told, by earlier attempts too
+        self._logged: dict[str, int] = {}  # metric -> the last step that was logged, by earlier attempts too
         self._is_losing = False
         self._status = "FAILED"
         self._checkpoint: Path | None = None
@@ -78,7 +78,7 @@ class MlflowLogger(Logger):
             return {}
         return {tracking_uri.RUN_ID: self._sender.run_id, tracking_uri.URI: uri}
 
-    # ------------------------------------------------------------------ hooks
+    # hooks
 
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
         prefix = "val_" if split == "val" else ""
@@ -117,7 +117,7 @@ class MlflowLogger(Logger):
             text = f"not all is at MLflow: send it with 'distributed mlflow-sync {self._fit.run.path}'"
             self._fit.report({"kind": "notice", "text": text})
 
-    # ------------------------------------------------------------------ what is told
+    # logging
 
     def _choose(self) -> tuple[Record, str]:
         """Return the record of the run directory, and the tracking URI."""
@@ -129,7 +129,7 @@ class MlflowLogger(Logger):
     def _log_start(self, told: Mapping[str, str], tags: Mapping[str, str]) -> None:
         now = {name: value for name, value in self._params().items() if told.get(name) != value}
         step = self._fit.state.step
-        if now:  # MLflow changes no parameter: what a resume changed stands beside it
+        if now:  # MLflow changes no parameter: values that a resume changed get a name of their own
             self._put({
                 "kind": "params",
                 "values": {f"{name}.from_step_{step}" if name in told else name: value for name, value in now.items()},
@@ -275,7 +275,7 @@ def end_run(run: RunDirectory, status: str, is_sent: bool = True) -> bool:
     if ends[-1] == "RUNNING":
         spool.append({"kind": "status", "status": status, "time": _now()})
     is_done = record.sent >= spool.size
-    if is_sent and not is_done:  # it may have been killed before it could send what it had to say
+    if is_sent and not is_done:  # the run may have been killed before it could send everything
         sender = _sender(run.path, record, spool, lambda text: None)
         sender.start()
         is_done = sender.finish(INTERRUPTED_S, INTERRUPTED_LIMIT_S)
@@ -346,9 +346,7 @@ class JoinedRun(Logger):
     """
 
     def __init__(self, values: Mapping[str, str], *, is_worker: bool) -> None:
-        if (
-            tracking_uri.has_open_run()
-        ):  # it has one already, and `start_run(nested=True)` would take ours for the nested one
+        if tracking_uri.has_open_run():  # `start_run(nested=True)` would take our run for the nested one
             values = {}
         tracking_uri.given_out.update(value for name, value in values.items() if name == tracking_uri.RUN_ID)
         self._before = {name: os.environ.get(name) for name in values}
@@ -401,7 +399,7 @@ def import_quietly() -> None:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     try:
         importlib.import_module("mlflow")
-    except Exception as error:  # of a broken library anything may come
+    except Exception as error:  # a broken library raises errors of any kind
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise ResourceError(
             f"mlflow_tracking=True needs mlflow, which is installed and does not load ({reason}): run {tracking_uri.REINSTALL}"

@@ -103,7 +103,7 @@ class Profiling(Callback):
 
     def _start(self) -> None:
         if self._profiler is not None:
-            self._profiler.start()  # which may refuse: then there is nothing to stop
+            self._profiler.start()  # if it raises, there is nothing to stop
             self._is_started = True
 
     def _finish(self, step: int) -> None:

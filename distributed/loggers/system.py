@@ -55,7 +55,7 @@ class Gpus:
         except pynvml.NVMLError:
             return []
         found = [_handle(name) for name in visible_names(self._number)]
-        if None in found:  # names that it does not know: whose figures they are could not be said
+        if None in found:  # the driver does not know a name, so that figures could not be assigned to ranks
             pynvml.nvmlShutdown()
             return []
         return found

@@ -80,7 +80,7 @@ class TensorBoard(Callback):
         self._first_step = 0
         self._is_resumed = False
 
-    # ------------------------------------------------------------------ hooks
+    # hooks
 
     def on_train_start(self, state: TrainState) -> None:
         self._directory, self._first_step = self._choose(), state.step + 1
@@ -100,7 +100,7 @@ class TensorBoard(Callback):
         return _is_before(event, state)
 
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
-        if not self._has_graph:  # before the figures: it stays at a resume, and what stands before it too
+        if not self._has_graph:  # before the figures: a resume keeps it, and everything before it
             self._has_graph = True
             self._write_graph()
         self.write_scalars({f"{split}/{name}": value for name, value in metrics.items()}, state.step)
@@ -117,7 +117,7 @@ class TensorBoard(Callback):
     def on_error(self, state: TrainState, error: BaseException) -> None:
         self._end(state, _FAILURE)
 
-    # ------------------------------------------------------------------ writing
+    # writing
 
     def write_scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write one point of each tag."""
@@ -164,7 +164,7 @@ class TensorBoard(Callback):
 
         try:
             graph = self._fit.backend.observer.graph()
-        except Exception as error:  # it runs the user's model under a tracer: anything may come
+        except Exception as error:  # it runs the user's model under a tracer, which raises errors of any kind
             reason = next(iter(str(error).splitlines()), "")
             text = (
                 f"TensorBoard shows no graph of the model, which could not be traced ({type(error).__name__}: {reason})"
@@ -194,7 +194,7 @@ class TensorBoard(Callback):
             return run.path / "tensorboard"
         known = [event["directory"] for event in run.read_events() if event["event"] == "tensorboard"]
         name = known[-1] if known else _free_name(Path(given), run.path)
-        if not known:  # a resume goes on there, also where another run has the same name
+        if not known:  # a resume uses it again, even if another run has the same name
             run.event("tensorboard", directory=name)
         return Path(given) / name
 
@@ -226,7 +226,7 @@ def _is_before(event: Any, state: TrainState) -> bool:
     return not (state.samples_in_epoch if tag.startswith(_OF_AN_EPOCH) else state.log_sums)
 
 
-# ---------------------------------------------------------------------- hyperparameters
+# hyperparameters
 
 
 def _session(tag: str, **info: Any) -> list[Any]:

@@ -8,7 +8,14 @@ from typing import Any
 _SHORT_NAMES = {"learning_rate": "lr"}
 _NOT_METRICS = {"epoch", "epochs", "step", "samples_per_second", "learning_rate"}
 GAP = "  "
-_NEEDED = ("elapsed", "epoch", "samples/s", "loss", "ETA", "step")  # of a line that is too long, the first goes first
+_NEEDED = (
+    "elapsed",
+    "epoch",
+    "samples/s",
+    "loss",
+    "ETA",
+    "step",
+)  # the order in which parts of a line that is too long are left out
 _SHORTEST_BAR = 8
 
 

@@ -23,8 +23,8 @@ from distributed.runs.processes import is_running
 
 _PROBE_BYTES = 64 * 1024  # more than the text files of a run need before its first checkpoint
 _LOCK = ".lock"
-SEARCH = "learning-rate"  # directory of a search for one, below that of the run; of further ones with a number
-_DYING_S = 5.0  # that workers may take to follow a launcher that was killed
+SEARCH = "learning-rate"  # directory of a learning rate search below that of the run; further ones get a number
+_DYING_S = 5.0  # seconds that workers may take to end after their launcher was killed
 
 
 def script_name() -> str:

@@ -103,7 +103,7 @@ class ClusterEnvironment:
     listens: str = ""  # which ports its launcher opens to others: shown as a warning
     listens_with: str = ""  # a variable without which it opens none
     job: Callable[[Mapping[str, str]], str] = (
-        _no_job  # a name that each restart of one start tells again, "" without one
+        _no_job  # (environ) -> a name of this start that its restarts have too, or ""
     )
 
 

@@ -50,7 +50,7 @@ class TrackedRun:
             self._client = MlflowClient(tracking_uri=uri)
         self.id = ""
 
-    # ------------------------------------------------------------------ which run
+    # finding the run
 
     def open(self) -> bool:
         """Find the run, join the one that the user has open, or make one; whether it is another than the recorded one."""
@@ -118,15 +118,15 @@ class TrackedRun:
             return str(self._record.experiment_id)
         found = self._ask(self._client.get_experiment_by_name, name)
         if found is None:
-            # Where a server keeps artifacts is its business; MLflow's own answer for a local file is the working directory.
+            # A server knows where it keeps artifacts. For a local file, MLflow's default is the working directory.
             is_ours = self.uri == default_uri(self._run_dir)
             location = (beside(self._run_dir) / "mlartifacts").as_uri() if is_ours else None
-            with contextlib.suppress(Refused):  # another run made it just now
+            with contextlib.suppress(Refused):  # another run has just created it
                 return str(self._ask(self._client.create_experiment, name, artifact_location=location))
             found = self._ask(self._client.get_experiment_by_name, name)
         return str(found.experiment_id)
 
-    # ------------------------------------------------------------------ what it is told
+    # logging to it
 
     def log(self, entries: Sequence[Entry]) -> None:
         """Log entries of one kind, as `grouped` returns them. Raises Refused, or whatever an absent server leads to."""
@@ -191,10 +191,10 @@ class TrackedRun:
         if not checkpoint.exists():
             return
         size = _num_bytes(checkpoint)
-        self._on_request(size)  # it is read and written before
+        self._on_request(size)  # MLflow reads and writes it before the request
         with staged_model(checkpoint, entry["model_class"], self.id) as directory:
             self._ask(self._client.log_artifacts, self.id, str(directory), to, num_bytes=size)
-        with contextlib.suppress(Refused):  # it is there
+        with contextlib.suppress(Refused):  # it exists already
             self._ask(self._client.create_registered_model, name)
         source = f"{self._ask(self._client.get_run, self.id).info.artifact_uri}/{to}"
         versions = self._ask(self._client.search_model_versions, f"name='{name}' and run_id='{self.id}'")

@@ -20,7 +20,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
 _REFUSALS_SHOWN = 3  # of an attempt
 _PATIENCE_S = 10.0  # that the end waits for each answer ...
 _BYTES_PER_S = 5e6  # ... and for an artifact as long as a slow line needs
-_OF_FILES = ("artifact", "model")  # kinds that are kept elsewhere than figures: that place may fail alone
+_OF_FILES = ("artifact", "model")  # kinds that MLflow stores elsewhere than figures, where storing may fail by itself
 
 
 class _FilesLeft(Exception):
@@ -106,7 +106,7 @@ class Sender:
     def _rest_s(self) -> float:
         return min(self._patient_until, self._give_up_at) - time.monotonic()
 
-    # ------------------------------------------------------------------ in the thread
+    # in the thread
 
     def _work(self) -> None:
         pause = _FIRST_PAUSE_S
@@ -114,14 +114,16 @@ class Sender:
             is_last = self._is_finishing.is_set()
             try:
                 self._send()
-            except _Gone:  # the next attempt, or mlflow-sync, tells another run everything
+            except _Gone:  # the next attempt, or mlflow-sync, sends everything to another run
                 self._say_gone()
                 break
             except Later:
                 if self._is_finishing.is_set():
                     break
                 self._sleep(_LATER_S)
-            except Exception as error:  # whatever a store and its libraries raise: it is kept, and tried again
+            except (
+                Exception
+            ) as error:  # a store and its libraries raise errors of any kind: keep the entries and try again
                 self._say_failed(error)
                 if is_last or (self._is_finishing.is_set() and not isinstance(error, _FilesLeft)):
                     break
@@ -190,7 +192,7 @@ class Sender:
             parts = _parts(entries)
             if not parts:
                 self._leave_out(entries[0], error)
-            for each in parts:  # one of them: the others are fine
+            for each in parts:  # only one of them is refused
                 self._log(run, [each])
 
     def _leave_out(self, entry: Entry, error: Refused) -> None:

@@ -40,7 +40,7 @@ class Record:
     name: str = ""
     run_id: str | None = None
     wanted: str | None = None  # the run that the user had open
-    is_joined: bool = False  # somebody else's, who ends it
+    is_joined: bool = False  # the run belongs to somebody else, who ends it
     is_asked_for: bool = False  # a run was asked for, and the answer may not have come
     tags: dict[str, str] = dataclasses.field(default_factory=dict)
     sent: int = 0  # bytes of the spool
@@ -72,7 +72,7 @@ class Record:
         names the experiment if nobody else does.
         """
         sweep, said, default = cls.of_sweep(run_dir), users_run(), default_uri(run_dir)
-        if sweep is not None and not has_open_run():  # a run that was open around the search is the sweep's
+        if sweep is not None and not has_open_run():  # a run that is open around the search belongs to the sweep
             said = None
         record = cls.read(run_dir)
         uri = (said and said[1]) or users_uri() or (record and record.tracking_uri)

@@ -49,7 +49,7 @@ class SystemSampler:
                 monitor.collect_metrics()
                 values.update(monitor.aggregate_metrics())
                 monitor.clear_metrics()
-            except Exception:  # as when it is made: it is not asked again
+            except Exception:  # as in `_monitor`; it is not asked again
                 logger.debug("%s failed", type(monitor).__name__, exc_info=True)
                 self._monitors.remove(monitor)
         return {f"system/{name}": float(value) for name, value in values.items()}
@@ -64,6 +64,6 @@ def _monitor(name: str) -> Any:
     try:
         module = importlib.import_module(f"mlflow.system_metrics.metrics.{name.lower()}_monitor")
         return getattr(module, f"{name}Monitor")()
-    except Exception:  # of a driver or a container anything may come: training does without the figures
+    except Exception:  # drivers and containers raise errors of any kind: train without the figures
         logger.debug("no figures of the %s", name, exc_info=True)
         return None

@@ -21,7 +21,9 @@ _SERVERS, _DATABASES = ("http", "https"), ("sqlite", "mysql", "postgresql", "mss
 _INSTALL = "pip install 'distributed-trainer[mlflow]'"
 REINSTALL = "pip install --force-reinstall 'distributed-trainer[mlflow]'"
 
-given_out: set[str] = set()  # ids of runs that this process put into its own environment: nobody asked to join those
+given_out: set[str] = (
+    set()
+)  # ids of runs that this process itself put into its environment: the user did not ask to join them
 
 
 def check(merged: MergedConfig) -> None:
