@@ -1,25 +1,33 @@
 # Two commands for a newcomer: `make demo` trains on two processes, `make test` runs the whole suite.
-# Both set up .venv first (Python >= 3.11); PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and the like are pip's own to read.
+# Both set up .venv first (Python >= 3.11): `make demo` installs what the demo needs, every other target the rest too.
+# PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and the like are pip's own to read.
 
 PYTHON ?= python3
 GPU_PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+DEMO := -m distributed.cli train --script examples/train.py --backend pytorch-ddp --nproc-per-node 2
+DEMO_EXTRAS := torch,plot,report,examples
+DEMO_STAMP := $(VENV)/.demo
 STAMP := $(VENV)/.installed
-
 HOROVOD_STAMP := $(VENV)/.horovod
 HOROVOD_WITH ?=
-# Three test processes, each of which runs whole files: most tests start workers and wait for them.
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 25
+# Three test processes, each of which runs whole files: most tests start workers and wait for them. tests/conftest.py says which
+# files come first.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: demo test test-gpu check format bench screenshots docker-check clean horovod
+.PHONY: demo test test-full test-gpu check format bench screenshots docker-check release clean horovod
 .DEFAULT_GOAL := demo
 
-demo: $(STAMP)
-	$(BIN)/python -m distributed.cli train --script examples/train.py --backend pytorch-ddp --nproc-per-node 2
+demo: $(DEMO_STAMP)
+	$(BIN)/python $(DEMO)
 
 test: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST)
+
+# The same with every long matrix: all numbers of processes of every backend, and more kills and starts.
+test-full: $(STAMP) $(HOROVOD_STAMP)
+	CONFORMANCE_STARTS=3 $(PYTEST) -m ''
 
 # On a machine with a GPU, in eight minutes, with its own Python (torch with CUDA, pytest) and nothing installed. The tests
 # themselves can be tried out on CPUs: GPU_REHEARSAL=cpu make test-gpu GPU_PYTHON=.venv/bin/python
@@ -60,6 +68,10 @@ docker-check:
 	$(PYTHON) scripts/check_docker_install.py
 	$(PYTHON) scripts/check_docker_install.py --variant cuda --dry-run
 
+# Wheel and source archive in dist/, and the demo with nothing but the wheel. Uploads nothing.
+release:
+	$(PYTHON) scripts/release.py $(DEMO_EXTRAS) $(DEMO)
+
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -67,9 +79,11 @@ clean:
 # The constraints pin the build's own requirements too, hence the variable and not only the option. Python compiles what is
 # imported, once: compiling all of it here, as pip does by itself, takes longer than the rest of the installation. Where Python was
 # told to keep nothing that it compiles, every process would compile all that it imports, and so it is done here.
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO_STAMP): EXTRAS := $(DEMO_EXTRAS)
+$(STAMP): EXTRAS := all
+$(DEMO_STAMP) $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-compile -e '.[all]'
+	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-compile -e '.[$(EXTRAS)]'
 	$(if $(PYTHONDONTWRITEBYTECODE),$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib distributed || true)
-	touch $@
+	touch $(DEMO_STAMP) $@

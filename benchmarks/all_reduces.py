@@ -1,4 +1,4 @@
-"""Counts the all-reduces that a piece of training starts, with torch's own profiler."""
+"""Count the all-reduces that a piece of training starts, with torch's profiler."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def count_all_reduces(work: Callable[[], object]) -> int:
-    """How many all-reduces this rank starts while `work()` runs. Every rank must run the same `work`.
+    """Return how many all-reduces this rank starts while `work()` runs. Every rank must run the same `work`.
 
-    Counted where torch hands them to the process group, so DDP's own (one per bucket) are among them.
+    They are counted where torch passes them to the process group, so those of DDP (one per bucket) are included.
     """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         work()

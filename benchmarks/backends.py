@@ -1,13 +1,14 @@
-"""What each backend costs over that engine's own bare loop: whole runs in turns, from the command to the first step, in a
-steady step, and in memory.
+"""Measure the cost of each backend over the bare loop of its engine, in time and memory.
 
 python benchmarks/backends.py [--backends fsdp,ray] [--workload mlp|gpt] [--rounds 5] [--quick]
 
-CPU is that of the main process of the training, all its threads, per update; wall is the median over a run's updates. Memory is
-what all processes have at the end (shared pages count once) and how far each had been above that. Ratios are taken within a
-round, then their median and range over the rounds. "bare again" is the bare loop once more: what it differs by is noise.
-Exit code 1 when a goal is missed by more than that. A backend that is not registered, or whose library is missing, is left
-out with a line.
+Whole runs take turns. Measured are the time from the command to the first step, a steady step, and memory.
+
+CPU is the time of all threads of the main process of the training, per update. Wall is the median over the updates of a
+run. Memory is what all processes have at the end (shared pages count once), plus how far each had been above that.
+Ratios are taken within a round; the table shows their median and range over the rounds. "bare again" is a second run of
+the bare loop: its difference is noise. Exits with 1 if a goal is missed by more than that. A backend that is not
+registered, or whose library is missing, is left out with a line.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from whole_runs import HERE, ratios, run_once
 
 BARE, OURS, AGAIN = "bare", "Trainer", "bare again"
 Runs = dict[str, list[dict[str, float]]]
-# Updates before the clock starts, and timed ones.
+# Untimed updates before the clock starts, and timed updates.
 STEPS = {"mlp": (50, 300), "gpt": (3, 20)}
 QUICK = {"mlp": (3, 10), "gpt": (1, 2)}
 _PYTHON = sys.executable
@@ -38,7 +39,7 @@ _TORCHRUN = [
     "2",
     str(HERE / "bare_torch.py"),
 ]
-# The engine's own way to start two processes.
+# The command with which each engine starts two processes.
 BARE_COMMANDS = {
     "single": [_PYTHON, str(HERE / "bare_torch.py"), "single"],
     "pytorch-ddp": [*_TORCHRUN, "pytorch-ddp"],
@@ -75,7 +76,7 @@ def main() -> int:
 
 
 def is_here(name: str) -> bool:
-    """Whether the backend can run; a line where it cannot."""
+    """Return True if the backend can run. Print a line if it cannot."""
     if name not in BARE_COMMANDS:
         raise SystemExit(f"--backends {name}: there is no bare loop for it, choose of {', '.join(BARE_COMMANDS)}")
     why = "it is not in this version" if name not in REGISTRY else ""
@@ -87,14 +88,14 @@ def is_here(name: str) -> bool:
 
 
 def libraries(names: list[str]) -> list[str]:
-    """The distributions whose versions belong to the figures."""
+    """Return the distributions whose versions are printed with the figures."""
     found = importlib.metadata.packages_distributions()
     wanted = {library for name in names for library in REGISTRY[name].requires} - {"torch"}
     return sorted({found[library][0] for library in wanted})
 
 
 def measure(name: str, workload: str, warm_up: int, steps: int, rounds: int) -> Runs:
-    """Everybody's runs, in turns whose order rotates."""
+    """Run all contestants in turns. Their order rotates from round to round."""
     tail = [workload, "{directory}", str(warm_up), str(steps)]
     script = "backends_trainer_keras.py" if name == "tensorflow" else "backends_trainer.py"
     processes = "1" if REGISTRY[name].single_process else "2"
@@ -113,7 +114,7 @@ def measure(name: str, workload: str, warm_up: int, steps: int, rounds: int) -> 
 
 
 def goals_of(name: str, workload: str, runs: Runs) -> list[Goal]:
-    """What is to be reached."""
+    """Return the goals of one backend and workload."""
 
     def goal(text: str, limit: float, key: str) -> Goal:
         return Goal(text, limit, ratios(runs[OURS], runs[BARE], key), ratios(runs[AGAIN], runs[BARE], key))
@@ -123,7 +124,7 @@ def goals_of(name: str, workload: str, runs: Runs) -> list[Goal]:
 
 
 def summary(runs: Runs) -> list[list[str]]:
-    """Table rows: each contestant against the bare loop of the same round."""
+    """Return table rows: each contestant compared with the bare loop of the same round."""
     rows = [["", "first step s", "x", "CPU us", "x", "wall us", "x", "peak MB", "x"]]
     for who, each in runs.items():
         row = [who]

@@ -1,4 +1,7 @@
-"""Our Trainer on a workload, for any torch backend: train --script backends_trainer.py -- WORKLOAD DIRECTORY WARM_UP STEPS."""
+"""Train a workload with our Trainer on any torch backend.
+
+train --script backends_trainer.py -- WORKLOAD DIRECTORY WARM_UP STEPS
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from workloads import WORKLOADS
 
 
 class Watch(Callback):
-    """Tells the benchmark how far the run is."""
+    """Report the progress of the run to the benchmark."""
 
     watch: Stopwatch
 

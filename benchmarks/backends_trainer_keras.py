@@ -1,4 +1,7 @@
-"""Our Trainer on a Keras workload: train --script backends_trainer_keras.py -- WORKLOAD DIRECTORY WARM_UP STEPS."""
+"""Train a Keras workload with our Trainer.
+
+train --script backends_trainer_keras.py -- WORKLOAD DIRECTORY WARM_UP STEPS
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from marks import Stopwatch
 
 
 class Watch(Callback):
-    """Tells the benchmark how far the run is."""
+    """Report the progress of the run to the benchmark."""
 
     watch: Stopwatch
 
@@ -19,7 +22,7 @@ class Watch(Callback):
 
 
 def model_of(name: str):
-    """A factory: the engine may have to be set up before Keras makes variables."""
+    """Return a factory of the model, because the engine may have to be set up before Keras makes variables."""
 
     def make():
         from workloads_keras import KERAS_WORKLOADS

@@ -1,4 +1,5 @@
-"""TensorFlow's own loop, `strategy.run` under MultiWorkerMirroredStrategy on two processes, which it starts itself.
+"""Train with TensorFlow's own loop: `strategy.run` under MultiWorkerMirroredStrategy on two processes, which the script
+starts.
 
 python bare_tensorflow.py WORKLOAD DIRECTORY WARM_UP STEPS
 """
@@ -14,7 +15,8 @@ from typing import Any
 
 
 def start_both(arguments: list[str]) -> int:
-    """What a user's shell script does: one process for each place in TF_CONFIG."""
+    """Start one process for each worker in TF_CONFIG, as a user's shell script would, and return the largest exit
+    code."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         workers = [f"127.0.0.1:{server.getsockname()[1]}" for server in (one, other)]
     started = []

@@ -1,6 +1,8 @@
-"""Each torch engine's own loop, as its documentation shows it: what our adapters are measured against.
+"""Train with each torch engine's own loop, as its documentation shows it. Our adapters are compared with these loops.
 
-python bare_torch.py ENGINE WORKLOAD DIRECTORY WARM_UP STEPS       (ray starts its workers; the others run in one already)
+python bare_torch.py ENGINE WORKLOAD DIRECTORY WARM_UP STEPS
+
+Ray starts its workers itself. For the other engines this script is one worker.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from workloads import WORKLOADS
 
 
 class Single(HandWritten):
-    """No wrapper."""
+    """Loop without a wrapper."""
 
     def prepare(self, model: nn.Module) -> tuple[Any, Any]:
         return model, self.workload.optimizer(model.parameters())
 
 
 class FSDP(HandWritten):
-    """FSDP2 over each layer that repeats, then over the rest."""
+    """Loop with FSDP2 around each repeated layer, then around the whole model."""
 
     def prepare(self, model: nn.Module) -> tuple[Any, Any]:
         from torch.distributed.fsdp import fully_shard
@@ -40,7 +42,7 @@ class FSDP(HandWritten):
 
 
 class DeepSpeed(HandWritten):
-    """ZeRO's second stage around the same optimizer."""
+    """Loop with ZeRO stage 2 around the same optimizer."""
 
     def prepare(self, model: nn.Module) -> tuple[Any, Any]:
         import deepspeed
@@ -65,7 +67,7 @@ class DeepSpeed(HandWritten):
 
 
 class Horovod(HandWritten):
-    """hvd.DistributedOptimizer."""
+    """Loop with hvd.DistributedOptimizer."""
 
     def prepare(self, model: nn.Module) -> tuple[Any, Any]:
         import horovod.torch as hvd
@@ -98,7 +100,8 @@ def join_deepspeed() -> tuple[int, int]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    # Compiled for minutes at the first start, for inference: our adapter leaves it out too.
+    # DeepSpeed 0.19 compiles this extension for minutes at the first start. It is for inference; our adapter skips it
+    # too.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     return dist.get_rank(), dist.get_world_size()
@@ -123,7 +126,7 @@ ENGINES: dict[str, tuple[Callable[[], tuple[int, int]], type[HandWritten]]] = {
 def train(
     loop_class: type[HandWritten], name: str, directory: str, warm_up: int, steps: int, rank: int, size: int
 ) -> None:
-    """The whole loop of one worker, which has joined the others."""
+    """Run the loop of one worker, which has joined the others."""
     torch.set_num_threads(1)
     workload = WORKLOADS[name]
     watch = Stopwatch(directory, warm_up, steps, is_main=rank == 0)
@@ -134,7 +137,7 @@ def train(
 
 
 def under_ray(name: str, directory: str, warm_up: int, steps: int) -> None:
-    """Ray Train's TorchTrainer around the DDP loop."""
+    """Run the DDP loop in Ray Train's TorchTrainer."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 

@@ -1,4 +1,4 @@
-"""What a benchmark's figures must reach, judged against the noise of the same run."""
+"""Goals for the figures of a benchmark, judged against the noise of the same run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import machine
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """`figures` (one of each round) are to have a median of at most `limit`.
+    """Upper limit for the median of `figures`, which holds one value per round.
 
-    `again` is what the hand-written loop gave against itself in the same rounds. Without noise that is `par`: 1 for ratios,
+    `again` compares the hand-written loop with itself in the same rounds. Without noise it equals `par`: 1 for ratios,
     0 for differences.
     """
 
@@ -24,21 +24,21 @@ class Goal:
 
     @property
     def noise(self) -> float:
-        """How far from `par` the middle half of `again` goes."""
+        """Largest distance of the middle half of `again` from `par`."""
         cut, values = len(self.again) // 4, sorted(self.again)
         return max(self.par - values[cut], values[-1 - cut] - self.par, 0.0)
 
     @property
     def is_met(self) -> bool:
-        """Missed is what noise alone does not explain."""
+        """Whether the limit is met within the noise."""
         return statistics.median(self.figures) <= self.limit + self.noise
 
     def row(self) -> list[str]:
-        """Cells of a table."""
+        """Return the cells of a table row."""
         figures = (f"{value:.3g}" for value in (self.limit, statistics.median(self.figures), self.noise))
         return [self.name, *figures, "met" if self.is_met else "MISSED"]
 
 
 def verdicts(goals: list[Goal]) -> str:
-    """A Markdown table of all goals."""
+    """Return a Markdown table of all goals."""
     return machine.table([["goal", "at most", "found", "noise", ""], *(goal.row() for goal in goals)])

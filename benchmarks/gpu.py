@@ -1,13 +1,15 @@
-"""A GPT of 124 million parameters on one GPU in bf16: our Trainer, Lightning and Accelerate against a hand-written loop.
+"""Train a GPT of 124 million parameters on one GPU in bf16: our Trainer, Lightning and Accelerate against a
+hand-written loop.
 
 python benchmarks/gpu.py [--quick] [--rounds N]
 
-All of them live in one process and train in turns on the same data from the same weights; the order rotates from round to round.
-A turn is a number of updates and ends when the GPU has finished them. Ratios are taken within a round, then their median and range.
-"hand-written again" is a second hand-written loop: what it differs by is noise. "host ms" is the CPU time of the training thread.
-A library that is not installed has no row. Exit code 1 when the goal is missed by more than noise.
+All contestants live in one process and train in turns on the same data from the same weights. The order rotates from
+round to round. A turn is a number of updates and ends when the GPU has finished them. Ratios are taken within a round;
+the table shows their median and range. "hand-written again" is a second hand-written loop: its difference is noise.
+"host ms" is the CPU time of the training thread. A library that is not installed has no row. Exits with 1 if the goal
+is missed by more than noise.
 
---quick trains a tiny model on whatever is there, a CPU too: it shows that the benchmark runs, not how fast anything is.
+--quick trains a tiny model on any device, also a CPU. It shows that the benchmark runs, not how fast anything is.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ import machine
 from goals import Goal, verdicts
 
 BASE, AGAIN, OURS = "hand-written", "hand-written again", "Trainer"
-LIMIT_X = 1.02  # of a step's wall time
+LIMIT_X = 1.02  # limit of the wall time of a step, relative to the hand-written loop
 RATE, CLIPPING = 3e-4, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is trained, and how often."""
+    """Size of the model, the batch and the benchmark."""
 
     layers: int = 12
     width: int = 768
@@ -51,12 +53,12 @@ class Size:
     vocabulary: int = 50304  # GPT-2's, rounded up to a multiple of 64
     length: int = 1024
     batch: int = 16
-    steps: int = 20  # of a turn
-    rounds: int = 9  # the first of which is warm-up
+    steps: int = 20  # updates of a turn
+    rounds: int = 9  # the first round is warm-up
 
     @property
     def tokens(self) -> int:
-        """Tokens of an update."""
+        """Number of tokens of an update."""
         return self.batch * self.length
 
 
@@ -86,7 +88,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 without dropout; the embedding is the head too. The same weights every time."""
+    """GPT-2 without dropout. The embedding is also the output layer. The initial weights are always the same."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -112,7 +114,7 @@ def next_token_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 
 def data_of(size: Size) -> TensorDataset:
-    """As many samples as all turns take."""
+    """Return as many samples as all turns need."""
     generator = torch.Generator().manual_seed(1)
     samples = size.batch * size.steps * size.rounds
     tokens = torch.randint(0, size.vocabulary, (samples, size.length + 1), generator=generator)
@@ -140,7 +142,7 @@ class Turns:
         self._has_begun = False
 
     def turn(self) -> tuple[float, float]:
-        """(wall, CPU of the training thread) seconds of an update, meaned over a turn."""
+        """Run one turn. Return the mean (wall, CPU of the training thread) seconds of an update."""
         if not self._has_begun:
             self._has_begun = True
             self._thread.start()
@@ -152,14 +154,14 @@ class Turns:
         return self._marks
 
     def end(self) -> None:
-        """Let the training come to its end."""
+        """Let the training finish."""
         self._go.release()
         self._thread.join(120)
         if self._failure is not None:
             raise self._failure
 
     def updated(self, loss: torch.Tensor | None = None) -> None:
-        """After an update; waits for the next turn where this one is over."""
+        """Record an update. Wait for the next turn if this one is over."""
         if loss is not None:
             self.loss = loss.detach()
         self._done_steps += 1
@@ -176,7 +178,7 @@ class Turns:
         self._began = time.perf_counter(), time.thread_time()
         try:
             self._train(self)
-        except BaseException as error:  # the top frame of a thread: whoever waits for the turn raises it
+        except BaseException as error:  # the top frame of a thread: `turn` raises the error to its caller
             self._failure = error
         finally:
             self._done.release()
@@ -290,7 +292,7 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peers = {name: make for name, make in PEERS.items() if importlib.util.find_spec(name) is not None}
     with tempfile.TemporaryDirectory() as directory:
-        os.chdir(directory)  # where our Trainer makes its run directory
+        os.chdir(directory)  # our Trainer makes its run directory here
         figures, losses = measure(size, device, peers)
         os.chdir("/")
     print(f"{about(size, device)}\n\n{machine.table(rows(size, figures, losses))}\n")
@@ -306,7 +308,8 @@ def main() -> int:
 def measure(
     size: Size, device: torch.device, peers: dict[str, Any]
 ) -> tuple[dict[str, list[tuple[float, float]]], dict[str, float]]:
-    """(name -> (wall, CPU) seconds of an update, one of each round but the first; name -> the last loss)."""
+    """Run all rounds. Return name -> (wall, CPU) seconds of an update for each round but the first, and name -> the
+    last loss."""
     logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")  # Lightning's advice on loader processes
     makers = {BASE: hand_written, AGAIN: hand_written, OURS: our_trainer, **peers}
@@ -326,7 +329,7 @@ def measure(
 
 
 def rows(size: Size, figures: dict[str, list[tuple[float, float]]], losses: dict[str, float]) -> list[list[str]]:
-    """Of a table: each contestant against the hand-written loop of the same round."""
+    """Return table rows: each contestant compared with the hand-written loop of the same round."""
     out = [["", "step ms", "x", "tokens/s", "host ms", "last loss"]]
     for name, turns in figures.items():
         step = statistics.median(wall for wall, _ in turns)
@@ -339,12 +342,12 @@ def rows(size: Size, figures: dict[str, list[tuple[float, float]]], losses: dict
 
 
 def ratios(figures: dict[str, list[tuple[float, float]]], name: str) -> list[float]:
-    """Wall time over that of the hand-written loop, one of each round."""
+    """Return the wall time divided by that of the hand-written loop, one figure per round."""
     return [own[0] / base[0] for own, base in zip(figures[name], figures[BASE], strict=True)]
 
 
 def spread(values: list[float]) -> str:
-    """Median (smallest-largest), to a thousandth."""
+    """Return the values as text, to a thousandth: median (smallest-largest)."""
     return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
 
 
@@ -361,7 +364,7 @@ def about(size: Size, device: torch.device) -> str:
 
 
 def gpu(device: torch.device) -> str:
-    """Which GPU, driver and CUDA."""
+    """Return the names and versions of GPU, driver and CUDA."""
     if device.type != "cuda":
         return "no GPU"
     version = Path("/sys/module/nvidia/version")

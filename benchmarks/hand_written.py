@@ -1,4 +1,4 @@
-"""The loop that a user would write from PyTorch's DDP tutorial: what our Trainer is measured against."""
+"""The loop that a user would write from PyTorch's DDP tutorial. Our Trainer is compared with it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from workloads import Workload
 
 
 class HandWritten:
-    """One contestant: DDP at its defaults over a DataLoader at its defaults. All ranks take every turn."""
+    """One contestant: default DDP over a default DataLoader. All ranks take every turn."""
 
     def __init__(
         self, workload: Workload, data: TensorDataset, rank: int | None = None, size: int | None = None
     ) -> None:
-        """`rank` of `size`, where torch.distributed does not know them."""
+        """Build model, optimizer and data loader.
+
+        Args:
+            rank, size: rank and number of processes, for engines that do not use torch.distributed.
+        """
         self.workload = workload
         self.model, self.optimizer = self.prepare(workload.initial_model())
         sampler: DistributedSampler[object] = DistributedSampler(data, size, rank, shuffle=False)
@@ -27,12 +31,12 @@ class HandWritten:
         self.loss = torch.tensor(0.0)
 
     def prepare(self, model: nn.Module) -> tuple[Any, Any]:
-        """The model to call, and the optimizer."""
+        """Return the model to call, and the optimizer."""
         wrapped = DistributedDataParallel(model)
         return wrapped, self.workload.optimizer(wrapped.parameters())
 
     def step(self) -> None:
-        """One optimizer update."""
+        """Run one optimizer update."""
         inputs, targets = next(self.batches)
         self.optimizer.zero_grad()
         self.loss = self.workload.loss_fn(self.model(inputs), targets)
@@ -42,7 +46,7 @@ class HandWritten:
         self.optimizer.step()
 
     def turn(self, steps: int) -> list[tuple[float, float]]:
-        """`steps` updates; the (main-thread CPU, wall) clock before each and after the last, in seconds."""
+        """Run `steps` updates. Return the (main-thread CPU, wall) clocks before each and after the last, in seconds."""
         marks = []
         for _ in range(steps):
             marks.append((time.thread_time(), time.perf_counter()))

@@ -1,4 +1,4 @@
-"""What a figure was measured on: it stands only beside this."""
+"""Description of the machine that is printed with every figure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def describe(*libraries: str) -> str:
-    """Hardware, versions (of `libraries` too), load and command in a few lines of Markdown."""
+    """Return hardware, versions (`libraries` included), load and command as a few lines of Markdown."""
     facts = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":", 1)[1].strip() for line in facts if "model name" in line), platform.machine())
     release = platform.release().split("-")[0]
@@ -24,12 +24,12 @@ def describe(*libraries: str) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """Median (smallest-largest)."""
+    """Return the values as text: median (smallest-largest)."""
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def table(rows: list[list[str]]) -> str:
-    """Rows as a Markdown table; the first one is the head."""
+    """Return the rows as a Markdown table. The first row is the head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
     def line(row: list[str]) -> str:

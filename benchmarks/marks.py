@@ -1,4 +1,4 @@
-"""How a script that is being timed tells where it is: files with the time in them, in a directory of its own."""
+"""Progress reports of a script that is being timed: files that contain the time, in a directory of their own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LIMIT_S = 60
 
 
 def reached(directory: str, what: str) -> None:
-    """Note the time of `what`, so that it appears complete or not at all."""
+    """Write the time at which `what` was reached. The file appears complete or not at all."""
     path = Path(directory, what)
     path.with_suffix(".part").write_text(repr(time.time()))
     path.with_suffix(".part").rename(path)
 
 
 def pause(directory: str) -> None:
-    """Hold still while the memory of all processes is counted."""
+    """Wait while the benchmark measures the memory of all processes."""
     reached(directory, "paused")
     deadline = time.monotonic() + LIMIT_S
     while not Path(directory, "go").exists() and time.monotonic() < deadline:
@@ -27,9 +27,9 @@ def pause(directory: str) -> None:
 
 
 class Stopwatch:
-    """Times the updates of one process, `steps` of them after `warm_up`, and holds still after them.
+    """Time `steps` updates of one process after `warm_up` updates, then wait.
 
-    The loop makes one update more, in which the other ranks wait. Only the main process' figures are written.
+    The loop makes one more update, in which the other ranks wait. Only the figures of the main process are written.
     """
 
     def __init__(self, directory: str, warm_up: int, steps: int, is_main: bool) -> None:
@@ -39,11 +39,11 @@ class Stopwatch:
 
     @property
     def updates(self) -> int:
-        """How many the loop makes in all."""
+        """Number of updates that the loop makes in total."""
         return self._warm_up + self._steps + 1
 
     def lap(self) -> None:
-        """After each update."""
+        """Record one update. Call it after each update."""
         self._count += 1
         if self._count >= self._warm_up:
             self._marks.append((time.process_time(), time.perf_counter()))

@@ -1,10 +1,12 @@
-"""From the command to the first completed step, and the memory of all processes: torchrun with a hand-written DDP loop
-against `train` with our Trainer. Same model and data, two processes, in turns.
+"""Measure the time from the command to the first completed step, and the memory of all processes.
 
 python benchmarks/startup.py [--rounds 5]
 
-Memory is the proportional set size (PSS) of the whole process tree at step 50: shared pages count once.
-Exit code 1 when a goal is missed by more than "torchrun again" shows as noise.
+torchrun with a hand-written DDP loop is compared with `train` with our Trainer: same model and data, two processes, in
+turns.
+
+Memory is the proportional set size (PSS) of the whole process tree at step 50: shared pages count once. Exits with 1 if
+a goal is missed by more than "torchrun again" shows as noise.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def main() -> int:
 
 
 def goals_of(results: dict[str, list[dict[str, float]]]) -> list[Goal]:
-    """What is to be reached."""
+    """Return the goals."""
 
     def goal(name: str, limit: float, key: str) -> Goal:
         return Goal(name, limit, ratios(results[OURS], results[BASE], key), ratios(results[AGAIN], results[BASE], key))
@@ -51,7 +53,7 @@ def goals_of(results: dict[str, list[dict[str, float]]]) -> list[Goal]:
 
 
 def summary(results: dict[str, list[dict[str, float]]]) -> list[list[str]]:
-    """Table rows; ratios are taken within a round."""
+    """Return table rows. Ratios are taken within a round."""
     rows = [["", "first step s", "first step x", "whole run s", "whole run x", "PSS MB", "PSS x"]]
     for name, runs in results.items():
         row = [name]

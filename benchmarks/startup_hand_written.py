@@ -1,4 +1,4 @@
-"""A user's own DDP script, to be started by torchrun: torchrun --nproc-per-node 2 startup_hand_written.py DIR."""
+"""A user's own DDP script, started by torchrun: torchrun --nproc-per-node 2 startup_hand_written.py DIR."""
 
 import gc
 import sys

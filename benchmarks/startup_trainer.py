@@ -1,4 +1,4 @@
-"""The same model and data as startup_hand_written.py with our Trainer: train --script startup_trainer.py -- DIR."""
+"""Train the model and data of startup_hand_written.py with our Trainer: train --script startup_trainer.py -- DIR."""
 
 import sys
 

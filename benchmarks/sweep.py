@@ -1,9 +1,10 @@
-"""Twenty trials of examples/train.py: a shell loop, one process per core, against `tune` with the same values; and ASHA on them.
+"""Compare twenty trials of examples/train.py in a shell loop with `tune` on the same values, and with ASHA on them.
 
 python benchmarks/sweep.py [--trials 20] [--epochs 12] [--rounds 1]
 
-The loop starts `train` anew for each trial, with one thread. Exit code 1 when a goal is missed: `tune` takes at most 1.5 times the
-loop's time, ends in the loop's losses bit for bit, and ASHA finds the same best trial with at most half of the epochs.
+The loop runs one process per core and starts `train` anew for each trial, with one thread. Exits with 1 if a goal is
+missed: `tune` takes at most 1.5 times the loop's time and ends in the loop's losses bit for bit, and ASHA finds the
+same best trial with at most half of the epochs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> int:
 
 
 def measure(trials: int, epochs: int) -> dict[str, dict[str, Any]]:
-    """One round of all three ways: name -> seconds, epochs, the best trial and the losses."""
+    """Run one round of all three ways. Return name -> seconds, epochs, the best trial and the losses."""
     with tempfile.TemporaryDirectory(prefix="sweep-") as name:
         directory = Path(name)
         (directory / "space.yaml").write_text(json.dumps(SPACE))
@@ -55,7 +56,7 @@ def measure(trials: int, epochs: int) -> dict[str, dict[str, Any]]:
 
 
 def shell_loop(directory: Path, trials: int, epochs: int) -> dict[str, Any]:
-    """`xargs` keeps every core busy with one `train`."""
+    """Run the trials with `xargs`, which keeps every core busy with one `train`."""
     proposals = make_proposals("random", make_space(SPACE), SEED)
     lines = []
     for number in range(trials):
@@ -78,7 +79,7 @@ def shell_loop(directory: Path, trials: int, epochs: int) -> dict[str, Any]:
 
 
 def tune(directory: Path, name: str, trials: int, epochs: int, *flags: str) -> dict[str, Any]:
-    """The same values, proposed by `tune` itself."""
+    """Run the trials with `tune`, which proposes the same values."""
     words = [*common(epochs), "--search-space", str(directory / "space.yaml"), "--num-samples", str(trials)]
     began = time.monotonic()
     subprocess.run(
@@ -94,24 +95,24 @@ def tune(directory: Path, name: str, trials: int, epochs: int, *flags: str) -> d
 
 
 def common(epochs: int) -> list[str]:
-    """What all trials have."""
+    """Return the arguments that all trials share."""
     return ["--script", str(SCRIPT), "--epochs", str(epochs), "--seed", str(SEED)]
 
 
 def best_loss(run: Path) -> float:
-    """The smallest validation loss of a run."""
+    """Return the smallest validation loss of a run."""
     loss: float = json.loads((run / "result.json").read_text())["best_metrics"]["val_loss"]
     return loss
 
 
 def curve(run: Path) -> list[float]:
-    """The validation loss of each epoch."""
+    """Return the validation loss of each epoch."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [row["loss"] for row in rows if row["split"] == "val"]
 
 
 def same(found: dict[str, Any], loop: dict[str, Any]) -> str:
-    """Whether all epochs of all trials have the loop's losses."""
+    """Return whether all epochs of all trials have the loop's losses, as a cell of the table."""
     if found["curves"] == loop["curves"]:
         return "all"
     pairs = zip(found["curves"], loop["curves"], strict=True)
@@ -119,7 +120,7 @@ def same(found: dict[str, Any], loop: dict[str, Any]) -> str:
 
 
 def summary(rounds: list[dict[str, dict[str, Any]]]) -> list[list[str]]:
-    """Table rows; ratios are taken within a round."""
+    """Return table rows. Ratios are taken within a round."""
     rows = [["", "seconds", "x the loop", "epochs", "best trial", "the loop's losses"]]
     for name in rounds[0]:
         ratios = [each[name]["seconds"] / each["shell loop"]["seconds"] for each in rounds]
@@ -139,7 +140,7 @@ def summary(rounds: list[dict[str, dict[str, Any]]]) -> list[list[str]]:
 
 
 def is_good(rounds: list[dict[str, dict[str, Any]]]) -> bool:
-    """Whether every goal is met."""
+    """Return True if every goal is met."""
     ratio = statistics.median(each["tune"]["seconds"] / each["shell loop"]["seconds"] for each in rounds)
     return ratio <= AT_MOST and all(
         each["tune"]["losses"] == each["shell loop"]["losses"]

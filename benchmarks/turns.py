@@ -1,4 +1,4 @@
-"""Lets contestants train in turns, step by step comparable, and times each of their steps."""
+"""Let contestants train in turns with comparable steps, and time each of their steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Turn = Callable[[int], Marks]
 
 
 def compete(contestants: dict[str, Turn], steps: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Everybody's turns in `rounds` rounds of `steps` updates each, all ranks together. The first round is warm-up.
+    """Run `rounds` rounds, in which each contestant makes `steps` updates on all ranks. The first round is warm-up.
 
-    The order rotates from round to round: whoever comes after whom would otherwise count for something.
+    The order rotates from round to round, so that the predecessor of a contestant has no influence on average.
     """
     import torch.distributed as dist
 
@@ -34,9 +34,9 @@ def compete(contestants: dict[str, Turn], steps: int, rounds: int) -> dict[str, 
 
 
 class TrainerTurns:
-    """A Trainer's `fit` in a thread of its own that trains only when it has its turn.
+    """A Trainer's `fit` in a thread of its own, which trains only during its turn.
 
-    A step is what lies between two requests for a batch: the update, the callbacks, and the log line where one is due.
+    A step is the time between two requests for a batch: the update, the callbacks, and a log line if one is due.
     """
 
     def __init__(self, fit: Callable[[], Any]) -> None:
@@ -46,12 +46,12 @@ class TrainerTurns:
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        self._done.acquire()  # until the first batch is asked for
+        self._done.acquire()  # wait until the first batch is requested
         if not self._thread.is_alive():
             raise RuntimeError("fit failed before its first batch")
 
     def turn(self, steps: int) -> Marks:
-        """`steps` updates; the clocks around each."""
+        """Run `steps` updates. Return the clocks before each and after the last."""
         self._steps = steps
         self._go.release()
         self._done.acquire()
@@ -60,7 +60,7 @@ class TrainerTurns:
         return self._marks
 
     def end(self) -> None:
-        """No more turns: `fit` comes to its end."""
+        """End the turns and let `fit` finish."""
         self._steps = 0
         self._go.release()
         self._thread.join()
@@ -70,7 +70,7 @@ class TrainerTurns:
             with _batches_by_way_of(self._around):
                 self._fit()
         finally:
-            self._done.release()  # nobody waits for a fit that failed
+            self._done.release()  # release the waiting thread if fit failed
 
     def _around(self, groups: Iterator[Any]) -> Iterator[Any]:
         while True:
@@ -86,12 +86,12 @@ class TrainerTurns:
 
 
 def now() -> tuple[float, float]:
-    """The two clocks."""
+    """Return the CPU clock of this thread and the wall clock, in seconds."""
     return time.thread_time(), time.perf_counter()
 
 
 def seconds_per_step(marks: Marks) -> dict[str, float]:
-    """Of one turn: CPU mean and 10th percentile, wall median and longest."""
+    """Return the CPU mean and 10th percentile and the wall median and maximum of one turn, in seconds."""
     cpu = sorted(after[0] - before[0] for before, after in itertools.pairwise(marks))
     wall = [after[1] - before[1] for before, after in itertools.pairwise(marks)]
     return {
@@ -104,7 +104,7 @@ def seconds_per_step(marks: Marks) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _batches_by_way_of(around: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[None]:
-    """Within it, the training batches of this thread's Trainer come by way of `around`."""
+    """Pass the training batches of this thread's Trainer through `around`."""
     from distributed.backends.ddp import DDPBackend
 
     original, owner = DDPBackend.shard, threading.current_thread()

@@ -1,4 +1,5 @@
-"""One command from its start to its end: seconds to the first step, the memory of all its processes, and its steps."""
+"""One command from start to end: seconds to the first step, the memory of all its processes, and the times of its
+steps."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ MARK = "BENCHMARK_TREE"
 
 
 def run_once(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, float]:
-    """One run of `command`, in which {directory} is where it tells how far it is (marks.py).
+    """Run `command` once. `{directory}` in it becomes the directory in which it reports its progress (marks.py).
 
-    Returns seconds to the `first` step and of the `whole` run, and MB of the process tree when it paused: `pss`, and `peak`.
-    What the script measured itself stands beside.
+    Returns:
+        Seconds to the `first` step and of the `whole` run, MB of the process tree at its pause (`pss` and `peak`), and
+        what the script measured itself.
     """
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as output:
         mark = uuid.uuid4().hex
@@ -40,7 +42,7 @@ def run_once(command: Sequence[str], env: Mapping[str, str] | None = None) -> di
                 code = process.wait(LIMIT_S)
             finally:
                 process.kill()
-                for entry in _tree(mark):  # workers that outlived it
+                for entry in _tree(mark):  # workers that outlived the command
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(int(entry.name), signal.SIGKILL)
         if code != 0:
@@ -69,23 +71,26 @@ def _text(output: IO[str]) -> str:
 
 
 def tree_memory(mark: str) -> dict[str, float]:
-    """MB of all processes that carry `mark` in their environment: what they have now, shared pages counted once (`pss`),
-    and with how far each has been above its present size (`peak`)."""
+    """Return the memory in MB of all processes that carry `mark` in their environment.
+
+    `pss` is their present memory, with shared pages counted once. `peak` adds how far each process has been above its
+    present size.
+    """
     now = above = 0
     for entry in _tree(mark):
         try:
             now += _kilobytes((entry / "smaps_rollup").read_text(), "Pss")
             status = (entry / "status").read_text()
             above += _kilobytes(status, "VmHWM") - _kilobytes(status, "VmRSS")
-        except OSError:  # ended meanwhile
+        except OSError:  # the process has ended
             continue
     return {"pss": now / 1000, "peak": (now + above) / 1000}
 
 
 def _tree(mark: str) -> Iterator[Path]:
-    """The processes that carry `mark`, as directories of /proc."""
+    """Yield the processes that carry `mark`, as directories of /proc."""
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # ended meanwhile, or not ours
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 yield entry
 
@@ -96,5 +101,5 @@ def _kilobytes(text: str, name: str) -> int:
 
 
 def ratios(runs: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]], key: str) -> list[float]:
-    """One of each round."""
+    """Return the ratio of each round."""
     return [run[key] / raw[key] for run, raw in zip(runs, base, strict=True)]

@@ -1,4 +1,4 @@
-"""What is trained in the benchmarks: the same model, data and initial weights for every contestant."""
+"""Workloads of the benchmarks: the same model, data and initial weights for every contestant."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Workload:
     gradient_clipping: float | None = None
 
     def initial_model(self) -> nn.Module:
-        """The model with the same weights every time."""
+        """Return the model, with the same weights every time."""
         torch.manual_seed(0)
         return self.model()
 

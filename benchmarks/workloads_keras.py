@@ -1,4 +1,4 @@
-"""The workloads as Keras models: the same sizes, data and rates, for the engines that train those."""
+"""The workloads as Keras models with the same sizes, data and learning rates, for the engines that train those."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workloads import WORKLOADS
 
 @dataclasses.dataclass(frozen=True)
 class KerasWorkload:
-    """As `Workload`; `data` gives (inputs, targets) of so many samples as arrays."""
+    """Counterpart of `Workload`. `data` returns (inputs, targets) of the given number of samples as arrays."""
 
     batch_size: int
     model: Callable[[], Any]
@@ -24,7 +24,7 @@ class KerasWorkload:
     name: str = ""
 
     def initial_model(self) -> Any:
-        """The model with the same weights every time."""
+        """Return the model, with the same weights every time."""
         keras.utils.set_random_seed(0)
         return self.model()
 
@@ -40,7 +40,7 @@ def _mlp() -> Any:
 
 
 class Places(keras.layers.Layer):
-    """A learnt vector for each place, added."""
+    """Layer that adds a learnt vector for each position."""
 
     def build(self, shape: tuple[int | None, ...]) -> None:
         self.places = self.add_weight(shape=shape[1:], initializer="random_normal")
@@ -61,7 +61,7 @@ def _gpt(width: int = 128, heads: int = 4, blocks: int = 4, length: int = 128) -
 
 
 def loss_fn() -> Any:
-    """A mean over everything, as the torch workloads have it."""
+    """Return a loss that is the mean over all elements, as the torch workloads have it."""
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 

@@ -1,4 +1,4 @@
-"""Callback, by which users hook into the loop on every rank, and early stopping. What writes the course of a run belongs to `loggers`."""
+"""Callback, a user's hooks into the training loop on every rank, and early stopping. What records a run belongs to `loggers`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class FitContext:
     """What the hooks of a callback may use, as `self.context`. Made once per fit, on every rank.
 
     Attributes:
-        model: the user's own module, without the backend's wrapper. `fsdp` and ZeRO 3 leave a part of each parameter on a rank.
+        model: the user's module, without the wrapper of the backend. With `fsdp` and ZeRO-3 each rank holds a part of
+            each parameter.
         optimizer: the optimizer that updates it.
         config: the settings of this fit.
-        run_dir: absolute path of the run directory.
-        stop: `stop(reason)` ends training. One call on any rank, in any hook but `on_train_end`, ends it on all ranks after the same
-            step; the run counts as finished, saves a checkpoint at that step, and shows `reason` as its `stop_reason`. Asked for in
-            `on_train_start`, `on_log` or `on_epoch_end` it holds at once, in other hooks of a run of several processes within some
-            tenths of a second. In `on_train_end` training has ended: a stop has no effect there, and a warning says so.
+        run_dir: the absolute path of the run directory.
+        stop: `stop(reason)` ends training on all ranks after the same step. One call on any rank is enough. The run
+            then counts as finished, saves a checkpoint at that step and has `reason` as its `stop_reason`. Called in
+            `on_train_start`, `on_log` or `on_epoch_end`, it takes effect immediately; in other hooks, with several
+            processes, within some tenths of a second. In `on_train_end` it has no effect and logs a warning.
     """
 
     model: Any
@@ -40,19 +41,20 @@ class FitContext:
 
 
 class Callback:
-    """Override what you need; every hook runs on every rank. `state` is to be read.
+    """Base class of callbacks. Override the hooks that you need.
 
-    During a fit `self.context` is a FitContext: the model, the optimizer, the settings, `run_dir`, and `stop(reason)`.
+    Every hook runs on every rank, with the same metrics. During a fit `self.context` is a `FitContext`: the model, the
+    optimizer, the settings, `run_dir` and `stop(reason)`. Do not change `state`.
 
-    `state_dict` and `load_state_dict` make a callback part of the checkpoint (JSON-able values only). The main process'
-    state is the one that is kept and given to every rank: the metrics that hooks see are the same everywhere.
+    `state_dict` and `load_state_dict` make the state of a callback part of the checkpoint (JSON-able values only). The
+    main process's state is saved, and on resume every rank gets it.
     """
 
     _context: FitContext | None = None
 
     @property
     def context(self) -> FitContext:
-        """What a hook may use. ConfigError outside of a fit."""
+        """What a hook may use. Raises ConfigError outside of `fit`."""
         if self._context is None:
             raise ConfigError(
                 f"{type(self).__name__}.context is known while fit() runs: use it in a hook, such as on_train_start"
@@ -60,38 +62,58 @@ class Callback:
         return self._context
 
     def on_train_start(self, state: TrainState) -> None:
-        """Before the first step of this attempt."""
+        """Called before the first step of this attempt."""
 
     def on_step_end(self, state: TrainState, result: StepResult) -> None:
-        """After each update. `result` holds device scalars: reading one costs a sync."""
+        """Called after each update. `result` holds device scalars: reading one waits for the device."""
 
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
-        """Every `log_every_n_steps` updates (split "train") and after validation ("val"), with floats meaned over all ranks."""
+        """Called every `log_every_n_steps` updates (split "train") and after validation (split "val").
+
+        `metrics` are floats, averaged over all ranks.
+        """
 
     def on_times(self, state: TrainState, seconds: Mapping[str, float]) -> None:
-        """After each `on_log` of "train": where the time of an update went, as `TimeSplit.take` gives it."""
+        """Called after each `on_log` of split "train".
+
+        `seconds` has the time that each part of an update took (see `TimeSplit.take`).
+        """
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-        """After validation, with the row of the epoch: training means, and validation under `val_`."""
+        """Called after each epoch and its validation.
+
+        `metrics` is the row of the epoch: means over training, and validation metrics with the prefix `val_`.
+        """
 
     def on_checkpoint(self, state: TrainState, path: Path) -> None:
-        """After a checkpoint was committed."""
+        """Called after a checkpoint was committed to `path`."""
 
     def on_train_end(self, state: TrainState) -> None:
-        """After the last step and its checkpoint. `stop` has no effect any more, and a warning says so."""
+        """Called after the last step and its checkpoint. `stop` has no effect here and logs a warning."""
 
     def on_error(self, state: TrainState, error: BaseException) -> None:
-        """When training ends with `error`. Other ranks may be gone: call no collective."""
+        """Called when training ends with `error`. Other ranks may be gone, so call no collective."""
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state to store in the checkpoint, JSON-able. Called on every rank; the main process's is stored."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
 
 
 class EarlyStopping(Callback):
-    """End training after `patience` epochs without a better `monitor`. An epoch that does not report it is not counted."""
+    """Stop training after `patience` epochs in a row without a better `monitor`.
+
+    Epochs that do not report the monitor are not counted.
+
+    Args:
+        monitor: the name of the metric.
+        patience: the number of epochs.
+        mode: "min" if smaller values are better, else "max".
+
+    Raises ConfigError during `fit` if no epoch has reported the monitor.
+    """
 
     def __init__(self, monitor: str = "val_loss", patience: int = 3, mode: str = "min") -> None:
         self.monitor, self.patience, self.mode = monitor, patience, mode
@@ -100,7 +122,7 @@ class EarlyStopping(Callback):
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         if self.monitor not in metrics:
-            if any(self.monitor in row for row in state.rows):  # reported now and then
+            if any(self.monitor in row for row in state.rows):  # not reported in every epoch
                 return
             raise unknown_metric("monitor", self.monitor, metrics)
         value = metrics[self.monitor]
@@ -121,7 +143,7 @@ class EarlyStopping(Callback):
 
 @contextlib.contextmanager
 def bound(callbacks: Sequence[Callback], context: FitContext) -> Iterator[None]:
-    """Within it `context` is that of `callbacks`."""
+    """Set `context` as the context of `callbacks` inside the `with` block."""
     before = [callback._context for callback in callbacks]
     for callback in callbacks:
         callback._context = context
@@ -133,12 +155,15 @@ def bound(callbacks: Sequence[Callback], context: FitContext) -> Iterator[None]:
 
 
 def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """What the callbacks want to find again, by the name of their class; for a checkpoint."""
+    """Return the state of each callback that has one, by the name of its class, for a checkpoint."""
     return {key: kept for key, callback in _keyed(callbacks).items() if (kept := callback.state_dict())}
 
 
 def load_states(callbacks: Sequence[Callback], kept: Mapping[str, Any]) -> list[str]:
-    """Give each callback what it had in `states`; one that was not there then gets nothing. Returns what nobody took."""
+    """Restore each callback's part of `kept`, which `states` returned. A callback without a part keeps its state.
+
+    Returns the names in `kept` that no callback matches.
+    """
     keyed = _keyed(callbacks)
     for key, callback in keyed.items():
         if (state := kept.get(key)) is not None:
@@ -147,7 +172,10 @@ def load_states(callbacks: Sequence[Callback], kept: Mapping[str, Any]) -> list[
 
 
 def _keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Each under the name of its class, from the second of a class on with a number: others may come and go."""
+    """Return the callbacks by the name of their class.
+
+    Further ones of a class get a number, independent of other classes.
+    """
     keyed: dict[str, Callback] = {}
     for callback in callbacks:
         name = type(callback).__name__

@@ -15,9 +15,16 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> NDArray[numpy.int64]:
-    """The index of the sample at each position of epoch `epoch`, `[num_samples]`; 0, 1, 2, ... without `shuffle`.
+    """Return the sample index at each position of an epoch, an integer array of shape `[num_samples]`.
 
-    The same on every rank, machine and numpy version: the stream of RandomState is frozen (NEP 19).
+    The result is the same on every rank, machine and numpy version, because the stream of RandomState is frozen (NEP
+    19). Without `shuffle` it is 0, 1, 2, ...
+
+    Args:
+        num_samples: the length of the data set.
+        seed: the seed of the run.
+        epoch: the epoch, from 0. Each epoch has its own order.
+        shuffle: whether to shuffle.
     """
     import numpy
 
@@ -29,18 +36,24 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> NDArr
 
 
 def num_micro_batches(num_samples: int, batch: BatchPlan) -> int:
-    """How many micro-batches an update of `num_samples` global samples needs; fewer in a short last group."""
+    """Return the number of micro-batches in an update of `num_samples` global samples. A short update has fewer."""
     if num_samples == batch.global_batch_size:
         return batch.gradient_accumulation_steps
     return max(1, -(-num_samples // (batch.batch_size * batch.data_parallel_size)))
 
 
 def slices(num_samples: int, batch: BatchPlan, rank: int, micro_batches: int | None = None) -> list[range]:
-    """Which samples of one update `rank` takes: one range of places in the update for each micro-batch.
+    """Return the samples of one update that `rank` takes: for each micro-batch, one range of positions in the update.
 
-    Micro-batch j is a contiguous run of the update and rank r takes every world-th sample of it from r on, as
-    `DistributedSampler` does. All slices of all ranks differ by at most one sample, bigger ones first; every rank
-    gets the same number of ranges, empty ones where there are fewer samples than slices.
+    A micro-batch is a contiguous part of the update, and rank r takes every `data_parallel_size`-th sample of it from r
+    on, as `DistributedSampler` does. The slices of all ranks differ by at most one sample, larger ones first. Every
+    rank gets the same number of ranges; some are empty if there are fewer samples than slices.
+
+    Args:
+        num_samples: global samples of the update.
+        batch: the batch equation of the run.
+        rank: the data-parallel rank.
+        micro_batches: the number of micro-batches; by default `num_micro_batches`.
     """
     world = batch.data_parallel_size
     count = num_micro_batches(num_samples, batch) if micro_batches is None else micro_batches
@@ -54,9 +67,9 @@ def slices(num_samples: int, batch: BatchPlan, rank: int, micro_batches: int | N
 
 
 def sample_seed(seed: int, epoch: int, position: int, salt: int = 0) -> int:
-    """The 64-bit seed of the sample at `position` of `epoch`. `salt` keeps training, validation and so on apart.
+    """Return the 64-bit seed of the sample at `position` of `epoch`. `salt` separates training, validation and so on.
 
-    The words pass one after the other through the mixing function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
+    The words are mixed one after the other with the mixing function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
     """
     state = 0
     for word in (seed ^ (seed >> 64), epoch, position, salt):

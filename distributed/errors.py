@@ -1,4 +1,4 @@
-"""Errors that a user can cause, each with the setting, its value, the rule and the fix. What an engine raises passes as it is."""
+"""Errors that a user can cause. Each message has the setting, its value, the rule and the fix. Errors of engines pass through unchanged."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable
 
 
 class DistributedError(Exception):
-    """Base of every error that is the caller's to fix; the command line prints it without a traceback."""
+    """Base of all errors that the caller can fix. The command line prints them without a traceback."""
 
     exit_code = 1
-    is_echo = False  # of another rank's error, which says it
+    is_echo = False  # repeats the error of another rank
 
 
 class ConfigError(DistributedError):
-    """A setting, a file or a combination of them is wrong; nothing was started."""
+    """A setting, a file or a combination of them is wrong. No training was started."""
 
     exit_code = 2
 
 
 class ScriptError(ConfigError):
-    """The script is not valid Python; nothing was started. The exit code is python's own."""
+    """The script is not valid Python. No training was started. The exit code is Python's own."""
 
     exit_code = 1
 
@@ -32,7 +32,7 @@ class ResourceError(DistributedError):
 
 
 class TrainingError(DistributedError):
-    """Training itself failed: a NaN loss, a worker that died, a checkpoint that could not be written."""
+    """Training failed: a NaN loss, a worker that died, a checkpoint that could not be written."""
 
     exit_code = 1
 
@@ -42,7 +42,7 @@ class CheckpointError(ConfigError):
 
 
 class TrainingInterrupted(SystemExit):
-    """Raised out of `fit` after SIGTERM or SIGINT, when the state has been saved; leaves with 128 + signal."""
+    """Raised by `fit` after SIGTERM or SIGINT, once the state has been saved. The process exits with 128 + signal."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
@@ -50,6 +50,6 @@ class TrainingInterrupted(SystemExit):
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
-    """The known name closest to `word` as a phrase for a message, or "" where none is close."""
+    """Return " (did you mean 'NAME'?)" for the name in `known` that is closest to `word`, or "" if none is close."""
     close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""

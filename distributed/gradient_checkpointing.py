@@ -1,4 +1,4 @@
-"""Recompute activations in the backward pass, for scripts that do not use `Trainer` (which has activation_checkpointing)."""
+"""Recompute activations in the backward pass, for scripts without `Trainer`, which has `activation_checkpointing` for it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ if TYPE_CHECKING:
 
 
 def checkpoint_scope(*modules: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """A block whose forwards keep no activations within `modules`: the backward pass, also after the block, computes them again.
+    """Return a context manager inside which forward passes keep no activations within `modules`.
 
         with checkpoint_scope():
             loss = criterion(model(batch), targets)
         loss.backward()
 
-    Random numbers (dropout) and autocast are those of the first time, so no result changes. `model` may be wrapped in
-    DistributedDataParallel. No collective.
+    The backward pass computes them again, even after the block. Random numbers (dropout) and autocast are those of the
+    forward pass, so no result changes. `model` may be wrapped in DistributedDataParallel. No collective.
 
     Args:
-        modules: what to recompute; none means the repeated blocks (entries of a ModuleList or Sequential with sub-modules of
-            their own) of every model that is called in the block, or what a Hugging Face model's own switch chooses.
+        modules: the modules to recompute. If none are given: the repeated blocks (entries of a ModuleList or Sequential
+            that have sub-modules) of every model that is called inside, or what a Hugging Face model selects itself.
 
-    Raises ConfigError for what is no module, and at the call of a model that has no repeated blocks.
+    Raises:
+        ConfigError: an argument is not a module, or a model without repeated blocks is called inside.
     """
     from distributed.backends._torch.recomputing import Recomputing
 
@@ -33,7 +34,7 @@ def checkpoint_scope(*modules: torch.nn.Module) -> contextlib.AbstractContextMan
 
 
 def memory_pool_scope() -> None:
-    """Refused: torch's allocator is a pool already. Raises ConfigError."""
+    """Raise ConfigError, because torch's allocator is a memory pool already."""
     raise ConfigError(
         "memory_pool_scope() would do nothing: torch's allocator keeps freed memory in a pool and reuses it. Drop it; to"
         " need less memory use checkpoint_scope(), and PYTORCH_ALLOC_CONF=expandable_segments:True against fragments on GPUs"

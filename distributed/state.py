@@ -1,4 +1,4 @@
-"""What passes between the parts of a fit: what is trained, where training stands, what a step gave. No behaviour."""
+"""Data that passes between the parts of a fit: the job, the state of training, the result of a step. No behaviour."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Sums = list[tuple[float, float]]  # (sum, count) of several steps, in their orde
 
 @dataclasses.dataclass
 class Job:
-    """What the user wants trained: the arguments of `Trainer`."""
+    """What to train: the arguments of `Trainer`."""
 
     model: Any  # a module, or a factory () -> module
     optimizer: Any = None  # an optimizer, a factory (params) -> optimizer, or None: AdamW at learning_rate
@@ -24,7 +24,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerContext:
-    """This process among the workers, in torch's words."""
+    """Ranks and device of this process. The names are those of torch."""
 
     rank: int
     world_size: int
@@ -40,7 +40,7 @@ class WorkerContext:
 
 
 class DataRole(enum.Enum):
-    """What a user's data is for. The value is the argument under which it was given, for messages."""
+    """The purpose of a data set. The value is the argument that it was passed as, for error messages."""
 
     TRAINING = "train_data"
     VALIDATION = "val_data"
@@ -54,10 +54,10 @@ class DataRole(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class MicroBatch:
-    """One forward and backward of one rank: a batch as the user's loader gives it, and how many samples count."""
+    """One forward and backward pass of one rank: a batch from the user's loader and its number of samples."""
 
     batch: Any
-    num_samples: int  # 0: the rank's slice is empty, a sample is run again with weight 0
+    num_samples: int  # 0 if the rank's slice is empty: a sample is then run again with weight 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,61 +65,61 @@ class Group:
     """All micro-batches of one rank for one optimizer update."""
 
     micro_batches: list[MicroBatch]
-    num_samples: int  # over all ranks
-    position: int  # of the update's first sample in the epoch's order
+    num_samples: int  # samples of the update, over all ranks
+    position: int  # the update's first sample, as a position in the epoch's order
 
 
 @dataclasses.dataclass(slots=True)
 class StepResult:
-    """What one step of one rank gave; device scalars, no host sync.
+    """Result of one step on one rank. Values may stay on the device, so that the step needs no host sync.
 
-    `averages` holds (name, value, scale, count): `value * scale` is the sum over this rank's samples and `count` what it is
-    divided by; value and count may be device scalars. `deferred` is the backend's own, settled in `Backend.collect`.
+    Attributes:
+        averages: tuples (name, value, scale, count). `value * scale` is the sum over this rank's samples, and `count`
+            is its divisor. `value` and `count` may be device scalars.
+        num_samples: the samples of the step, over all ranks.
+        deferred: values of the backend that `Backend.collect` reads.
+        skipped: whether the update was skipped, because of `nan_policy="skip"` or an fp16 overflow.
     """
 
     averages: list[tuple[str, Any, float, Any]]
-    num_samples: int = 0  # over all ranks
+    num_samples: int = 0
     deferred: Any = None
-    skipped: bool = False  # the update was left out (nan_policy skip, or an fp16 overflow)
+    skipped: bool = False
 
 
 @dataclasses.dataclass(slots=True)
 class TrainState:
-    """Where training stands. The part of a checkpoint that every rank shares; JSON-able."""
+    """The state of training that all ranks share, as checkpoints store it. All values are JSON-able."""
 
     step: int = 0  # optimizer updates done
     epoch: int = 0  # epochs finished
-    samples_in_epoch: int = 0  # global samples of the current epoch already used: the data cursor
+    samples_in_epoch: int = 0  # the data cursor: global samples of the current epoch already used
     samples_seen: int = 0
     stop_reason: str | None = None  # why training ended early: "max_steps", "early_stopping", "signal 15", ...
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # the latest of every name
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # the latest value of every metric
     best: dict[str, float] = dataclasses.field(default_factory=dict)
-    rows: list[dict[str, float]] = dataclasses.field(
-        default_factory=list
-    )  # one per finished epoch, and one of the epoch that `max_steps` cut off until that is finished
-    epoch_sums: dict[str, list[float]] = dataclasses.field(
-        default_factory=dict
-    )  # name -> [sum, count] of the running epoch
-    over_all: dict[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # metrics over all samples of the running epoch, as of its newest log line
+    # One row per finished epoch, and one for an epoch that `max_steps` cut off until it is finished.
+    rows: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    epoch_sums: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # name -> [sum, count] over this epoch
+    # Metrics over all samples of this epoch, at its newest log line.
+    over_all: dict[str, float] = dataclasses.field(default_factory=dict)
     log_sums: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # the same since the last log line
-    train_time_s: float = 0.0  # spent in steps, of all attempts
-    total_time: float = 0.0  # seconds in fit, of all attempts
+    train_time_s: float = 0.0  # seconds in steps, over all attempts
+    total_time: float = 0.0  # seconds in fit, over all attempts
     fit_starts: list[list[int]] = dataclasses.field(default_factory=list)  # [epoch, step] at which each fit call began
     callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def epoch_in_words(self) -> int:
-        """The epoch of the newest update as people count them, and as rows and the progress bar do: from 1; 0 before it."""
+        """The epoch of the newest update as rows and the progress bar show it: from 1, or 0 before the first update."""
         return self.epoch + (self.samples_in_epoch > 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain Python, for state.json."""
+        """Return the state as plain Python, for state.json."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> TrainState:
-        """The state that `to_json` wrote; unknown names of a newer version are ignored."""
+        """Return the state that `to_json` wrote. Unknown names, written by a newer version, are ignored."""
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in content.items() if name in known})

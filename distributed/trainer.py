@@ -1,4 +1,4 @@
-"""Trainer, which users call: one model, one configuration, any backend. What it does inside the processes belongs to `training`."""
+"""Trainer, the class that users call: one model, one configuration, any backend. Its work in the processes belongs to `training`."""
 
 from __future__ import annotations
 
@@ -29,29 +29,35 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Trains `model` on the backend that the settings choose.
+    """Train `model` on the backend that the settings choose.
 
     Args:
-        model: a module, or a factory `() -> module` (called on every rank under the seed).
-        config: a DistributedConfig; the path of a YAML file, also one that a run wrote, whose settings are weaker than
-            those beside it; or a plain dict from a sweep (settings and `lr` apply, the rest is recorded).
-        optimizer: an optimizer, or a factory `(params) -> optimizer`; none means AdamW at `learning_rate`.
-        scheduler: a schedule, or a factory `(optimizer) -> schedule`; stepped once per update, or per epoch with
+        model: a module, or a factory `() -> module` (called on every rank with the seed of the run).
+        config: a DistributedConfig; the path of a YAML file, for instance a run's config.yaml, whose settings are
+            weaker than those passed beside it; or a plain dict from a sweep (settings and `lr` apply, the rest is
+            recorded).
+        optimizer: an optimizer, or a factory `(params) -> optimizer`. None means AdamW at `learning_rate`.
+        scheduler: a schedule, or a factory `(optimizer) -> schedule`. Stepped once per update, or per epoch with
             `scheduler_interval="epoch"`.
-        loss_fn: `(outputs, targets)` -> a scalar (mean over the samples), any other tensor (meaned over its elements), or
-            `(sum, count)`. None: cross-entropy for [batch, classes] outputs with class indices, mean squared error for
-            float targets of the outputs' shape, or the model's own `.loss`.
-        training_step: `(model, batch)` -> the forms of a loss, a dict with `loss` and metrics, or an object with `.loss`.
-        metrics: name -> `(outputs, targets)` with the forms of a loss, a mean over the samples; or `over_all(function)`, or an
-            object with `update`, `compute` and `reset` (torchmetrics, Keras), which are computed over all samples at once. For
-            the latter a `training_step` returns their arguments by name. Class-index targets get `accuracy` by themselves.
-        callbacks: `Callback` objects; their hooks run on every rank.
-        settings: fields of DistributedConfig, or a backend's group: `ddp={"bucket_cap_mb": 50}`.
+        loss_fn: `(outputs, targets)` -> a scalar (the mean over the samples), any other tensor (averaged over its
+            elements), or `(sum, count)`. None means cross-entropy for `[batch, classes]` outputs with class indices,
+            mean squared error for float targets of the outputs' shape, or the model's own `.loss`.
+        training_step: `(model, batch)` -> what `loss_fn` may return, a dict with `loss` and metrics, or an object with
+            `.loss`.
+        metrics: metrics by name. A function `(outputs, targets)` returns what `loss_fn` may return and is averaged over
+            the samples. `over_all(function)` and objects with `update`, `compute` and `reset` (torchmetrics, Keras) are
+            computed over all samples at once; a `training_step` must return their arguments by name. `accuracy` is
+            added for class-index targets.
+        callbacks: `Callback` objects. Their hooks run on every rank.
+        settings: fields of DistributedConfig, or the options of a backend: `ddp={"bucket_cap_mb": 50}`.
 
-    Raises ConfigError or ResourceError, in the parent and in every worker, before any of them joins the others.
+    Raises:
+        ConfigError: an argument or a setting is wrong.
+        ResourceError: a library or a device is missing. Both are raised in the parent and in every worker, before the
+            workers join each other.
     """
 
-    _backend: str | None = None  # of the class: the backend that it pins
+    _backend: str | None = None  # the backend that a subclass pins
 
     def __init__(
         self,
@@ -85,7 +91,7 @@ class Trainer:
         trained = "not trained" if self.history is None else f"trained to step {self.history.steps}"
         return f"{type(self).__name__}({name}, backend={plan.backend!r}, {processes}, {trained})"
 
-    # ------------------------------------------------------------------ what users call
+    # ------------------------------------------------------------------ public methods
 
     @interrupts_kept()
     def fit(
@@ -98,18 +104,29 @@ class Trainer:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         mlflow_experiment: str | None = None,
     ) -> History:
-        """Train, validating after each epoch. All ranks call it; outside a worker it starts the workers itself.
+        """Train the model, with validation after each epoch. Every rank must call it.
+
+        Outside a worker it starts the workers itself. A further `fit` of the same trainer continues from its state.
 
         Args:
-            train_data, val_data: a DataLoader, a map-style or an iterable dataset; inputs and targets together, as
-                TensorDataset(inputs, targets). On TensorFlow also a tf.data.Dataset, or arrays in a tuple.
-            epochs, max_steps, checkpoint_dir, mlflow_experiment: as the settings of that name. A further `fit` of the same
-                trainer goes on from its state, for that many epochs or steps more.
+            train_data: a DataLoader, a map-style dataset or an iterable dataset that yields inputs with targets, such
+                as `TensorDataset(inputs, targets)`. On TensorFlow also a tf.data.Dataset, or a tuple of arrays.
+            val_data: validation data of the same kinds, or None.
+            epochs: the setting of that name. In a further `fit`, the number of further epochs.
+            max_steps: the setting of that name. In a further `fit`, the number of further updates.
+            checkpoint_dir: the setting of that name.
+            mlflow_experiment: the setting of that name.
 
-        Returns the History; the model in this process then has the trained weights. Where workers were started, the optimizer,
-        the schedule and what callbacks keep outside of `state_dict` stay as they were here: the copies of the workers changed.
-        Raises TrainingError when training failed, TrainingInterrupted (an exit with 128 + signal) after SIGTERM, and
-        KeyboardInterrupt after Ctrl-C, both when the state has been saved.
+        Returns:
+            The History. The model in this process has the trained weights. If workers were started, the optimizer, the
+            schedule and attributes of callbacks outside of `state_dict` are unchanged here, because the workers trained
+            copies.
+
+        Raises:
+            ConfigError: an argument or a setting is wrong.
+            TrainingError: training failed.
+            TrainingInterrupted: SIGTERM arrived, and the state has been saved. It exits with 128 + signal.
+            KeyboardInterrupt: Ctrl-C was pressed, and the state has been saved.
         """
         given = {
             "epochs": epochs,
@@ -129,14 +146,24 @@ class Trainer:
     def find_learning_rate(
         self, train_data: Any, *, min_rate: float = 1e-7, max_rate: float = 1.0, num_steps: int = 100
     ) -> LearningRateCurve:
-        """Train a copy while its rate rises exponentially from `min_rate` to `max_rate`; the trainer stays as it is.
+        """Train a copy while its rate rises exponentially from `min_rate` to `max_rate`. Every rank must call it.
 
-        All ranks call it, before the first `fit`; outside a worker it starts the workers itself, as `fit` does. A short fit of
-        `num_steps` updates, ended early where the loss diverges, without validation, schedule and callbacks. Its files lie in
-        `learning-rate` below the run directory; a run that goes on takes the curve from there.
+        Call it before the first `fit`. Outside a worker it starts the workers itself, as `fit` does. The fit has
+        `num_steps` updates, or fewer if the loss diverges, and no validation, schedule or callbacks. This trainer does
+        not change. The files are in `learning-rate` below the run directory, and a resumed run takes the curve from
+        there.
 
-        Returns the curve, the same on all ranks; its `suggestion` is a value for the setting `learning_rate`.
-        Raises ConfigError for a wrong range, and for a trainer that has trained; else as `fit`.
+        Args:
+            train_data: training data, as for `fit`.
+            min_rate: the learning rate of the first update.
+            max_rate: the learning rate of the last update.
+            num_steps: the number of updates.
+
+        Returns:
+            The curve, the same on all ranks. Its `suggestion` is a value for the setting `learning_rate`.
+
+        Raises:
+            ConfigError: the range is wrong, or the trainer has been used; also the errors of `fit`.
         """
         from distributed.finders.learning_rate import Request, find_learning_rate
 
@@ -144,39 +171,69 @@ class Trainer:
 
     @interrupts_kept()
     def find_batch_size(self, train_data: Any, *, start: int = 8, max_size: int | None = None) -> int:
-        """The largest of `start`, twice that, and so on up to `max_size`, with which updates fit into the memory of every rank.
+        """Return the largest of the sizes `start`, 2 x `start`, 4 x `start`, ... that fits into the memory of every rank.
 
-        Each size is tried by a few updates in workers that are started for it, so it is called in a plain script, before the
-        first `fit`; the trainer stays as it is. On CPUs `max_size` must be given: memory is the whole machine's there.
+        Each size is tried with a few updates in workers that are started for it. Call it in a plain script, before the
+        first `fit`. This trainer does not change.
 
-        Returns a value for the setting `batch_size`: samples of one micro-batch of one device.
-        Raises ResourceError where `start` does not fit, ConfigError where it cannot be tried; else as `fit`.
+        Args:
+            train_data: training data, as for `fit`.
+            start: the first size to try, in samples.
+            max_size: the largest size to try, in samples. Required on CPUs, where the limit would be the memory of the
+                whole machine.
+
+        Returns:
+            A value for the setting `batch_size`: samples per device and micro-batch.
+
+        Raises:
+            ResourceError: `start` does not fit.
+            ConfigError: `start` cannot be tried; also the errors of `fit`.
         """
         from distributed.finders.batch_size import find_batch_size
 
         return find_batch_size(self._fits, train_data, start=start, max_size=max_size)
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Loss and metrics over `data`, each sample once. All ranks call it; outside a worker it runs in this process."""
+        """Return loss and metrics over `data`, counting each sample once. Every rank must call it.
+
+        Outside a worker it runs in this process.
+
+        Args:
+            data: data with targets, as for `fit`.
+
+        Returns:
+            The values by name.
+        """
         measured: dict[str, float] = self._fits.open_session().evaluate(data)
         return measured
 
     def predict(self, data: Any) -> Any:
-        """The model's outputs for every sample of `data` in order, on the host. All ranks call it and get all of them.
+        """Return the model's outputs for every sample of `data`, on the host.
 
-        `data` is what `fit` takes, or one tensor or array of inputs, a sample in each row.
-        The order is that of the data set, also where a DataLoader shuffles; a sampler of your own keeps the order that it has.
-        A batch is taken as in training; of a tuple the last entry (the targets) is left out. Tensors and arrays are joined
-        along their first dimension, lists with an entry per sample one after the other, also inside dicts, tuples and data
-        classes. Tensors of different shapes come as a list, one entry per sample; what belongs to no sample (a loss) as a
-        list, one entry per batch. Data that is `data.presharded` comes rank by rank.
+        Every rank must call it, and gets all outputs. The order is that of the data set, even if a DataLoader shuffles;
+        a custom sampler keeps its order, and data with `data.presharded` comes rank by rank. A batch is passed to the
+        model as in training; the last entry of a tuple (the targets) is left out. Tensors and arrays are joined along
+        their first dimension and lists with one entry per sample are concatenated, also inside dicts, tuples and data
+        classes. Tensors of different shapes are returned as a list with one entry per sample, and values that belong to
+        no sample (a loss) as a list with one entry per batch.
+
+        Args:
+            data: what `fit` takes, or one tensor or array of inputs with one sample per row.
+
+        Returns:
+            The outputs, in the structure that the model returns.
         """
         return self._fits.open_session().predict(data)
 
     def metric_average(self, value: Any, name: str = "metric") -> float:
-        """The mean over all ranks of a number that each of them has; `name` is for messages. All ranks call it.
+        """Return the mean of `value` over all ranks. Every rank must call it.
 
-        Raises ConfigError where `value` is no number.
+        Args:
+            value: one number per rank.
+            name: the name of the number, for error messages.
+
+        Raises:
+            ConfigError: `value` is not a number.
         """
         try:
             number = float(value)
@@ -188,10 +245,14 @@ class Trainer:
         return average
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the trained state. All ranks call it.
+        """Save the trained state. Every rank must call it.
 
-        A path ending in `.safetensors` gets the model's weights by name in one file; any other is a directory that gets a
-        checkpoint, which `resume_from_checkpoint` takes. Returns what was written.
+        Args:
+            path: a file that ends in `.safetensors` gets the model's weights by name. Any other path is a directory
+                that gets a checkpoint, which `resume_from_checkpoint` accepts.
+
+        Returns:
+            The path that was written.
         """
         if self._fits.remote is not None and Path(path).suffix != ".safetensors":
             return self._fits.remote.copy_checkpoint(Path(path))
@@ -200,20 +261,20 @@ class Trainer:
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[Any]:
-        """The model with all of its weights on the main process, for the time of a `with` block: to save it or look at it.
+        """Return a context manager that gives the main process the model with all of its weights.
 
-        All ranks enter and leave the block; the main process gets the module and the others None. Also inside `fit`, from a
-        callback. A model that lies in pieces is gathered into host memory, and what is changed in it then is lost.
+        Every rank must enter and leave it: the main process gets the module, the others None. It also works inside
+        `fit`, from a callback. A sharded model is gathered into host memory, and changes to that copy are lost.
         """
         with self._fits.open_session().whole_model() as model:
             yield model
 
     @property
     def model(self) -> Any:
-        """The user's module; after `fit` with the trained weights.
+        """The user's module. After `fit` it has the trained weights.
 
-        It is whole on every rank then. On `fsdp` that holds where every process has room for it, and a notice says where not;
-        during `fit` `fsdp` and ZeRO-3 keep it in pieces. `whole_model()` gathers it.
+        After `fit` it is whole on every rank; on `fsdp` only if every process has enough memory for it, else a notice
+        is printed. During `fit`, `fsdp` and ZeRO-3 keep it sharded. `whole_model()` gathers it.
         """
         return self.job.model if self.backend.model is None else self.backend.model
 
@@ -224,12 +285,12 @@ class Trainer:
 
     @property
     def job(self) -> Job:
-        """What is trained: the arguments of the constructor."""
+        """The arguments of the constructor that say what to train."""
         return self.setup.job
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The callbacks; one may be added before `fit`."""
+        """The callbacks. One may be added before `fit`."""
         return self.setup.callbacks
 
     @callbacks.setter
@@ -260,7 +321,7 @@ class Trainer:
 
 
 def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: Any, metrics: Any) -> None:
-    """Refuse what can be none of the forms that the constructor takes."""
+    """Raise ConfigError for an argument that has none of the accepted types."""
     examples = {
         "optimizer": (optimizer, "torch.optim.Adam(model.parameters()), or lambda params: torch.optim.Adam(params)"),
         "scheduler": (scheduler, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)"),
@@ -281,7 +342,7 @@ def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: 
 
 
 def _check_callbacks(callbacks: Any) -> None:
-    """Refuse what is no callback, and one with a method that looks like a hook and is none."""
+    """Raise ConfigError for an object that is not a Callback, or a method `on_...` that is not a hook."""
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks is a {type(callbacks).__name__}: pass a list, callbacks=[...]")
     hooks = [name for name in dir(Callback) if name.startswith("on_")]
@@ -297,36 +358,36 @@ def _check_callbacks(callbacks: Any) -> None:
 
 
 class PyTorchDDPTrainer(Trainer):
-    """Trainer on PyTorch DistributedDataParallel; its options may be given flat (`static_graph=True`)."""
+    """Trainer on PyTorch DistributedDataParallel. Its options may be passed without the group (`static_graph=True`)."""
 
     _backend = "pytorch-ddp"
 
 
 class FSDPTrainer(Trainer):
-    """Trainer on PyTorch FSDP2; its options may be given flat (`cpu_offload=True`)."""
+    """Trainer on PyTorch FSDP2. Its options may be passed without the group (`cpu_offload=True`)."""
 
     _backend = "fsdp"
 
 
 class RayTrainer(Trainer):
-    """Trainer whose processes Ray Train starts; its options may be given flat (`engine="fsdp"`)."""
+    """Trainer whose processes Ray Train starts. Its options may be passed without the group (`engine="fsdp"`)."""
 
     _backend = "ray"
 
 
 class DeepSpeedTrainer(Trainer):
-    """Trainer on DeepSpeed ZeRO; its options may be given flat (`zero_stage=3`)."""
+    """Trainer on DeepSpeed ZeRO. Its options may be passed without the group (`zero_stage=3`)."""
 
     _backend = "deepspeed"
 
 
 class HorovodTrainer(Trainer):
-    """Trainer on Horovod; its options may be given flat (`compression=hvd.Compression.fp16`)."""
+    """Trainer on Horovod. Its options may be passed without the group (`compression=hvd.Compression.fp16`)."""
 
     _backend = "horovod"
 
 
 class TensorFlowDistributedTrainer(Trainer):
-    """Trainer for Keras models on TensorFlow; its options may be given flat."""
+    """Trainer for Keras models on TensorFlow. Its options may be passed without the group."""
 
     _backend = "tensorflow"

@@ -1,4 +1,4 @@
-"""A small GPT that learns the Python language reference letter by letter, from the text that every CPython carries.
+"""Train a small GPT to predict the next character of the Python language reference, a text that every CPython contains.
 
 python examples/char_gpt.py
 python -m distributed.cli train --script examples/char_gpt.py --nproc-per-node 2 -- --hidden-size 128 --layers 3
@@ -20,7 +20,7 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Vocabulary:
-    """The most frequent characters of a text, `size` at most; token 0 stands for every other one."""
+    """The most frequent characters of a text, `size` at most. Token 0 stands for all other characters."""
 
     def __init__(self, text: str, size: int) -> None:
         common = [character for character, _ in Counter(text).most_common(size - 1)]
@@ -35,7 +35,7 @@ class Vocabulary:
 
 
 class Windows(Dataset):
-    """The text in pieces of `length` characters; the target of each character is the next one."""
+    """The text in pieces of `length` characters. The target of each character is the next one."""
 
     def __init__(self, tokens: torch.Tensor, length: int) -> None:
         self.tokens, self.length = tokens, length
@@ -49,7 +49,7 @@ class Windows(Dataset):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer net, each added to what came in."""
+    """Causal self-attention, then a two-layer net, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens [batch, length] to the scores of each next token [batch, length, vocabulary]."""
+    """Map tokens [batch, length] to scores of each next token [batch, length, vocabulary]."""
 
     def __init__(self, vocab_size: int, width: int, heads: int, layers: int, length: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def sample(self, tokens: torch.Tensor, count: int, temperature: float = 0.7) -> torch.Tensor:
-        """`tokens` [length] followed by `count` more, drawn one by one."""
+        """Return `tokens` [length] followed by `count` more tokens, drawn one by one."""
         generator = torch.Generator().manual_seed(0)
         for _ in range(count):
             seen = tokens[None, -self.length :].to(self.head.weight.device)

@@ -1,4 +1,5 @@
-"""Handwritten digits on any number of processes: 1,797 real 8x8 images, a small convolutional net, held-out accuracy.
+"""Classify handwritten digits on any number of processes: 1,797 real 8x8 images, a small convolutional net, held-out
+accuracy.
 
 python examples/train.py
 python -m distributed.cli train --script examples/train.py --backend pytorch-ddp --nproc-per-node 2
@@ -15,7 +16,8 @@ from distributed import Trainer
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """80 % of the images to train on and 20 % held out: the same split in every process and every run."""
+    """Return 80 % of the images for training and 20 % for evaluation. The split is the same in every process and
+    every run."""
     data = load_digits()
     images = torch.tensor(data.images / 16, dtype=torch.float32).unsqueeze(1)  # [images, 1, 8, 8], 0 to 1
     labels = torch.tensor(data.target)

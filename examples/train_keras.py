@@ -1,4 +1,4 @@
-"""Handwritten digits with Keras on PyTorch's engines and on TensorFlow: one script, the backend decides.
+"""Classify handwritten digits with Keras on PyTorch's engines or on TensorFlow. One script, the backend decides.
 
 KERAS_BACKEND=torch python examples/train_keras.py
 python -m distributed.cli train --script examples/train_keras.py --backend pytorch-ddp --nproc-per-node 2
@@ -13,7 +13,8 @@ from distributed import Trainer
 
 
 class Digits:
-    """Images [8, 8, 1] from 0 to 1 and their classes: 80 % to train on, the rest held out, the same split everywhere."""
+    """Images [8, 8, 1] with values from 0 to 1, and their classes: 80 % for training, 20 % for evaluation, always
+    the same split."""
 
     def __init__(self, train: bool) -> None:
         data = load_digits()

@@ -1,4 +1,5 @@
-"""A headless Chromium, spoken to over its DevTools pipe: what a page draws, says on its console and asks the network for.
+"""Drive a headless Chromium over its DevTools pipe: what a page draws, prints on its console and requests from the
+network.
 
 with Browser() as browser:
     page = browser.open("report.html", width=390, dark=True)
@@ -6,7 +7,7 @@ with Browser() as browser:
     page.screenshot("report.png")
     assert page.problems == [] and page.requests == []
 
-Only the standard library. The pipe needs no port; the protocol: https://chromedevtools.github.io/devtools-protocol/
+Uses only the standard library. The pipe needs no port. Protocol: https://chromedevtools.github.io/devtools-protocol/
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _FLAGS = (
 
 
 def find_chromium() -> str | None:
-    """The program, or None where none is installed."""
+    """Return the path of the browser, or None if none is installed."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Browser:
-    """One Chromium with a profile of its own; `close` ends it and all that it started."""
+    """One Chromium with a profile of its own. `close` ends it and every process that it started."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         program = find_chromium()
@@ -47,7 +48,8 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
-        # Chromium reads commands from descriptor 3 and answers on 4; a shell moves ours there, from above both.
+        # Chromium reads commands from descriptor 3 and answers on 4. A shell moves our descriptors there; they are
+        # above both.
         ends = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (to_browser, from_browser)]
         self._process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", program, *_FLAGS, f"--user-data-dir={self._profile.name}"],
@@ -70,19 +72,20 @@ class Browser:
         for fd in (self._write, self._read):
             os.close(fd)
         try:
-            self._process.wait(5)  # it leaves by itself when its pipe closes
+            self._process.wait(5)  # it exits when its pipe closes
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._profile.cleanup()
 
     def open(self, path: str | Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> Page:
-        """Load a file or URL into a new page `width` CSS pixels wide; below 600 it is a phone with a touch screen."""
+        """Load a file or URL into a new page that is `width` CSS pixels wide. Below 600 pixels it emulates a phone
+        with a touch screen."""
         url = str(path) if "://" in str(path) else Path(path).resolve().as_uri()
         return Page(self, url, width, height, dark)
 
     def send(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Call `method` and return its result. Raises RuntimeError with what the browser says."""
+        """Call `method` and return its result. Raises RuntimeError with the error of the browser."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if session is not None:
@@ -97,7 +100,7 @@ class Browser:
                 return dict(answer["result"])
 
     def receive(self, deadline: float) -> dict[str, Any]:
-        """The next message; an event goes to `on_event` first."""
+        """Return the next message. Pass an event to `on_event` first."""
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
             data = os.read(self._read, 1 << 20) if ready else b""
@@ -112,7 +115,8 @@ class Browser:
 
 
 class Page:
-    """One tab. `problems`: errors and warnings of its console; `requests`: what it asked for beyond its own file."""
+    """One tab. `problems` holds errors and warnings of its console, `requests` the URLs that it requested besides
+    its own file."""
 
     def __init__(self, browser: Browser, url: str, width: int, height: int, dark: bool) -> None:
         self._browser = browser
@@ -152,14 +156,15 @@ class Page:
                 self.requests.append(url)
 
     def evaluate(self, script: str) -> Any:
-        """The value of a JavaScript expression; a promise is waited for."""
+        """Return the value of a JavaScript expression. If it is a promise, wait for it."""
         answer = self._send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(str(answer["exceptionDetails"].get("exception", {}).get("description")))
         return answer["result"].get("value")
 
     def wait(self, script: str) -> Any:
-        """Until the expression is true; its value. Asked once per frame of the page. Raises TimeoutError."""
+        """Wait until the expression is true and return its value. The page checks it every 20 ms. Raises
+        TimeoutError."""
         expression = f"""new Promise((done, fail) => {{
             const end = performance.now() + {self._browser.timeout_s * 900};
             const look = () => {{
@@ -175,10 +180,11 @@ class Page:
             raise TimeoutError(f"{script}: {error}; console: {self.problems}") from None
 
     def screenshot(self, path: str | Path, selector: str | None = None) -> Path:
-        """The whole page, also what is below the screen, or the first element of a CSS selector, as PNG."""
+        """Save the whole page, including what is below the screen, or the first element that matches a CSS selector,
+        as PNG."""
         self.evaluate(
             "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-        )  # painted by then
+        )  # the page has been painted after two frames
         if selector is None:
             size = self._send("Page.getLayoutMetrics")["cssContentSize"]
             clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
@@ -192,6 +198,6 @@ class Page:
         return Path(path)
 
     def cpu_s(self) -> float:
-        """Processor time of the page's main thread since it began to load."""
+        """Return the processor time in seconds of the page's main thread since it began to load."""
         metrics = {each["name"]: each["value"] for each in self._send("Performance.getMetrics")["metrics"]}
         return float(metrics["TaskDuration"])

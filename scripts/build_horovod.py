@@ -2,10 +2,10 @@
 
     python scripts/build_horovod.py [--with mpi tensorflow] [--optional mpi tensorflow] [--or-skip]
 
-Without options: torch and Gloo alone, about two minutes on two cores. The wheel fits the very versions of Python, torch and
-TensorFlow that it was built for, so it is kept under a name that says them, outside of the checkout:
-$XDG_CACHE_HOME/distributed-trainer/horovod. A second call, or a second checkout, installs it in seconds.
-Variables of Horovod's own build (HOROVOD_GPU_OPERATIONS=NCCL, ...) are passed on and are part of the name.
+Without options it builds torch and Gloo support only, which takes about two minutes on two cores. A wheel fits only the
+versions of Python, torch and TensorFlow that it was built for, so it is kept under a name that contains them, outside
+of the checkout: $XDG_CACHE_HOME/distributed-trainer/horovod. A second call, or a second checkout, installs it in
+seconds. Variables of Horovod's own build (HOROVOD_GPU_OPERATIONS=NCCL, ...) are passed on and are part of the name.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from pathlib import Path
 
 VERSION = "0.28.1"
 SOURCE = f"horovod=={VERSION} --hash=sha256:92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0\n"
-NEEDED = ("cloudpickle", "packaging", "psutil", "PyYAML", "setuptools", "wheel")  # to build it, and to run it
+# packages that its build and its use need
+NEEDED = ("cloudpickle", "packaging", "psutil", "PyYAML", "setuptools", "wheel")
 FEATURES = ("mpi", "tensorflow")
-ABANDONED_S = 24 * 3600  # no build takes as long
+ABANDONED_S = 24 * 3600  # no build takes this long
 WRAPPER = Path(__file__).with_name("horovod_cxx.sh")
-# What the built library says of itself, in a process of its own: a wrong one may crash.
+# Prints what the built library supports. It runs in a process of its own, because a wrong library may crash.
 PROBE = """
 import json, horovod, horovod.torch as hvd
 features = ["mpi"] if hvd.mpi_built() else []
@@ -44,11 +45,11 @@ print(json.dumps([horovod.__version__, features]))
 
 
 class Refused(Exception):
-    """What keeps it from being built, in one line."""
+    """Why Horovod cannot be built, in one line."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Build or take the kept wheel, install, look whether it works. Returns the exit code."""
+    """Build the wheel or take the kept one, install it, and check that it works. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--with", dest="wanted", nargs="*", default=[], metavar="mpi|tensorflow", help="build these too"
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def choose(wanted: list[str], optional: list[str]) -> list[str]:
-    """The features to build. Raises Refused for one that is unknown or cannot be built here."""
+    """Return the features to build. Raises Refused for one that is unknown or cannot be built here."""
     for name in (*wanted, *optional):
         if name == "mxnet":
             raise Refused("MXNet is retired and the last one needs a Python of 2022: use torch or TensorFlow models")
@@ -95,14 +96,14 @@ def choose(wanted: list[str], optional: list[str]) -> list[str]:
 
 
 def absent(feature: str) -> str | None:
-    """Why `feature` cannot be built here, or None."""
+    """Return why `feature` cannot be built here, or None."""
     if feature == "tensorflow":
         return None if tensorflow() else f"tensorflow is not installed in {sys.prefix}"
     return None if shutil.which("mpicxx") else "there is no mpicxx: install libopenmpi-dev and openmpi-bin (apt.txt)"
 
 
 def missing_tools() -> str | None:
-    """What a build needs and this machine has not, as a sentence; or None."""
+    """Return a sentence with the build tools that this machine lacks, or None."""
     absent_tools = [tool for tool in (compiler(), "cmake", "make") if shutil.which(tool) is None]
     if not absent_tools:
         return None
@@ -123,7 +124,7 @@ def version(name: str) -> str | None:
 
 
 def tensorflow() -> str | None:
-    """TensorFlow's version, whatever the name of its distribution."""
+    """Return the version of TensorFlow, whatever the name of its distribution is."""
     if importlib.util.find_spec("tensorflow") is None:
         return None
     names = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly")
@@ -131,7 +132,7 @@ def tensorflow() -> str | None:
 
 
 def installed() -> set[str] | None:
-    """The features of a Horovod of this version that loads here; None where there is none."""
+    """Return the features of the installed Horovod, or None if none of this version loads."""
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=quiet())
     if probe.returncode:
         return None
@@ -144,12 +145,12 @@ def quiet() -> dict[str, str]:
 
 
 def kept(features: list[str]) -> Path | None:
-    """The wheel of an earlier build for the same versions."""
+    """Return the wheel of an earlier build for the same versions, or None."""
     return next(iter(sorted(directory(features).glob("*.whl"))), None)
 
 
 def directory(features: list[str]) -> Path:
-    """Where the wheel for what is installed here is kept."""
+    """Return the directory for the wheel that fits the installed versions."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parts = [VERSION, sysconfig.get_config_var("SOABI"), f"torch-{version('torch')}"]
     parts += [f"tensorflow-{tensorflow()}"] if "tensorflow" in features else []
@@ -160,7 +161,7 @@ def directory(features: list[str]) -> Path:
 
 
 def recipe(features: list[str]) -> dict[str, str]:
-    """Variables for Horovod's own build."""
+    """Return the variables for Horovod's own build."""
     choice = {name: f"HOROVOD_WITH{'' if name in features else 'OUT'}_{name.upper()}" for name in FEATURES}
     return {
         **dict.fromkeys(choice.values(), "1"),
@@ -174,7 +175,7 @@ def recipe(features: list[str]) -> dict[str, str]:
 
 
 def build(features: list[str]) -> Path:
-    """The wheel, built and kept. Raises Refused with the compiler's first error."""
+    """Build the wheel, keep it and return its path. Raises Refused with the compiler's first error."""
     if missing := missing_tools():
         raise Refused(missing)
     pip("install", "--quiet", *NEEDED)
@@ -196,7 +197,7 @@ def build(features: list[str]) -> Path:
 
 
 def remove_abandoned(cache: Path) -> None:
-    """What builds left that were killed. One that is younger may be at work."""
+    """Remove directories of killed builds. A directory that is younger than a day may still be in use."""
     for left in cache.glob(".building-*"):
         if time.time() - left.stat().st_mtime > ABANDONED_S:
             shutil.rmtree(left, ignore_errors=True)
@@ -207,16 +208,17 @@ def compile_wheel(where: Path, features: list[str], log: Path) -> None:
         sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "--no-cache-dir", "--no-binary", "horovod",
         "--require-hashes", "-r", str(where / "source.txt"), "-w", str(where),
     ]  # fmt: skip
-    # The build asks `python` and `mpicxx` on PATH what they are.
+    # The build runs `python` and `mpicxx` from PATH to find out about them.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     environment = {**os.environ, **recipe(features), "PATH": path}
-    environment.pop("PIP_CONSTRAINT", None)  # with it pip refuses hashes
+    environment.pop("PIP_CONSTRAINT", None)  # pip refuses hashes if constraints are set
     with log.open("w") as out:
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment).returncode
     if code == 0:
         return
     text = log.read_text(errors="replace")
-    handle, told = tempfile.mkstemp(prefix="horovod-build-", suffix=".log")  # another user's may be there
+    # a unique name, because another user's file may exist
+    handle, told = tempfile.mkstemp(prefix="horovod-build-", suffix=".log")
     with os.fdopen(handle, "w") as copy:
         copy.write(text)
     first = next(
@@ -226,7 +228,7 @@ def compile_wheel(where: Path, features: list[str], log: Path) -> None:
 
 
 def install(wheel: Path) -> None:
-    """Put it into this environment and prove that it loads. Raises Refused."""
+    """Install the wheel into this environment and check that it loads. Raises Refused."""
     pip("install", "--quiet", *NEEDED)
     pip("install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
     found = installed()
@@ -242,7 +244,7 @@ def pip(*arguments: str) -> None:
 
 
 def words(features: object) -> str:
-    """Everything a Horovod has, for people."""
+    """Return the features of a Horovod as text."""
     assert isinstance(features, (set, list))
     names = {"mpi": "MPI", "tensorflow": f"TensorFlow {tensorflow()}"}
     return ", ".join(["Gloo", *(names[name] for name in FEATURES if name in features)])

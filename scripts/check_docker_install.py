@@ -1,10 +1,11 @@
-"""Run what the Dockerfiles install, without a container engine: each set in a clean directory with a virtual environment of its own.
+"""Check what the Dockerfiles install without a container engine. Each set is installed in a clean virtual environment.
 
     python scripts/check_docker_install.py [torch horovod tensorflow all] [--variant cuda] [--dry-run] [--cpu-index URL]
 
-Copied is what the Dockerfile copies, run is its own RUN line, and then every backend of the set is imported and `distributed
-doctor`, which the image starts with, must find nothing wrong. Debian packages are this machine's (apt.txt); Python is the one that
-runs this. With --dry-run pip only resolves: the CUDA sets are several gigabytes. Standard library only.
+For each set the script copies what the Dockerfile copies, runs its RUN line, imports every backend of the set and runs
+`distributed doctor`, which the image starts with and which must find nothing wrong. Debian packages are those of this
+machine (apt.txt). Python is the one that runs this script. With --dry-run pip only resolves: the CUDA sets are several
+gigabytes. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = ("single", "pytorch-ddp", "fsdp")
-# What each image is for; the horovod one has torch's backends too.
+# The backends of each image. The one for Horovod has torch's backends too.
 BACKENDS = {
     "torch": (*TORCH, "deepspeed", "ray"),
     "horovod": (*TORCH, "horovod"),
@@ -45,11 +46,11 @@ print(distributed.__file__)
 
 
 class Failed(Exception):
-    """A command that did not end well, in one line."""
+    """A command that failed, in one line."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check the sets that were named, or all; returns the exit code."""
+    """Check the given sets, or all of them, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", nargs="*", metavar="SET", help=f"of {', '.join(BACKENDS)} (default: all of them)")
     parser.add_argument("--variant", choices=("cpu", "cuda"), default="cpu", help="the build argument VARIANT")
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check(name: str, variant: str, *, is_dry: bool, cpu_index: str | None) -> str:
-    """Install one set in a clean directory; what came of it in a few words. Raises Failed."""
+    """Install one set in a clean directory and return the result as text. Raises Failed."""
     text = joined((ROOT / "docker" / f"{name}.Dockerfile").read_text())
     with tempfile.TemporaryDirectory(prefix=f"image-{name}-") as scratch:
         source, environment = Path(scratch, "src"), Path(scratch, "venv")
@@ -94,12 +95,12 @@ def check(name: str, variant: str, *, is_dry: bool, cpu_index: str | None) -> st
 
 
 def joined(text: str) -> str:
-    """A Dockerfile with each instruction on one line."""
+    """Return the Dockerfile with each instruction on one line."""
     return text.replace("\\\n", " ")
 
 
 def copy(text: str, target: Path) -> None:
-    """What the build stage copies from the checkout."""
+    """Copy what the build stage copies from the checkout."""
     target.mkdir()
     for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.M):
         *sources, place = line.split()
@@ -113,7 +114,7 @@ def copy(text: str, target: Path) -> None:
 
 
 def build_variables(text: str, environment: Path, variant: str, cpu_index: str | None) -> dict[str, str]:
-    """The environment of the build stage: its arguments, and the virtual environment first on PATH."""
+    """Return the environment of the build stage: its arguments, with the virtual environment first on PATH."""
     arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.M))
     index = arguments["CPU_INDEX"] if cpu_index is None else cpu_index
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
@@ -122,13 +123,13 @@ def build_variables(text: str, environment: Path, variant: str, cpu_index: str |
 
 
 def install_command(text: str, *, is_dry: bool) -> str:
-    """The RUN line that installs Python packages; pip's part of it alone where it is only to resolve."""
+    """Return the RUN line that installs Python packages, or only its pip command if pip is only to resolve."""
     (line,) = (line for line in re.findall(r"^RUN (.+)$", text, re.M) if "install.sh" in line)
     return f"{line.partition('&&')[0].strip()} --dry-run" if is_dry else line
 
 
 def run(command: list[str], cwd: Path, variables: dict[str, str]) -> str:
-    """Its output. Raises Failed with the last line of a command that fails."""
+    """Run a command and return its output. Raises Failed with the last line of the output if it fails."""
     done = subprocess.run(command, cwd=cwd, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         sys.stderr.write(done.stdout)
@@ -138,7 +139,7 @@ def run(command: list[str], cwd: Path, variables: dict[str, str]) -> str:
 
 
 def resolved(output: str) -> str:
-    """How many packages pip would install, and which torch and TensorFlow are among them."""
+    """Return how many packages pip would install, and which versions of torch and TensorFlow are among them."""
     (line,) = re.findall(r"^Would install (.+)$", output, re.M)
     packages = line.split()
     engines = [each for each in packages if re.match(r"(torch|tensorflow|tensorflow_cpu|tensorflow-cpu)-\d", each)]

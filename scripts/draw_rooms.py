@@ -1,7 +1,9 @@
-"""Draws the rooms of the package into docs/images/rooms.svg: the layers of pyproject.toml and the first sentences of the code.
+"""Draw the rooms of the package into docs/images/rooms.svg.
 
 python scripts/draw_rooms.py            write the picture
-python scripts/draw_rooms.py --check    exit 1 where the picture is not what the code says
+python scripts/draw_rooms.py --check    exit with 1 if the picture differs from the code
+
+The layers come from pyproject.toml, the sentences from the docstrings of the rooms.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def sentence(name: str) -> str:
 
 
 def picture() -> str:
-    """Return the SVG: a row for each room, grouped by layers, and an arrow that says which way imports go."""
+    """Return the SVG: a row for each room, grouped by layers, and an arrow in the direction of imports."""
     rows, y = [], 16 + PAD
     for layer in layers():
         for name in layer:

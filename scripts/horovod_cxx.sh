@@ -1,9 +1,9 @@
 #!/bin/sh
-# The C++ compiler for horovod 0.28.1 as it lies on PyPI, against a torch or TensorFlow of today. Its build files name C++14 and
-# C++17 and its last word on a command line wins over CXXFLAGS, but the headers of torch 2.13 and TensorFlow 2.21 are C++20. And
-# the XLA operations include headers that TensorFlow has moved: without TENSORFLOW_VERSION that file is empty.
-# Both may go once Horovod has a release after 0.28.1 (https://github.com/horovod/horovod/issues/3996).
-# What only a debugger needs (-g) is left out, as it is up to half of the compiler's work; HOROVOD_DEBUG=1, Horovod's own, keeps it.
+# C++ compiler for building the released horovod 0.28.1 against current versions of torch and TensorFlow.
+# Its build files request C++14 and C++17 after CXXFLAGS, but the headers of torch 2.13 and TensorFlow 2.21 need C++20. Its XLA
+# operations include headers that TensorFlow has moved; without TENSORFLOW_VERSION that file is empty.
+# Both changes may go once Horovod has a release after 0.28.1 (https://github.com/horovod/horovod/issues/3996).
+# Debug information (-g) is left out, because it is up to half of the compiler's work. Horovod's own HOROVOD_DEBUG=1 keeps it.
 for argument; do
   shift
   case $argument in

@@ -33,7 +33,7 @@ JOB = Path(__file__).with_name("listeners_job.py")
 PAGE = ROOT / "docs" / "security.md"
 MARK = "DISTRIBUTED_LISTENERS"
 BEGIN, END = "<!-- scripts/listeners.py --write: begin -->\n", "<!-- scripts/listeners.py --write: end -->\n"
-START_S = 240.0  # until training has begun, on a busy machine too
+START_S = 240.0  # time until training has begun, also on a busy machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,7 +316,10 @@ def rows(start: Start, listeners: Sequence[Listener]) -> Iterator[tuple[str, ...
 
 
 def reachable(listener: Listener, nodes: int = 1) -> str:
-    """Who can connect. Several nodes are measured on loopback, where a real run listens on the network between them."""
+    """Return who can connect to a listener.
+
+    Runs on several nodes are measured on loopback; a real run listens on the network between the nodes.
+    """
     if nodes > 1 and _is_loopback(listener.address):
         return "whoever reaches the port over the network"
     if listener.address == "*":

@@ -1,10 +1,10 @@
-"""Trains a small model twice, and waits in the middle of the second training until a file allows it to go on.
+"""Train a small model twice, and wait in the middle of the second training until a file allows it to continue.
 
     listeners_job.py MODEL DIRECTORY [SETTING=VALUE ...]
 
-MODEL is `torch` or `keras`. While it waits, each rank has left `at-RANK.json` in DIRECTORY, with the ports that it knows by their
-names; the file `go` is what it waits for. `weights-1.safetensors` and `weights-2.safetensors` are what came of the trainings. Settings
-are given to the Trainer, for a start as a plain script.
+MODEL is `torch` or `keras`. While it waits, each rank has written `at-RANK.json` to DIRECTORY, with the names of the
+ports that it knows. It waits for the file `go`. The trained weights are in `weights-1.safetensors` and
+`weights-2.safetensors`. Settings are passed to the Trainer; a start as a plain script needs them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODEL, DIRECTORY, SETTINGS = sys.argv[1], Path(sys.argv[2]), dict(word.split("="
 
 @dataclasses.dataclass
 class Pause(Callback):
-    """Says that this rank has come so far, and waits."""
+    """Report that this rank has come to its pause, and wait."""
 
     directory: Path
 
@@ -41,7 +41,7 @@ class Pause(Callback):
 
 
 def ports(rank: int) -> dict[str, int]:
-    """Of the services that this rank was told of."""
+    """Return the ports of services that the environment of this rank names."""
     found = {}
     if "MASTER_PORT" in os.environ:
         found["TCPStore"] = int(os.environ["MASTER_PORT"])
@@ -54,7 +54,7 @@ def ports(rank: int) -> dict[str, int]:
 
 
 def train(number: int) -> None:
-    """The same each time."""
+    """Train the model. Both trainings are identical."""
     make, data = importlib.import_module(f"distributed.testing.jobs.{MODEL}_parts").short()
     settings: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in SETTINGS.items()}
 
@@ -63,7 +63,7 @@ def train(number: int) -> None:
             importlib.import_module("torch").manual_seed(7)
         else:
             keras = importlib.import_module("keras")
-            keras.backend.clear_session()  # it numbers the layers, whose names are stored
+            keras.backend.clear_session()  # reset the numbers in layer names, which are stored
             keras.utils.set_random_seed(7)
         return make()
 

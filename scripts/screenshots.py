@@ -1,7 +1,7 @@
-"""Makes the pictures of the documentation from real runs, in a headless Chromium: docs/images/*.png. `make screenshots`.
+"""Make the pictures of the documentation, docs/images/*.png, from real runs in a headless Chromium: `make screenshots`.
 
-Three runs of examples/train.py on one, two and three processes, a search over it, and what reports, TensorBoard and MLflow show of
-them. Some minutes on two cores.
+It runs examples/train.py on one, two and three processes and a search over it, and shows them in reports, TensorBoard
+and MLflow. It takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ SPACE = """\
 learning_rate: {loguniform: [1e-4, 1e-1]}
 batch_size: [32, 64, 128]
 """
-# What a page shows, also inside of the elements that it is made of.
+# The text of a page, including the text inside of its custom elements.
 TEXT = """(() => {
     const text = (node) => [...node.childNodes].map((each) => each.nodeType === 3 ? each.data
         : ["STYLE", "SCRIPT"].includes(each.nodeName) ? "" : text(each) + (each.shadowRoot ? text(each.shadowRoot) : "")).join(" ");
     return text(document.body);
 })()"""
-# What is drawn stays as it is for a second: curves glide to their places.
+# Wait until the page has not changed for a second, because curves move to their places.
 SETTLED = """new Promise((done) => {
     let timer = setTimeout(done, 1000);
     new MutationObserver(() => { clearTimeout(timer); timer = setTimeout(done, 1000); })
         .observe(document.body, {subtree: true, childList: true, attributes: true});
     setTimeout(done, 10000);
 })"""
-# Takes MLflow's assistant away, which opens by itself, and chooses a few of its charts.
+# Closes MLflow's assistant, which opens by itself, and selects a few of its charts.
 FEW_CHARTS = """(() => {
     document.querySelector('[data-component-id="mlflow.assistant.chat_panel.close"]')?.click();
     const field = document.querySelector('input[placeholder="Search metric charts"]');
@@ -52,11 +52,11 @@ START_S = 60.0
 
 
 def main() -> None:
-    """Every picture anew."""
+    """Make every picture."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="screenshots-") as name:
         directory = Path(name)
-        (directory / "examples").symlink_to(ROOT / "examples")  # the pages show paths as they were typed
+        (directory / "examples").symlink_to(ROOT / "examples")  # the pages show the paths that were typed
         runs = [train(directory, world) for world in (1, 2, 3)]
         run_cli(directory, "report", *(run.name for run in runs), "--compare")
         sweep = search(directory)
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def train(directory: Path, world: int) -> Path:
-    """The digits of examples/train.py on `world` processes; returns the run directory."""
+    """Train examples/train.py on `world` processes and return the run directory."""
     run = directory / f"digits-{world}"
     arguments = ["--script", "examples/train.py", "--nproc-per-node", str(world), "--backend", "pytorch-ddp"]
     more = ["--global-batch-size", "96", "--gradient-clipping", "5", "--log-every-n-steps", "3", "--run-dir", run.name]
@@ -92,7 +92,7 @@ def train(directory: Path, world: int) -> Path:
 
 
 def search(directory: Path) -> Path:
-    """Sixteen trials of the same script; returns the directory of the search."""
+    """Run sixteen trials of the same script and return the directory of the search."""
     (directory / "space.yaml").write_text(SPACE)
     asked = ["--search-space", "space.yaml", "--num-samples", "16", "--metric", "val_loss", "--scheduler", "asha"]
     run_cli(
@@ -106,7 +106,7 @@ def run_cli(directory: Path, *arguments: str) -> None:
 
 
 def report(browser: Browser, file: Path, name: str, *, width: int = 1280, dark: bool = False) -> None:
-    """The whole page as docs/images/NAME.png. Fails where the page says anything on its console."""
+    """Save the whole page as docs/images/NAME.png. Fails if the page prints anything on its console."""
     page = browser.open(file, width=width, dark=dark)
     page.wait("document.body.dataset.drawn")
     page.screenshot(IMAGES / f"{name}.png")
@@ -115,7 +115,12 @@ def report(browser: Browser, file: Path, name: str, *, width: int = 1280, dark: 
 
 
 def app(browser: Browser, url: str, name: str, is_drawn: str, *, then: str = "", width: int = 1280) -> None:
-    """A page of another program as docs/images/NAME.png, once the expression `is_drawn` is true there, and after `then`."""
+    """Save a page of another program as docs/images/NAME.png.
+
+    Args:
+        is_drawn: JavaScript expression to wait for.
+        then: JavaScript to run before the picture is taken.
+    """
     page = browser.open(url, width=width, height=1000)
     page.wait(is_drawn)
     page.evaluate(SETTLED)
@@ -126,13 +131,13 @@ def app(browser: Browser, url: str, name: str, is_drawn: str, *, then: str = "",
 
 
 def shows(word: str, repeated: str, times: int) -> str:
-    """An expression: the page shows `word`, and `repeated` so many times."""
+    """Return an expression that is true once the page shows `word`, and `repeated` at least `times` times."""
     return f"((text) => text.includes({word!r}) && text.split({repeated!r}).length > {times})({TEXT})"
 
 
 @contextlib.contextmanager
 def tensorboard(logs: Path) -> Iterator[str]:
-    """TensorBoard of a directory; its URL."""
+    """Run TensorBoard on a directory and yield its URL."""
     argv = [
         "-m",
         "tensorboard.main",
@@ -151,7 +156,7 @@ def tensorboard(logs: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def mlflow(directory: Path) -> Iterator[str]:
-    """MLflow's pages for the runs below a directory; their URL."""
+    """Run MLflow's server for the runs below a directory and yield its URL."""
     argv = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", "0", "--workers", "1"]
     with served(
         [*argv, "--backend-store-uri", f"sqlite:///{directory / 'mlflow.db'}"], r"on (http://127\.0\.0\.1:\d+)"
@@ -161,7 +166,7 @@ def mlflow(directory: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def served(argv: list[str], pattern: str) -> Iterator[str]:
-    """`python ARGV`, until the block ends; what `pattern` finds in its output."""
+    """Run `python ARGV` during the block. Yield what `pattern` matches in its output."""
     environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(

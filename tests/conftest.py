@@ -1,17 +1,18 @@
 """Fixtures for every test: commands run in a clean environment, under a time limit, and leave no process behind.
 
-run_cli(args, timeout=120, cwd=None, env=None)     `python -m distributed.cli ARGS`, waited for; returns a Finished
-run_python(args, timeout=120, cwd=None, env=None)  `python ARGS`, the same
+run_cli(args, timeout=120, cwd=None, env=None)     run `python -m distributed.cli ARGS` and return a Finished
+run_python(args, timeout=120, cwd=None, env=None)  run `python ARGS` in the same way
 run_cli_once(...)                                  run_cli for fixtures of a whole module
 start(argv, cwd=None, env=None)                    a Started: .wait_for(text), .signal(n), .finish(timeout), .alive()
 
-Each fails the test when the time is up (all processes are killed first) and when a finished command leaves a process:
-descendants are found by an environment variable, so also those that made a session of their own.
+Each fixture fails the test when the time is up, after killing all processes, and when a finished command leaves a
+process behind. Descendants are found by an environment variable, even if they made a session of their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import os
 import re
@@ -31,7 +32,7 @@ from distributed.config.registry import backend_row, missing_libraries
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "DISTRIBUTED_TEST_COMMAND"
-# What a launcher or a cluster sets: a test that ran under one would see workers that are not its own.
+# Variables of launchers and clusters. A test that ran under one would see workers that are not its own.
 _FOREIGN = re.compile(
     r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_|ROLE_|NODE_RANK|MASTER_|TORCHELASTIC_|SLURM_|PET_|JOB_COMPLETION_INDEX$|TF_CONFIG$|KERAS_BACKEND$|OMPI_|PMI"
     r"|DISTRIBUTED_|MLFLOW_|COLUMNS$|LINES$|FORCE_COLOR|NO_COLOR|PYTEST_|TORCHINDUCTOR_)"
@@ -39,9 +40,33 @@ _FOREIGN = re.compile(
 
 
 def pytest_configure() -> None:
-    """A suite under nohup or in the background of a shell ignores these signals, and so would every command it tests."""
+    """Restore the default signal handlers. A suite under nohup or in the background of a shell ignores these
+    signals, and commands would inherit that."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Files that take a minute or more, the longest first. `make test` distributes whole files in this order, so that no
+# process has to run a long file alone at the end.
+LONGEST = (
+    "test_every_backend", "test_tensorflow", "test_deepspeed", "test_tuner", "test_horovod", "test_pages", "test_ray",
+    "test_keras_engines", "test_resume", "test_keras", "test_tune", "test_fit_from_script", "test_parity", "test_mlflow", "test_seeds",
+    "test_fsdp", "test_signals", "test_readme", "test_benchmarks", "test_options", "test_launch", "test_failures", "test_losses",
+    "test_examples",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Exclude imported libraries from garbage collection. Each fit ends with a collection, which otherwise takes a
+    fifth of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +77,11 @@ class Finished:
     stdout: str
     stderr: str
     seconds: float
-    cpu_s: float  # of the command and of what it waited for
+    cpu_s: float  # CPU time of the command and of the processes it waited for
 
     def within(self, limit_s: float) -> bool:
-        """Whether it took less than `limit_s` of CPU time, which other work hardly changes, and did not wait for long."""
+        """Return True if it took less than `limit_s` of CPU time, which other load hardly changes, and did not wait
+        for long."""
         return self.cpu_s < limit_s and self.seconds < 10 * limit_s
 
     @property
@@ -66,7 +92,7 @@ class Finished:
 
 
 class Started:
-    """A command that runs. Its output goes to files, so that nothing blocks on a full pipe."""
+    """A running command. Its output goes to files, so that nothing blocks on a full pipe."""
 
     def __init__(self, argv: Sequence[str], directory: Path, cwd: Path | None, env: dict[str, str]) -> None:
         self.mark = uuid.uuid4().hex
@@ -88,11 +114,12 @@ class Started:
         return "".join(file.read_text(errors="replace") for file in self._files)
 
     def alive(self) -> list[int]:
-        """Process ids of the command and all its descendants that run."""
+        """Return the process ids of the command and its descendants that are running."""
         return marked(self.mark)
 
     def wait_for(self, what: str | Callable[[], Any], timeout: float = 120) -> Any:
-        """Until the output holds `what` (or `what()` is true); fails the test when the command ends or time is up."""
+        """Wait until the output contains `what`, or `what()` is true. Fail the test when the command ends or time is
+        up."""
 
         def seen() -> Any:
             return what in self.output if isinstance(what, str) else what()
@@ -106,7 +133,7 @@ class Started:
         self.process.send_signal(number)
 
     def finish(self, timeout: float = 120, grace: float = 5) -> Finished:
-        """Wait for the end, at most `timeout` seconds; then all descendants have `grace` seconds to be gone."""
+        """Wait for the end, at most `timeout` seconds. All descendants must be gone within `grace` seconds after it."""
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -122,7 +149,7 @@ class Started:
         return Finished(code, out, err, seconds, cpu_s)
 
     def kill(self) -> None:
-        """End whatever is left."""
+        """Kill all remaining processes."""
         for pid in self.alive():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -134,13 +161,13 @@ class Started:
 
 
 def _children_cpu_s() -> float:
-    """CPU seconds of all processes that this one and its children have waited for."""
+    """Return the CPU seconds of all processes that this one and its children have waited for."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
 
 
 def marked(mark: str) -> list[int]:
-    """Running processes (no zombies) whose environment carries `mark`."""
+    """Return running processes (no zombies) whose environment contains `mark`."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -149,13 +176,13 @@ def marked(mark: str) -> list[int]:
         try:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
-        except OSError:  # ended while we looked, or not ours
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return found
 
 
 def describe(pids: Sequence[int]) -> str:
-    """Process ids with their command lines."""
+    """Return process ids with their command lines."""
     lines = []
     for pid in pids:
         try:
@@ -167,7 +194,7 @@ def describe(pids: Sequence[int]) -> str:
 
 
 def stacks(pids: Sequence[int]) -> str:
-    """Where each of these Python processes is, by py-spy; what it says where it cannot look."""
+    """Return the stacks of these Python processes from py-spy, or its error message."""
     found = []
     for pid in pids:
         command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(pid)]
@@ -180,13 +207,15 @@ def stacks(pids: Sequence[int]) -> str:
 
 
 def needs_backend(name: str) -> None:
-    """Skip the test where a library of backend `name` is missing; fail it where REQUIRE_BACKENDS names that backend."""
+    """Skip the test if a library of backend `name` is missing. Fail it instead if REQUIRE_BACKENDS names that
+    backend."""
     if missing := missing_libraries(backend_row(name)):
         _skip_or_fail(name, f"backend {name} needs {', '.join(missing)}, which is not installed here")
 
 
 def needs_library(library: str, backend: str) -> None:
-    """Skip a test of `backend` where `library` of the test extra is missing; fail it where REQUIRE_BACKENDS names the backend."""
+    """Skip a test of `backend` if `library` of the test extra is missing. Fail it instead if REQUIRE_BACKENDS names
+    the backend."""
     if importlib.util.find_spec(library) is None:
         _skip_or_fail(backend, f"this test of backend {backend} needs {library}, which is not installed here")
 
@@ -203,7 +232,8 @@ def poll(
     message: Callable[[], str],
     ended: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """The first true value of `condition()`; fails the test after `timeout` seconds, or once `ended()` and not true."""
+    """Return the first true value of `condition()`. Fail the test after `timeout` seconds, or if `ended()` is true
+    before."""
     deadline = time.monotonic() + timeout
     while True:
         last_look = ended() or time.monotonic() > deadline
@@ -215,7 +245,8 @@ def poll(
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """This process' environment without what launchers, clusters and terminals set; our checkout first on the path."""
+    """Return the environment of this process without variables of launchers, clusters and terminals. This checkout
+    is first on the path."""
     env = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
     env["PYTHONPATH"] = str(ROOT)
     return {**env, **extra}
@@ -229,7 +260,7 @@ def _no_foreign_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Started]]:
-    """Start a command (see the top of this file); what the test leaves running is killed at its end."""
+    """Start a command (see the top of this file). What the test leaves running is killed at its end."""
     directory = tmp_path_factory.mktemp("commands")
     running: list[Started] = []
 
@@ -244,7 +275,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., St
 
 @pytest.fixture
 def run_python(start: Callable[..., Started]) -> Callable[..., Finished]:
-    """Run `python ARGS` to its end (see the top of this file)."""
+    """Run `python ARGS` until it ends (see the top of this file)."""
 
     def run(args: Sequence[str], timeout: float = 120, **where: Any) -> Finished:
         return start([sys.executable, *args], **where).finish(timeout)
@@ -254,7 +285,7 @@ def run_python(start: Callable[..., Started]) -> Callable[..., Finished]:
 
 @pytest.fixture
 def run_cli(run_python: Callable[..., Finished]) -> Callable[..., Finished]:
-    """Run `python -m distributed.cli ARGS` to its end (see the top of this file)."""
+    """Run `python -m distributed.cli ARGS` until it ends (see the top of this file)."""
 
     def run(args: Sequence[str], timeout: float = 120, **where: Any) -> Finished:
         return run_python(["-m", "distributed.cli", *args], timeout, **where)
@@ -264,7 +295,7 @@ def run_cli(run_python: Callable[..., Finished]) -> Callable[..., Finished]:
 
 @pytest.fixture(scope="module")
 def run_cli_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
-    """`run_cli` for a module's own fixtures: workers are started once for a group of checks."""
+    """Return `run_cli` for a module's own fixtures, so that workers are started once for a group of checks."""
     directory = tmp_path_factory.mktemp("commands")
 
     def run(

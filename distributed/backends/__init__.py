@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distributed.config.registry import backend_class, require_installed, row_in_use
+from distributed.config.registry import require_installed, row_in_use, starting_of
 
 if TYPE_CHECKING:
     from distributed.backends.base import Backend
@@ -16,5 +16,5 @@ def make_backend(merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
     """The adapter of `plan.backend` for these settings. Raises ConfigError for what it cannot honour."""
     row = row_in_use(merged.config, plan.backend)
     require_installed(row)
-    made: Backend[Any] = backend_class(row.name).make(merged, merged.config.options(row.group), plan)
+    made: Backend[Any] = starting_of(row.name).make(merged, plan)
     return made

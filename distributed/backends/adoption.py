@@ -13,10 +13,10 @@ from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
 
 if TYPE_CHECKING:
-    from distributed.backends._torch.world import World
+    from distributed.backends._torch.world import TorchWorld
 
 
-def adopted(warn: Callable[[str], None]) -> World | None:
+def adopted(warn: Callable[[str], None]) -> TorchWorld | None:
     """The world of several processes that this one is in by torch's or Horovod's own call, or None."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -30,7 +30,7 @@ def adopted(warn: Callable[[str], None]) -> World | None:
     return None
 
 
-def _torch_group(warn: Callable[[str], None]) -> World:
+def _torch_group(warn: Callable[[str], None]) -> TorchWorld:
     import torch
     import torch.distributed as dist
 
@@ -46,7 +46,7 @@ def _torch_group(warn: Callable[[str], None]) -> World:
     return ProcessGroup(plan, DistributedConfig(), warn, found=found)
 
 
-def _horovod(warn: Callable[[str], None]) -> World:
+def _horovod(warn: Callable[[str], None]) -> TorchWorld:
     import torch
 
     from distributed.backends._horovod.world import HorovodWorld

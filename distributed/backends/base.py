@@ -1,4 +1,4 @@
-"""The adapter protocol: what a backend must do. Every rank calls every verb, in the same order."""
+"""The adapter protocol: what a backend must do for a fit, in the order in which the loop asks for it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
-from distributed.errors import ConfigError, TrainingError
-from distributed.launching.environments.base import WorkerEnvironment
+from distributed.errors import ConfigError
+from distributed.loggers.observer import Observer
 from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends.effects import Need
-    from distributed.config.registry import BackendRow
-    from distributed.loggers.profiling import Profiler
+    from distributed.backends.world import World
 
 OptionsT = TypeVar("OptionsT")
-Key = TypeVar("Key")
+Report = Callable[[dict[str, Any]], None]  # takes notices and warnings, as {"kind": "warning", "text": ...}
 TARGET_NAMES = (
     "labels",
     "label",
@@ -66,8 +65,34 @@ class ShardedData(abc.ABC):
         """Stop loader processes."""
 
 
+class MetricsOverAll:
+    """The metrics that are computed over all samples, not as means of batches. This class has none."""
+
+    def begin(self, split: str) -> None:
+        """Forget what was kept of the epoch ("train") or of an evaluation ("val")."""
+
+    def names_over_all(self) -> Sequence[str]:
+        """Return the names of the metrics that `measure` computes in evaluation. One may give several, named NAME_KEY."""
+        return ()
+
+    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
+        """Return name -> value of each metric over all samples of the epoch so far ("train") or of the evaluation ("val").
+
+        `means` are those of the same samples. `is_end` says that no more samples come, so that every mean must be right now.
+        Before that, functions are checked now and then. None means that a function turned out to be no mean, and that not all
+        of what it is computed from was kept: evaluate again. In training the function is then computed from the next epoch on.
+        A collective.
+        """
+        return {}
+
+
 class Backend(abc.ABC, Generic[OptionsT]):
-    """One engine. `distributed.testing` holds one without a framework, for tests of what stands on the adapters."""
+    """One engine.
+
+    The rest of an engine lies in objects beside it: `world` communicates (`World`), `measured` holds the metrics over all samples
+    (`MetricsOverAll`), `observer` shows what can be observed (`Observer`), and the `Starting` of its registry row starts its runs.
+    `distributed.testing.fake` holds an adapter without a framework.
+    """
 
     Options: ClassVar[type[Any]]  # frozen dataclass of the settings only this backend has, checked by the config
     # "setting" or "setting=value" -> why this engine refuses it and what to use instead, always or under conditions: refused
@@ -77,7 +102,6 @@ class Backend(abc.ABC, Generic[OptionsT]):
     # the row of `distributed.backends.effects` does not hold.
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {}
     joins_cluster: ClassVar[bool] = False  # whether its launcher knows what to do with `address`
-    launcher: str = "distributed.launching.forkserver"  # the module whose `serve` starts its workers
     merged: MergedConfig
     config: DistributedConfig
     plan: ProcessPlan
@@ -89,250 +113,209 @@ class Backend(abc.ABC, Generic[OptionsT]):
         if not cls.joins_cluster:
             cls.refuses = {"address": _NO_CLUSTER, **cls.refuses}
 
-    @classmethod
-    def make(cls, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> Backend[Any]:
-        """The adapter for these settings: of this class, unless its options name another one."""
-        return cls(merged, options, plan)
-
-    @classmethod
-    def row(cls, row: BackendRow, options: OptionsT) -> BackendRow:
-        """`row` of the registry as these options make it: another engine needs another environment in its workers."""
-        return row
-
-    @classmethod
-    def groups(cls, options: OptionsT) -> tuple[str, ...]:
-        """Names of the further backends whose groups of options count too."""
-        return ()
-
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         """Cheap; refuses what it cannot honour. Called in the parent too, before any process starts."""
         self.merged, self.config, self.options, self.plan = merged, merged.config, options, plan
+        self.data_parallel_size = plan.data_parallel_size  # into how many slices a micro-batch is cut
         self.mixed_precision = mixed_precision(merged.config, plan.device)
-        self._refuse()
-        self.context: WorkerContext  # after `setup`
+        check_refusals(self)
+        self.world: World  # after `setup`
+        self.context: WorkerContext  # of `world`
         self.model: Any = None  # the user's module, once it is prepared
         self.optimizer: Any = None  # what updates it, once it is prepared for training
+        self.users_optimizer: Any = None  # the same as the user knows it
         self.batch_dependent: Sequence[str] = ()  # its parts whose output differs with the split of a batch; then known
         self.has_schedule = (
             False  # whether a schedule counts updates or epochs, see `scheduler_interval`; once it is prepared
         )
-        self.run_dir: Path | None = None  # for an engine's own files; known before `prepare` where there is a fit
-        self.keeps_batch = False  # whether the next update is to keep a batch for `graph`
-        self.keeps_gradients = False  # whether each update is to keep its gradients for `local_values`
-        self.report: Callable[[dict[str, Any]], None] = lambda event: None  # notices and warnings, to the display
+        self.run_dir: Path | None = None  # for an engine's own files, see `configure`
+        self.observer = Observer(plan.world_size)
+        self.measured = MetricsOverAll()  # of the model, once it is prepared
+        self.report: Report = lambda event: None
 
-    def _refuse(self) -> None:
-        for refused, why in self.refuses.items():
-            name, _, wanted = refused.partition("=")
-            value, default = self._value(name)
-            meant = self.mixed_precision if name == "mixed_precision" else value
-            if not (str(meant) == wanted if wanted else meant != default):
-                continue
-            said = f"{name}={value!r} does not work with backend={self.plan.backend!r}"
-            if isinstance(why, str):
-                raise ConfigError(f"{said}: {why}")
-            for each in why:
-                if each.holds(self):
-                    raise ConfigError(f"{said} {each.when}: {each.reason}")
-
-    def _value(self, name: str) -> tuple[Any, Any]:
-        """(value, default) of a setting, or of an option in a group that every backend shares."""
-        group, _, option = name.rpartition(".")
-        holder = self.config.options(group) if group else self.config
-        return getattr(holder, option), type(holder).__dataclass_fields__[option].default
-
-    @property
-    def is_fit_in_workers(self) -> bool:
-        """Whether a `fit` outside of a worker starts workers. Else it trains where it was called."""
-        return self.plan.world_size > 1
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Into how many slices a micro-batch is cut."""
-        return self.plan.world_size * self.devices_per_process
-
-    @property
-    def users_optimizer(self) -> Any:
-        """The optimizer as the user knows it, once it is prepared for training."""
-        return self.optimizer
-
-    @property
-    def on_epoch(self) -> Callable[[Mapping[str, Any]], None] | None:
-        """What the process that called `fit` does with the row of each finished epoch, if anything."""
-        return None
-
-    def launcher_options(self) -> dict[str, Any]:
-        """What `launcher` must know beside the settings of a run. JSON-able."""
-        return {}
-
-    @classmethod
-    def join(
-        cls, plan: ProcessPlan, config: DistributedConfig, warn: Callable[[str], None], transport: str | None = None,
-        found: WorkerEnvironment | None = None, call: str = "fit()",
-    ) -> Any:  # fmt: skip
-        """The World of a script without a Trainer, for engines that have one."""
-        raise ConfigError(
-            f"{call} joins processes for torch tensors, and backend={config.backend!r} has others: use Trainer"
-        )
-
-    def check(self, job: Job, *, here: bool) -> None:
-        """Refuse what can be known to be wrong with `job` by now; `here`: this process will train it. Called by Trainer, in
-        the parent too."""
+    # ------------------------------------------------------------------ what every engine does, in the order of a fit
+    # Every rank calls each of these, in the same order, unless its docstring says otherwise. What goes wrong on one rank alone
+    # ends the run: an adapter catches nothing.
 
     @abc.abstractmethod
     def setup(self) -> WorkerContext:
-        """Join the group, pick the device, seed. Called by Trainer, once per worker."""
+        """Join the other processes, choose the device and return this process among them. A collective.
 
-    @abc.abstractmethod
-    def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
-        """Build model, then optimizer, then schedule. Returns notices to show once (defaults chosen, rates scaled)."""
+        Sets `world` and `context`. Called once in each process that trains or evaluates, before anything but `check` and
+        `configure`. Raises ResourceError where ranks are missing after `start_timeout`, or the device cannot be used.
+        """
 
     @abc.abstractmethod
     def batch_size_of(self, data: Any) -> int | None:
-        """The batch size that a loader was given, where it counts as set; None for a data set. Also before `setup`."""
+        """Return the batch size that a loader was given, or None where it has none that counts as set, and for a data set.
 
-    @abc.abstractmethod
-    def take_weights(self, model: Any, directory: Path) -> Any:
-        """The user's `model` (built, if it is a factory) with the weights of a checkpoint, in a process that trained nothing."""
+        No collective. Also called in a process that starts workers, before `setup`.
+        """
 
     @abc.abstractmethod
     def shard(self, data: Any, batch: BatchPlan, role: DataRole) -> ShardedData:
-        """This rank's batches of `data`."""
+        """Return this rank's batches of `data`, cut as `batch` says.
+
+        Called before `prepare`, as a model may need a batch to be built. A collective: ranks agree on the number of samples.
+        Raises ConfigError for data that the engine does not take.
+        """
+
+    @abc.abstractmethod
+    def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
+        """Build the model, then the optimizer, then the schedule, and return notices to show once.
+
+        Called once for evaluation and once for the first fit; then `job.model` is the model that was built before. Sets `model`,
+        `optimizer`, `users_optimizer`, `batch_dependent`, `has_schedule` and `measured`. A collective: all ranks start with the
+        weights of rank 0. Raises ConfigError for what cannot be trained.
+        """
+
+    @abc.abstractmethod
+    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
+        """Take up what `save` wrote in `directory`, at any world size. `state` is what `save` returned on rank 0.
+
+        A collective. Raises CheckpointError where the checkpoint does not fit the model.
+        """
 
     @abc.abstractmethod
     def train_step(self, group: Group) -> StepResult:
-        """Forward and backward on all micro-batches, then ONE update. No host sync but the NaN check before the update."""
+        """Run forward and backward on all micro-batches of `group`, then make one update.
 
-    @abc.abstractmethod
-    def eval_step(self, micro: MicroBatch) -> StepResult:
-        """Forward in eval mode without gradients."""
-
-    @abc.abstractmethod
-    def predict_step(self, micro: MicroBatch) -> Any:
-        """The model's outputs for one micro-batch, on the host, as `join_outputs` takes them; eval mode."""
+        A collective: all ranks get as many micro-batches, some of them perhaps without samples. Does not wait for the device,
+        but where the gradients are looked at before the update. Raises TrainingError as `nan_policy` says.
+        """
 
     @abc.abstractmethod
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
         """Return name -> (sum, count) over all ranks of each of the `results` in order, as floats.
 
-        A collective; the only host sync of training. A result without the name has (0, 0). The pair of a result does not depend on
-        the other `results`: the sums of an epoch are the same bits wherever log lines and checkpoints cut it.
+        A collective; the only wait for the device in training. A result without the name has (0, 0). The pair of a result does
+        not depend on the other `results`: the sums of an epoch are the same bits wherever log lines and checkpoints cut it.
         """
-
-    def begin(self, split: str) -> None:
-        """Forget what metrics over all samples have kept: of the epoch ("train"), or of an evaluation ("val")."""
-
-    def names_over_all(self) -> Sequence[str]:
-        """The names of the metrics that `measure` computes in evaluation; one may give several, named NAME_KEY."""
-        return ()
-
-    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
-        """Return name -> value of each metric over all samples of the epoch so far ("train") or of the evaluation ("val").
-
-        `means` are those of the same samples. `is_end`: no more samples come, so that what `means` say must be right now; before
-        that, functions are checked now and then. None: evaluate again, as a function turned out to be no mean and not all of what it is
-        computed from was kept. In training it is then computed from the next epoch on. A collective.
-        """
-        return {}
-
-    def own_generators(self) -> contextlib.AbstractContextManager[None]:
-        """Within it the global random generators are the training's own; the caller's are put back after it."""
-        return contextlib.nullcontext()
-
-    @abc.abstractmethod
-    def gradient_norm(self) -> float | None:
-        """Global norm of the newest update's gradient, before clipping; None where there is none. All ranks."""
-
-    @property
-    def cuts_weights(self) -> bool:
-        """Whether a rank holds pieces of the parameters, so that it cannot run the model by itself."""
-        return False
-
-    def graph(self) -> bytes:
-        """A GraphDef of the model as TensorBoard takes it, traced on one sample of the batch that `keeps_batch` kept. No
-        collective, and no trace in anything that is trained. Raises what the model raises under a tracer."""
-        raise TrainingError("this engine draws none")
-
-    def local_values(self) -> Iterator[tuple[str, Any]]:
-        """(`weights/NAME` or `gradients/NAME`, flat array of floats) of what this rank holds after the newest update: all of
-        it, or its piece where `cuts_weights`. No collective."""
-        return iter(())
-
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        """Records `active` updates of this rank after `warmup` others, and writes the trace to `directory`. All ranks; None
-        where this engine has none."""
-        return None
-
-    def waited_s(self) -> float | None:
-        """Seconds of an update that this rank waited for others, beyond what it computed meanwhile, as a mean over measured
-        ones; None where the engine does not say. No collective."""
-        return 0.0 if self.context.world_size == 1 else None
-
-    @abc.abstractmethod
-    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
-        """Sums over all ranks. A collective; how ranks agree."""
-
-    @abc.abstractmethod
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        """Rank `src`'s JSON-able `value` on every rank. A collective."""
-
-    @abc.abstractmethod
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in the order of ranks. A collective."""
-
-    @abc.abstractmethod
-    def key_value_store(self) -> Any:
-        """A store shared by all ranks with `set`, `get`, `check` and `compare_set`, or None in a world of one."""
-
-    @abc.abstractmethod
-    def barrier(self) -> None:
-        """Wait for all ranks."""
 
     @abc.abstractmethod
     def learning_rates(self) -> list[float]:
-        """The rate of each parameter group for the next update."""
+        """Return the learning rate of each parameter group for the next update. No collective."""
+
+    @abc.abstractmethod
+    def eval_step(self, micro: MicroBatch) -> StepResult:
+        """Run forward in evaluation mode without gradients. A collective."""
 
     @abc.abstractmethod
     def end_epoch(self, metrics: Mapping[str, float]) -> None:
-        """Step a schedule that counts epochs (`scheduler_interval='epoch'`, or one that watches a metric)."""
+        """Step a schedule that counts epochs, or one that watches one of `metrics`. No collective."""
 
     @abc.abstractmethod
     def save(self, directory: Path) -> dict[str, Any]:
-        """Write my tensors into the staged checkpoint `directory`; return the JSON-able rest (rank 0's is kept)."""
+        """Write this rank's tensors into the staged checkpoint `directory` and return the JSON-able rest.
+
+        What rank 0 returns is kept. A collective. Raises OSError where the disk refuses a file.
+        """
 
     @abc.abstractmethod
-    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        """Take up what `save` wrote, at any world size. `state` is what `save` returned on rank 0."""
+    def unwrap(self) -> None:
+        """Drop what was put around the model for training, so that the process can end in order.
+
+        Called at the end of each fit, also after a failure: no collective.
+        """
 
     @abc.abstractmethod
-    def export(self, path: Path) -> None:
-        """The model's weights by name in one safetensors file; all ranks call it, the main process writes."""
+    def rewrap(self) -> None:
+        """Put around the model again what `unwrap` dropped, for a further fit. A collective."""
+
+    @abc.abstractmethod
+    def predict_step(self, micro: MicroBatch) -> Any:
+        """Return the model's outputs for one micro-batch in evaluation mode, on the host. A collective."""
 
     @abc.abstractmethod
     def join_outputs(self, parts: list[list[tuple[int, int, Any]]]) -> Any:
-        """`predict`'s answer out of every rank's (number of the group, rank, outputs), in the order of the samples."""
+        """Return the outputs of `predict` in the order of the samples. No collective.
+
+        `parts` holds, for each rank, (number of the group, rank, what `predict_step` returned).
+        """
+
+    @abc.abstractmethod
+    def export(self, path: Path) -> None:
+        """Write the model's weights by name into one safetensors file. A collective; the main process writes."""
+
+    @abc.abstractmethod
+    def take_weights(self, model: Any, directory: Path) -> Any:
+        """Return the user's `model`, built if it is a factory, with the weights of a checkpoint.
+
+        Called in the process that started workers, without `setup`.
+        """
+
+    @abc.abstractmethod
+    def teardown(self) -> None:
+        """Leave the other processes in order and leave no thread. Called at exit, after a failure too: waits for no rank."""
+
+    # ------------------------------------------------------------------ what an engine may do besides
+
+    def check(self, job: Job, *, here: bool) -> None:
+        """Raise ConfigError for what is known to be wrong with `job` before any process joins another.
+
+        Called by `Trainer`, also in a process that starts workers. `here` says that this process trains it.
+        """
+
+    def configure(
+        self, merged: MergedConfig | None = None, *, run_dir: Path | None = None, report: Report | None = None
+    ) -> None:
+        """Take up what is known by now; None leaves things as they are. No collective.
+
+        Args:
+            merged: the settings of the next fit or evaluation, which `prepare` and the steps read.
+            run_dir: the run directory of a fit, for the engine's own files. Known before `prepare`.
+            report: called with notices and warnings, for the display. Known before `setup`.
+        """
+        if merged is not None:
+            self.merged, self.config = merged, merged.config
+        self.run_dir = run_dir or self.run_dir
+        self.report = report or self.report
+
+    def own_generators(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which the global random generators are those of training. The caller's are put back after it."""
+        return contextlib.nullcontext()
 
     def reassemble(self) -> None:
-        """After training that did not fail: what lies cut over the ranks and is the user's to hold becomes whole again."""
+        """Make whole what is cut over the ranks and the user's to hold. Called after a fit that did not fail. A collective."""
 
     @contextlib.contextmanager
     def as_trained(self) -> Iterator[None]:
-        """Within it the model is cut as in training, also after `reassemble`. Every rank enters and leaves it."""
+        """Cut the model as in training within the block, also after `reassemble`. A collective, at both ends."""
         yield
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[Any]:
-        """The user's model, whole, on the main process; None on the others. Every rank enters and leaves it."""
+        """Yield the user's model, whole, on the main process, and None on the others. A collective, at both ends."""
         yield self.model if self.context.is_main_process else None
 
-    @abc.abstractmethod
-    def unwrap(self) -> None:
-        """Drop what was put around the model for training, so that the process can end in order."""
+    def _warn(self, text: str) -> None:
+        """Show a warning of this rank."""
+        self.report({"kind": "warning", "text": text})
 
-    @abc.abstractmethod
-    def rewrap(self) -> None:
-        """Put it around the model again, for a further `fit`."""
+    def _notice(self, text: str) -> None:
+        """Show a notice of the main process."""
+        if self.context.is_main_process:
+            self.report({"kind": "notice", "text": text})
 
-    @abc.abstractmethod
-    def teardown(self) -> None:
-        """Orderly end, always called; releases the group and leaves no thread. After a failure it must not wait for others."""
+
+def check_refusals(backend: Backend[Any]) -> None:
+    """Raise ConfigError for a setting that the engine of `backend` refuses."""
+    for refused, why in backend.refuses.items():
+        name, _, wanted = refused.partition("=")
+        value, default = _value(backend.config, name)
+        meant = backend.mixed_precision if name == "mixed_precision" else value
+        if not (str(meant) == wanted if wanted else meant != default):
+            continue
+        said = f"{name}={value!r} does not work with backend={backend.plan.backend!r}"
+        if isinstance(why, str):
+            raise ConfigError(f"{said}: {why}")
+        for each in why:
+            if each.holds(backend):
+                raise ConfigError(f"{said} {each.when}: {each.reason}")
+
+
+def _value(config: DistributedConfig, name: str) -> tuple[Any, Any]:
+    """Return (value, default) of a setting, or of an option in a group that every backend shares."""
+    group, _, option = name.rpartition(".")
+    holder = config.options(group) if group else config
+    return getattr(holder, option), type(holder).__dataclass_fields__[option].default

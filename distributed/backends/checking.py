@@ -6,12 +6,13 @@ What a rank keeps for this is bounded. Batches beyond that bound are examined on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distributed.backends.failures import Failures
 from distributed.backends.over_all import Engine, Update
-from distributed.backends.parts import Arguments, Part, num_bytes
+from distributed.backends.parts import Arguments, Part, micro_batches, num_bytes
 from distributed.backends.splitting import REFUSES, Value, judge, near
 
 CHECK = ""  # the name of the check among the metrics of `Wholes`; no metric has it
@@ -43,12 +44,17 @@ class Check:
         """
         self._functions, self._engine, self._value, self._whole = functions, engine, value, whole
         self._prepare, self._failures, self._limit_bytes = prepare, failures, limit_bytes
+        self.newest: Callable[[], Iterable[Part]] = (
+            lambda: ()
+        )  # returns, once, what an engine has left to be kept with the others
         self.means: Mapping[str, float] = {}  # of the same samples, batch by batch: what the values are compared with
         self.is_end = True  # whether the evaluation or epoch ends
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
+        for _ in self.newest():
+            pass
         self._parts: list[Part] = []
         self._num_bytes = 0  # of everything that was admitted, also of what `take` has returned since
         self.is_over = False  # whether a batch was not kept
@@ -82,7 +88,8 @@ class Check:
 
     def _judged(self, updates: Sequence[Update]) -> dict[str, tuple[bool | None, float]]:
         """Return name -> (whether it is a mean, its value) for the samples of `updates`."""
-        args, number = self._engine.joined(updates).args, sum(n for update in updates for _, n in update)
+        calls = [[(Arguments(value.args, {}), n) for value, n in update] for update in updates]  # in any order
+        args, number = self._engine.joined(calls).args, sum(n for update in updates for _, n in update)
         found: dict[str, tuple[bool | None, float]] = {}
         for name, function in self._functions.items():
             # A function may refuse joined batches, such as sequences of different lengths. Then it stays a mean of batches.
@@ -98,7 +105,7 @@ class Check:
 
     def take(self) -> list[Part]:
         """Return what was kept since the last call, and forget it."""
-        taken, self._parts = self._parts, []
+        taken, self._parts = [*self._parts, *self.newest()], []
         return taken
 
     def state(self) -> dict[str, Any]:
@@ -137,5 +144,17 @@ class Check:
         found: dict[str, Any] = {}
         for name in sorted(refuted & self._functions.keys()):
             with self._failures.noting(name):
-                found[name] = None if is_over else self._whole(self._functions[name], updates)
+                found[name] = None if is_over else self._whole(self._functions[name], _by_micro_batch(updates))
         return found
+
+
+def _by_micro_batch(updates: Sequence[Update]) -> list[Update]:
+    """Return `updates` with each micro-batch of the world in a list of its own, in the order of the samples."""
+    found: list[Update] = []
+    for update in updates:
+        by_key: defaultdict[tuple[int, int], Update] = defaultdict(list)
+        for value, num_samples in update:
+            for key, size, part in micro_batches((-1, -1), num_samples, value):
+                by_key[key].append((part, size))
+        found += [by_key[key] for key in sorted(by_key)]
+    return found

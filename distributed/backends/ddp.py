@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import inspect
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from distributed.backends._torch.waits import Waits
+from distributed.backends._torch.data_parallel import DDPObserver, DDPWrapper
 from distributed.backends.base import If, Refusals
 from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
 from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.state import Group, Job, StepResult
-
-if TYPE_CHECKING:
-    import torch
-
-    from distributed.backends._torch.comm_hooks import CommHook
-    from distributed.backends._torch.objective import Loss
-
-_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"  # where DDP looks, in the model
+from distributed.state import Job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,257 +65,64 @@ class DDPBackend(TorchBackend[DDPOptions]):
     """The torch step with DistributedDataParallel around the model."""
 
     Options: ClassVar[type[Any]] = DDPOptions
+    observer: DDPObserver
+    wrapper: DDPWrapper
     refuses: ClassVar[Refusals] = {**PROCESS_GROUPS, **OF_HOOKS}
 
     def __init__(self, merged: MergedConfig, options: DDPOptions, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
-        self._check_hook()
+        _check_hook(options, plan)
         if options.static_graph and options.find_unused_parameters:
             raise ConfigError(
                 "ddp.static_graph=true finds unused parameters by itself: drop ddp.find_unused_parameters"
             )
-        self._hook: CommHook | None = None
-        self._watched: _Watch | None = None
-        self._waits = Waits()
-
-    def _check_hook(self) -> None:
-        options, name = self.options, self.options.comm_hook
-        for option in ("powersgd_rank", "powersgd_start_step", "topk_ratio", "hierarchical_group_size"):
-            value, its_hook = getattr(options, option), option.partition("_")[0]
-            if value is not None and name != its_hook:
-                raise ConfigError(
-                    f"ddp.{option}={value} has no effect without ddp.comm_hook={its_hook!r}: set it, or drop this"
-                )
-        if name == "powersgd" and options.bucket_cap_mb is not None:
-            raise ConfigError(
-                f"ddp.bucket_cap_mb={options.bucket_cap_mb} has no effect with ddp.comm_hook='powersgd', which takes all"
-                " gradients in one bucket: drop one of them"
-            )
-        if options.hierarchical_group_size and self.plan.world_size % options.hierarchical_group_size:
-            raise ConfigError(
-                f"ddp.hierarchical_group_size={options.hierarchical_group_size} does not divide"
-                f" world_size={self.plan.world_size}: use a divisor of it"
-            )
+        self.observer = DDPObserver(self)
+        self.wrapper = DDPWrapper(self)
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         notices = super().prepare(job, batch)
-        if self._hook is not None and self._hook.notice is not None:
-            notices.append(self._hook.notice)
+        if self.wrapper.hook is not None and self.wrapper.hook.notice is not None:
+            notices.append(self.wrapper.hook.notice)
         return notices
-
-    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        from torch.nn.parallel import DistributedDataParallel
-
-        if not any(p.requires_grad for p in model.parameters()):
-            return model  # build_optimizer says what is wrong
-        options = self.options
-        capacity = options.bucket_cap_mb
-        if options.comm_hook == "powersgd":
-            # With several buckets gloo mixes up the messages of PowerSGD's chained all-reduces (gloo::EnforceNotMet).
-            capacity = 1 + sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
-        with self._leaving_out_sparse(model):
-            wrapped = DistributedDataParallel(
-                model,
-                device_ids=[self.device.index] if self.device.type == "cuda" else None,
-                **_buffer_sync(DistributedDataParallel, any(True for _ in model.buffers())),
-                gradient_as_bucket_view=True,
-                find_unused_parameters=options.find_unused_parameters,
-                static_graph=options.static_graph,
-                bucket_cap_mb=capacity,
-            )
-        self._is_first_group, self._waits = True, Waits()
-        if options.comm_hook is not None:
-            hook = self._hook = self._hook or self._make_hook(options.comm_hook, model)
-            # DDP compares annotations with its own types, and ours are words (`from __future__ import annotations`).
-            wrapped.register_comm_hook(None, lambda state, bucket: hook.average(bucket))
-        return wrapped
-
-    @contextlib.contextmanager
-    def _leaving_out_sparse(self, model: torch.nn.Module) -> Iterator[None]:
-        """A wrapper made within leaves to `sparse.average` what torch cannot exchange: a sparse gradient is right as its only
-        one."""
-        from distributed.backends._torch.modules import sparse_names
-
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        names = sorted(sparse_names(model) & trained.keys())
-        if len(names) == len(trained):
-            names = names[1:]
-        self._sparse = [trained[name] for name in names]
-        for parameter in self._sparse:  # as DDP does for all others
-            self.world.copy_from(parameter.detach(), 0)
-        own = vars(model).get(_LEFT_OUT)
-        setattr(model, _LEFT_OUT, names)
-        try:
-            yield
-        finally:  # the user's own wrapper would leave them out too
-            delattr(model, _LEFT_OUT) if own is None else setattr(model, _LEFT_OUT, own)
-
-    def _make_hook(self, name: str, model: torch.nn.Module) -> CommHook:
-        from distributed.backends._torch import comm_hooks
-        from distributed.backends._torch.tensors import named_parameters
-        from distributed.backends._torch.topk import TopK
-
-        if name in ("fp16", "bf16"):
-            return comm_hooks.Cast(self.torch.float16 if name == "fp16" else self.torch.bfloat16)
-        if name == "hierarchical":
-            groups = comm_hooks.near_ranks(self.world, self.options.hierarchical_group_size)
-            return comm_hooks.Hierarchical(groups, self.config.timeout_s)
-        parameters = [(name, p) for name, p in named_parameters(model) if p.requires_grad]
-        if name == "topk":
-            return TopK(parameters, self.options.topk_ratio)
-        return _powersgd_of(parameters, self.options)
 
     def unwrap(self) -> None:
         super().unwrap()
-        if self._hook is not None and not self._hook.has_memory:
-            self._hook.close()
-            self._hook = None
-
-    def _without_sync(self) -> contextlib.AbstractContextManager[None]:
-        if self.options.static_graph and self._is_first_group:
-            # torch 2.13 aborts when the first backward of a static graph is not synchronised; sums stay the same.
-            self._is_first_group = False
-            return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[None] = self._wrapped.no_sync()  # type: ignore[operator]
-        return context
-
-    def _before_first_update(self, group: Group) -> None:
-        """After its first backward DDP orders its buckets anew, and three or more terms sum up differently in another
-        order. A wrapper that goes on with a run learns the order in a pass without weight, before its first update."""
-        is_further = self._step > 0 and self.context.world_size > 2
-        has_memory = self._hook is not None and self._hook.has_memory
-        if is_further and not has_memory and not self.options.find_unused_parameters:
-            with self.kind.without_draws():
-                self._weightless(group.micro_batches[0], group, None, [], False)
-            self._is_first_group = False
-            for parameter in self._parameters:
-                parameter.grad = None
-        self._watch_first_call()
-        self._watched = None if self.options.static_graph else _Watch(self.plain)  # a static graph waits for all pieces
-
-    def _backward(self, value: torch.Tensor) -> None:
-        super()._backward(value)
-        if self._watched is not None:
-            self._watched.end_backward()
-
-    def _watch_first_call(self) -> None:
-        """Gradients are exchanged for what the wrapper computes alone: a training_step may go around it."""
-        self._is_unused = True
-        wrapped: Any = self._wrapped
-        enter = wrapped._pre_forward
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            self._is_unused = False
-            del wrapped._pre_forward  # the method of the class again
-            return enter(*args, **kwargs)
-
-        wrapped._pre_forward = called
-
-    def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
-        if self._is_unused:
-            raise ConfigError(
-                "training_step never called its argument `model`, so no gradient was exchanged between the processes: compute"
-                " the loss from model(...), not from one of its parts or a model of the script"
-            )
-        if self._watched is not None:
-            self._watched.close()
-            self._watched = None
-        try:
-            self._wrapped.reducer._check_reducer_finalized()  # type: ignore[operator, union-attr]
-        except RuntimeError as error:  # torch itself says it in the next forward, after an update with local gradients
-            raise ConfigError(_unused(self.plain, str(error))) from None
-        if self._sparse:
-            from distributed.backends._torch import sparse
-
-            sparse.average(self._sparse, self.world)
-        super()._finish_update(group, losses, result)
-
-    def waited_s(self) -> float | None:
-        """By torch's own clock, which it reads in the first ten updates of a wrapper and in one of a hundred."""
-        return self._waits.take(self._wrapped._get_ddp_logging_data())  # type: ignore[operator]
-
-    def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult, *, is_late: bool = False) -> None:
-        super()._on_non_finite(group, losses, result, is_late=is_late)
-        if self._hook is not None:
-            self._hook.forget()
+        self.wrapper.close_hook()
 
     def save(self, directory: Path) -> dict[str, Any]:
-        extra = super().save(directory)
-        if self._hook is not None and self._hook.has_memory:
-            memory = self._hook.save(directory, self.context.rank)
+        extra, hook = super().save(directory), self.wrapper.hook
+        if hook is not None and hook.has_memory:
+            memory = hook.save(directory, self.context.rank)
             extra["comm_hook"] = {"name": self.options.comm_hook, **memory}
         return extra
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
         super().load(directory, state)
-        if self._hook is None or not self._hook.has_memory:
+        hook = self.wrapper.hook
+        if hook is None or not hook.has_memory:
             return
         kept, name = state.get("comm_hook") or {}, self.options.comm_hook
         if kept.get("name") == name and int(state["world_size"]) == self.context.world_size:
-            self._hook.load(directory, self.context.rank, kept)
+            hook.load(directory, self.context.rank, kept)
         else:
             self._notice(f"the checkpoint has no {name} memory for this world size: it starts anew")
 
 
-class _Watch:
-    """Of the first update: DDP averages the first piece of a gradient that comes in two, and loses the second in silence."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._seen: set[str] = set()
-        self._twice: list[str] = []
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(functools.partial(self._see, name))  # type: ignore[no-untyped-call]
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        ]
-
-    def _see(self, name: str, parameter: torch.Tensor) -> None:
-        if name in self._seen:
-            self._twice.append(name)
-        self._seen.add(name)
-
-    def end_backward(self) -> None:
-        """Raises ConfigError where a parameter got two pieces."""
-        self._seen.clear()
-        if self._twice:
+def _check_hook(options: DDPOptions, plan: ProcessPlan) -> None:
+    name = options.comm_hook
+    for option in ("powersgd_rank", "powersgd_start_step", "topk_ratio", "hierarchical_group_size"):
+        value, its_hook = getattr(options, option), option.partition("_")[0]
+        if value is not None and name != its_hook:
             raise ConfigError(
-                f"{min(self._twice)} got a second gradient in one backward pass, as where it is shared by parts recomputed with"
-                " use_reentrant=True: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or set"
-                " ddp.static_graph=true"
+                f"ddp.{option}={value} has no effect without ddp.comm_hook={its_hook!r}: set it, or drop this"
             )
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, Any]:
-    """No broadcast of buffers before each forward where there are none; the word for it changed in torch 2.13."""
-    if has_buffers:
-        return {}
-    has_new_word = "forward_sync_buffers" in inspect.signature(wrapper.__init__).parameters
-    return {"forward_sync_buffers" if has_new_word else "broadcast_buffers": False}
-
-
-def _powersgd_of(parameters: list[tuple[str, torch.nn.Parameter]], options: DDPOptions) -> CommHook:
-    from distributed.backends._torch.powersgd import PowerSGD
-
-    kinds = sorted({str(p.dtype) for _, p in parameters})
-    if len(kinds) > 1:
+    if name == "powersgd" and options.bucket_cap_mb is not None:
         raise ConfigError(
-            f"ddp.comm_hook='powersgd' takes all gradients in one bucket, and the model's are {' and '.join(kinds)}:"
-            " use ddp.comm_hook='bf16'"
+            f"ddp.bucket_cap_mb={options.bucket_cap_mb} has no effect with ddp.comm_hook='powersgd', which takes all"
+            " gradients in one bucket: drop one of them"
         )
-    return PowerSGD(parameters, options.powersgd_rank, options.powersgd_start_step)
-
-
-def _unused(model: torch.nn.Module, error: str) -> str:
-    """Our words for torch's "Expected to have finished reduction", which names parameters by their number."""
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
-    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    names = [trainable[int(index)] for index in found[1].split()] if found else []
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        f"no gradient for {', '.join(names[:3]) or 'some parameters'}{more}: a forward that does not use every parameter needs"
-        " ddp.find_unused_parameters=true (--set ddp.find_unused_parameters=true), or requires_grad=False on those"
-    )
+    if options.hierarchical_group_size and plan.world_size % options.hierarchical_group_size:
+        raise ConfigError(
+            f"ddp.hierarchical_group_size={options.hierarchical_group_size} does not divide"
+            f" world_size={plan.world_size}: use a divisor of it"
+        )

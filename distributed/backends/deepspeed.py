@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._deepspeed import config_file
+from distributed.backends._deepspeed.wrapper import DeepSpeedObserver, DeepSpeedWrapper
 from distributed.backends.base import If, Refusals
 from distributed.backends.effects import SEVERAL_PROCESSES, Need
 from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
@@ -17,16 +18,10 @@ from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.state import Group, Job, StepResult, WorkerContext
+from distributed.state import Job, WorkerContext
 
 if TYPE_CHECKING:
-    import torch
-
-    from distributed.backends._deepspeed.engine import Engine
-    from distributed.backends._deepspeed.precision import EnginePrecision
-    from distributed.backends._deepspeed.unused import FirstGradients
-    from distributed.backends._torch.objective import Loss
-    from distributed.loggers.profiling import Profiler
+    from distributed.config.settings import DistributedConfig
 
 _DEFAULT_STAGE = 2
 _AT_STAGE_0 = If(
@@ -126,6 +121,8 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     """
 
     Options: ClassVar[type[Any]] = DeepSpeedOptions
+    observer: DeepSpeedObserver
+    wrapper: DeepSpeedWrapper
     refuses_keras: ClassVar[str] = "its engine replaces the parameters under Keras's variables; use pytorch-ddp"
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {"start_timeout": (_WAITS,)}
     refuses: ClassVar[Refusals] = {
@@ -142,17 +139,14 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     def __init__(self, merged: MergedConfig, options: DeepSpeedOptions, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
         self.stage = options.stage
-        self._own = options.deepspeed_config or {}
+        self.own_config = options.deepspeed_config or {}
         kind = self.mixed_precision
-        if config_file.at(self._own, (kind, "enabled")) is False:
+        if config_file.at(self.own_config, (kind, "enabled")) is False:
             raise ConfigError(
                 f"mixed_precision={kind!r} is not deepspeed_config.{kind}.enabled=False: drop one of them"
             )
-        self._engine: Engine | None = None
-        self._host_adam: Any = None
-        self._first_gradients: FirstGradients | None = None  # until the first update of a fit is made
-
-    # ------------------------------------------------------------------ set-up
+        self.observer = DeepSpeedObserver(self)
+        self.wrapper = DeepSpeedWrapper(self)
 
     def setup(self) -> WorkerContext:
         from distributed.backends._deepspeed import cpu_adam, loading
@@ -160,191 +154,63 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
         loading.load(self.plan.device)
         context = super().setup()
         if self.options.cpu_adam:
-            self._operator = cpu_adam.load(self.config.start_timeout, self._say)
+            self.operator = cpu_adam.load(
+                self.config.start_timeout, lambda text: self.report({"kind": "notice", "text": text})
+            )
         return context
 
-    def _say(self, text: str) -> None:
-        self.report({"kind": "notice", "text": text})
-
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
-        self._batch, self._engine = batch, None
-        notices = super().prepare(self._with_own_optimizer(job), batch)
-        self._check_trainable_kinds()
+        from distributed.backends._deepspeed import engine
+        from distributed.backends._torch.modules import check_can_be_cut
+
+        self.wrapper.begin(batch)
+        notices = super().prepare(_with_own_optimizer(job, self.own_config, self.config), batch)
+        check_can_be_cut(self.plain, "DeepSpeed", allows_sparse=self.stage == 0)  # the others it cannot even send
+        if self.stage:
+            allows_any = bool(self.own_config.get("zero_allow_untested_optimizer"))
+            engine.check(self.plain, self.optimizer, allows_any=allows_any)
         if self.device.type == "cpu" and (self.options.offloads("optimizer") or self.options.offloads("param")):
             notices.append("offloading frees nothing here: on CPUs all memory is the host's")
         return notices
 
-    def _with_own_optimizer(self, job: Job) -> Job:
-        """`job` with the optimizer that the DeepSpeed config asks for."""
-        asked = config_file.adam(self._own, self.config.learning_rate)
-        if asked is None:
-            return job
-        if job.optimizer is not None:
-            raise ConfigError(
-                "Trainer(optimizer=) and deepspeed_config.optimizer both say what the optimizer is: drop one"
-            )
-        kind, arguments = asked
-        return dataclasses.replace(job, optimizer=functools.partial(getattr(self.torch.optim, kind), **arguments))
-
-    def _check_trainable_kinds(self) -> None:
-        from distributed.backends._deepspeed import engine
-        from distributed.backends._torch.modules import check_can_be_cut
-
-        check_can_be_cut(self.plain, "DeepSpeed", allows_sparse=self.stage == 0)  # the others it cannot even send
-        if self.stage:
-            engine.check(self.plain, self.optimizer, allows_any=bool(self._own.get("zero_allow_untested_optimizer")))
-
-    def _make_precision(self) -> EnginePrecision:
-        from distributed.backends._deepspeed.precision import EnginePrecision
-
-        self._engine_precision = EnginePrecision(self.mixed_precision, self.device, self.config)
-        return self._engine_precision
-
-    def _before_first_update(self, group: Group) -> None:
-        from distributed.backends._deepspeed import loading
-        from distributed.backends._deepspeed.cpu_adam import HostAdam
-        from distributed.backends._deepspeed.engine import Engine
-        from distributed.backends._deepspeed.unused import FirstGradients
-
-        with self._forked():
-            scale = self._engine_precision.loss_scale
-            self._engine = Engine(
-                self.plain, self.optimizer, self._engine_config(), self.world, scale, previous=self._engine
-            )
-        loading.limit_waits(self.config.timeout_s)
-        self._engine_precision.engage(self.plain)
-        self._wrapped = self._engine.wrapper
-        self._wrapped.train()
-        names = {parameter: name for name, parameter in self.plain.named_parameters()}
-        self._first_gradients = FirstGradients(names, self._engine.groups)
-        if self.stage == 0:
-            self._update = self._engine.wrapper.step
-        if self.options.cpu_adam:
-            self._host_adam = HostAdam(self._operator, self.optimizer)
-
-    def _engine_config(self) -> dict[str, Any]:
-        """DeepSpeed's config, complete: what is ours over what the user's own says."""
-        pinned = self.device.type == "cuda"
-        zero: dict[str, Any] = {"stage": self.stage}
-        for kind in ("optimizer", "param"):
-            if self.options.offloads(kind):
-                zero[f"offload_{kind}"] = {"device": "cpu"}
-        ours: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": self._batch.batch_size,
-            "gradient_accumulation_steps": self._batch.gradient_accumulation_steps,
-            "zero_optimization": zero,
-            "gradient_clipping": (self.config.gradient_clipping or 0.0) if self.stage else 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 1 << 60,  # the display is ours
-        }
-        if self.mixed_precision != "no":
-            ours[self.mixed_precision] = {"enabled": True}
-        own = {name: value for name, value in self._own.items() if name not in ("optimizer", "train_batch_size")}
-        config = config_file.merged(own, ours)
-        # A bucket no larger than the model: DeepSpeed's of two gigabytes is taken at once.
-        size = min(5 * 10**8, sum(p.numel() for p in self.plain.parameters()))
-        zero = config["zero_optimization"]
-        zero.setdefault("reduce_bucket_size", size)
-        for kind in ("offload_optimizer", "offload_param"):
-            if kind in zero:
-                zero[kind].setdefault("pin_memory", pinned)
-        return config
-
-    # ------------------------------------------------------------------ the step
-
-    def _without_sync(self) -> contextlib.AbstractContextManager[None]:
-        assert self._engine is not None
-        return self._engine.accumulating()
-
-    def _backward(self, value: torch.Tensor) -> None:
-        assert self._engine is not None
-        self._engine.wrapper.backward(value, scale_wrt_gas=False)
-
-    def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
-        """Clipping, the look for NaN and the loss scale are the engine's, in one pass over the partitions."""
-        if self._first_gradients is not None:
-            self._first_gradients.check(self.reduce)
-            self._first_gradients = None
-        if self.stage == 0:
-            super()._finish_update(group, losses, result)
-            return
-        assert self._engine is not None
-        divide_by = 1.0
-        if self._total is not None:
-            self._counting.wait()
-            divide_by, self._total = self._total.item() / group.num_samples, None
-        with self._warming_up():
-            is_made = self._engine.step(divide_by)
-        if not is_made:
-            self._on_non_finite(group, losses, result)
-        if not result.skipped and self.schedule.follows_updates:
-            self.schedule.step()
-        self._step += 1
-
-    @property
-    def cuts_weights(self) -> bool:
-        return self.stage == 3
-
-    def local_values(self) -> Iterator[tuple[str, Any]]:
-        """Stage 3 is put together for it, a collective; then the main process holds all."""
-        if self.stage != 3 or self._engine is None:
-            yield from super().local_values()
-            return
-        with self._engine.whole_weights():
-            if self.context.is_main_process:
-                yield from ((name, values.copy()) for name, values in super().local_values())
-
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        from distributed.backends._deepspeed.profiler import DeepSpeedProfiler
-
-        return DeepSpeedProfiler(directory, self.context.rank, self.device, warmup, active, self.plain)
-
-    def gradient_norm(self) -> float | None:
-        if self.stage == 0 or self._engine is None or self._engine.is_released:
-            return super().gradient_norm()
-        return self._engine.gradient_norm()
-
-    # ------------------------------------------------------------------ state, end
-
     def save(self, directory: Path) -> dict[str, Any]:
-        if self._engine is None:
+        engine = self.wrapper.engine
+        if engine is None:
             return super().save(directory)
         own = self.optimizer
-        with self._engine.whole_weights(), self._engine_precision.whole_buffers():
-            self.optimizer = self._engine.whole_optimizer()
+        with self.wrapper.whole():
+            self.optimizer = engine.whole_optimizer()
             try:
                 extra = super().save(directory)
             finally:
                 self.optimizer = own
-        if self.options.native_checkpoint and not self._engine.is_released:
-            with self._engine_precision.whole_buffers():
-                self._engine.save_own_files(directory / "deepspeed", self._step)
+        if self.options.native_checkpoint and not engine.is_released:
+            with self.wrapper.whole_buffers():
+                engine.save_own_files(directory / "deepspeed", self.update.step)
         return extra
 
     def export(self, path: Path) -> None:
-        whole = contextlib.nullcontext() if self._engine is None else self._engine.whole_weights()
-        with whole, self._engine_precision.whole_buffers():
+        with self.wrapper.whole():
             super().export(path)
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[Any]:
-        whole = contextlib.nullcontext() if self._engine is None else self._engine.whole_weights()
-        with whole, self._engine_precision.whole_buffers(), super().whole_model() as model:
+        with self.wrapper.whole(), super().whole_model() as model:
             yield model
 
     def reassemble(self) -> None:
-        if self._engine is not None:
-            self._engine.release(self.device)
+        if self.wrapper.engine is not None:
+            self.wrapper.engine.release(self.device)
 
-    def unwrap(self) -> None:
-        if self._host_adam is not None:
-            self._host_adam.release()
-            self._host_adam = None
-        if self._first_gradients is not None:
-            self._first_gradients.release()
-            self._first_gradients = None
-        if self._engine is not None:
-            self._engine.abandon()
-            self._engine_precision.release()
-        super().unwrap()
+
+def _with_own_optimizer(job: Job, own_config: Mapping[str, Any], config: DistributedConfig) -> Job:
+    """Return `job` with the optimizer that the DeepSpeed config asks for."""
+    import torch
+
+    asked = config_file.adam(own_config, config.learning_rate)
+    if asked is None:
+        return job
+    if job.optimizer is not None:
+        raise ConfigError("Trainer(optimizer=) and deepspeed_config.optimizer both say what the optimizer is: drop one")
+    kind, arguments = asked
+    return dataclasses.replace(job, optimizer=functools.partial(getattr(torch.optim, kind), **arguments))

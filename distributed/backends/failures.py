@@ -58,6 +58,14 @@ def no_arguments(name: str) -> ConfigError:
     )
 
 
+def not_called(name: str) -> ConfigError:
+    """Return the error for a metric function that is never called, because there are no targets."""
+    return ConfigError(
+        f"metric {name!r} has no targets to compare outputs with: return its value from training_step,"
+        f" {{'loss': loss, {name!r}: value}}, or its arguments for distributed.over_all(...)"
+    )
+
+
 def not_a_number(name: str, value: Any) -> TrainingError:
     """The error for a metric that returned something else."""
     what = f"a {type(value).__name__}"

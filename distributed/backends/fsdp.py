@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distributed.backends._torch.observer import TorchObserver
+from distributed.backends._torch.wrapper import Wrapper
 from distributed.backends.torch_base import TorchBackend
 from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from distributed.backends._torch.gradients import Gradients
     from distributed.backends._torch.precision import Precision
     from distributed.backends._torch.whole import WholeForm
+    from distributed.backends._torch.world import TorchWorld
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,7 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
     """The torch step over a sharded model. The optimizer is built after sharding."""
 
     Options: ClassVar[type[Any]] = FSDPOptions
+    wrapper: FSDPWrapper
     refuses_keras: ClassVar[str] = "fully_shard replaces the parameters under Keras's variables; use pytorch-ddp"
 
     def __init__(self, merged: MergedConfig, options: FSDPOptions, plan: ProcessPlan) -> None:
@@ -60,101 +64,35 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
                 f"fsdp.reduce_dtype={options.reduce_dtype!r} has no effect without mixed_precision: set mixed_precision='bf16',"
                 " or drop it"
             )
-        self._replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        self._whole: WholeForm | None = None  # of the model, once it is sharded
-        self._is_too_large = False  # and that was said
+        self.observer = FSDPObserver(self)
+        self.wrapper = FSDPWrapper(self)
 
-    def _transport(self) -> str | None:
-        return "cpu:gloo,cuda:nccl" if self.plan.device == "cuda" else None
+    def _join(self) -> TorchWorld:
+        from distributed.backends._torch.world import ProcessGroup
+
+        both = "cpu:gloo,cuda:nccl" if self.plan.device == "cuda" else None
+        return ProcessGroup(self.plan, self.config, self._warn, both)
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         notices = super().prepare(job, batch)
-        self._replaced = {}  # the optimizer follows the pieces by now, and the whole parameters need memory
+        self.wrapper.forget_whole_parameters()
         if self.options.cpu_offload and self.device.type == "cpu":
             notices.append("fsdp.cpu_offload frees nothing here: on CPUs all parameters are in host memory")
         return notices
 
-    @property
-    def cuts_weights(self) -> bool:
-        return True
-
-    def _build(self, given: Any) -> torch.nn.Module:
-        from distributed.backends._torch import fully_sharded
-
-        return fully_sharded.build(given, self.config, self.device, is_main=self.context.is_main_process)
-
-    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        from distributed.backends._torch import fully_sharded
-
-        if self._whole is not None:  # by an earlier fit or evaluation of this trainer
-            self._whole.hide()
-            self._whole.release()
-            return model
-        from distributed.backends._torch.whole import WholeForm
-
-        before = list(model.parameters())
-        fully_sharded.shard(model, self.options, self.device, self.mixed_precision)
-        self._replaced = dict(zip(before, model.parameters(), strict=True))
-        self._whole = WholeForm(model)
-        return model
-
-    def _compile(self) -> None:
-        from distributed.backends._torch import fully_sharded
-
-        fully_sharded.compile_forwards(self.plain)
-
-    def _bind(self, optimizer: Any) -> Any:
-        from distributed.backends._torch import fully_sharded
-
-        return fully_sharded.rebind(optimizer, self._replaced)
-
-    def _make_precision(self) -> Precision:
-        precision = super()._make_precision()
-        if self.options.cpu_offload:
-            precision.keep_scale_on(self.torch.device("cpu"))
-        return precision
-
-    def _make_gradients(self) -> Gradients:
-        from distributed.backends._torch.fully_sharded import ShardedGradients
-
-        return ShardedGradients(self._parameters, self.plain, self.device)
-
-    @contextlib.contextmanager
-    def _without_sync(self) -> Iterator[None]:
-        self._wrapped.set_requires_gradient_sync(False)  # type: ignore[operator]
-        try:
-            yield
-        finally:
-            self._wrapped.set_requires_gradient_sync(True)  # type: ignore[operator]
-
-    # ------------------------------------------------------------------ the whole model
-
     def reassemble(self) -> None:
         """Make the model whole on this rank's device, if every rank has room for it twice."""
-        assert self._whole is not None
-        if not self._whole.is_current:
-            if not self._has_room(self._whole.num_bytes):
+        whole = self.wrapper.whole
+        assert whole is not None
+        if not whole.is_current:
+            if not self.wrapper.has_room(whole.num_bytes):
                 return
-            self._whole.gather(self.device)
-        self._whole.show(self.device)
-
-    def _has_room(self, num_bytes: int) -> bool:
-        """Whether all ranks have. A collective."""
-        from distributed.backends._torch import whole
-
-        free = whole.free_bytes(self.device, self.context.local_world_size)
-        lacking = sum(self.reduce({"lacking": float(2 * num_bytes > free)}).values())
-        if lacking and not self._is_too_large:
-            self._is_too_large = True
-            self._notice(
-                "trainer.model stays in pieces: the whole does not fit into each process twice; 'with trainer.whole_model():'"
-                " gathers it on the main process"
-            )
-        return not lacking
+            whole.gather(self.device)
+        whole.show(self.device)
 
     @contextlib.contextmanager
     def as_trained(self) -> Iterator[None]:
-        form = self._whole
+        form = self.wrapper.whole
         was_in_pieces = form is not None and not form.is_shown  # within a fit, or where there is no room
         if form is not None:
             form.hide()
@@ -171,9 +109,100 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
     def whole_model(self) -> Iterator[Any]:
         from distributed.backends._torch.whole import whole_for_a_while
 
-        if self._whole is None or self._whole.is_shown:
+        if self.wrapper.whole is None or self.wrapper.whole.is_shown:
             with super().whole_model() as model:
                 yield model
             return
         with whole_for_a_while(self.plain, is_main=self.context.is_main_process) as model:
             yield model
+
+
+class FSDPWrapper(Wrapper):
+    """Shard the model with `fully_shard`, which exchanges parameters and gradients around each layer."""
+
+    _backend: FSDPBackend
+
+    def __init__(self, backend: FSDPBackend) -> None:
+        super().__init__(backend)
+        self._options = backend.options
+        self.whole: WholeForm | None = None  # of the model, once it is sharded
+        self._replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self._is_too_large = False  # and that was said
+
+    def build(self, given: Any) -> torch.nn.Module:
+        from distributed.backends._torch import fully_sharded
+
+        own = self._backend
+        return fully_sharded.build(given, own.config, own.device, is_main=own.context.is_main_process)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        from distributed.backends._torch import fully_sharded
+
+        if self.whole is not None:  # by an earlier fit or evaluation of this trainer
+            self.whole.hide()
+            self.whole.release()
+            return model
+        from distributed.backends._torch.whole import WholeForm
+
+        before = list(model.parameters())
+        fully_sharded.shard(model, self._options, self._backend.device, self._backend.mixed_precision)
+        self._replaced = dict(zip(before, model.parameters(), strict=True))
+        self.whole = WholeForm(model)
+        return model
+
+    def forget_whole_parameters(self) -> None:
+        """Free the parameters as they were before sharding. The optimizer follows the pieces by now."""
+        self._replaced = {}
+
+    def compile(self) -> None:
+        from distributed.backends._torch import fully_sharded
+
+        fully_sharded.compile_forwards(self._backend.plain)
+
+    def bind(self, optimizer: Any) -> Any:
+        from distributed.backends._torch import fully_sharded
+
+        return fully_sharded.rebind(optimizer, self._replaced)
+
+    def make_precision(self) -> Precision:
+        precision = super().make_precision()
+        if self._options.cpu_offload:
+            precision.keep_scale_on(self._backend.torch.device("cpu"))
+        return precision
+
+    def make_gradients(self, parameters: list[torch.nn.Parameter]) -> Gradients:
+        from distributed.backends._torch.fully_sharded import ShardedGradients
+
+        return ShardedGradients(parameters, self._backend.plain, self._backend.device)
+
+    @contextlib.contextmanager
+    def without_sync(self) -> Iterator[None]:
+        wrapped = self._backend.wrapped
+        wrapped.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            wrapped.set_requires_gradient_sync(True)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether all ranks have room for the whole model twice; say so once where they have not. A collective."""
+        from distributed.backends._torch import whole
+
+        own = self._backend
+        free = whole.free_bytes(own.device, own.context.local_world_size)
+        lacking = sum(own.world.reduce({"lacking": float(2 * num_bytes > free)}).values())
+        if lacking and not self._is_too_large:
+            self._is_too_large = True
+            own._notice(
+                "trainer.model stays in pieces: the whole does not fit into each process twice; 'with trainer.whole_model():'"
+                " gathers it on the main process"
+            )
+        return not lacking
+
+
+class FSDPObserver(TorchObserver):
+    """Observe a sharded model."""
+
+    @property
+    def cuts_weights(self) -> bool:
+        return True

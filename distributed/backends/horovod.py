@@ -9,29 +9,27 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._horovod.rules import NEEDS, REFUSES, HorovodOptions, check_job
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
-from distributed.backends.base import Backend, Refusals
+from distributed.backends._torch.observer import TorchObserver
+from distributed.backends._torch.wrapper import Wrapper
+from distributed.backends.base import Refusals
 from distributed.backends.effects import Need
 from distributed.backends.torch_base import TorchBackend
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
-from distributed.state import Group, Job, StepResult
+from distributed.state import Job
 
 if TYPE_CHECKING:
     import torch
 
     from distributed.backends._horovod.buckets import Buckets
-    from distributed.backends._torch.objective import Loss
-    from distributed.backends._torch.world import World
-    from distributed.config.registry import BackendRow
-    from distributed.config.settings import DistributedConfig
-    from distributed.launching.environments.base import WorkerEnvironment
+    from distributed.backends._torch.world import TorchWorld
     from distributed.loggers.profiling import Profiler
 
 
@@ -42,6 +40,8 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
     """The torch step with gradients exchanged by Horovod."""
 
     Options: ClassVar[type[Any]] = HorovodOptions
+    observer: HorovodObserver
+    wrapper: HorovodWrapper
     other_keras: ClassVar[str] = "horovod.keras_backend=tensorflow"
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = NEEDS
     refuses: ClassVar[Refusals] = REFUSES
@@ -50,38 +50,13 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
         super().__init__(merged, options, plan)
         if options.adasum:
             _check_adasum(plan)
-        self._buckets: Buckets | None = None
-        self._waits: list[float] = []  # seconds at the end of each update since the last log line
-        self._timeline: Timeline | None = None
+        self.observer = HorovodObserver(self)
+        self.wrapper = HorovodWrapper(self)
 
-    @classmethod
-    def make(cls, merged: MergedConfig, options: HorovodOptions, plan: ProcessPlan) -> Backend[Any]:
-        if options.keras_backend == "torch":
-            return cls(merged, options, plan)
-        from distributed.backends._horovod.keras_backend import HorovodKerasBackend
+    def _join(self) -> TorchWorld:
+        from distributed.backends._horovod.world import join
 
-        return HorovodKerasBackend(merged, options, plan)
-
-    @classmethod
-    def row(cls, row: BackendRow, options: HorovodOptions) -> BackendRow:
-        if options.keras_backend == "torch":
-            return row
-        from distributed.backends._horovod.keras_backend import row_on_tensorflow
-
-        return row_on_tensorflow(row)
-
-    @classmethod
-    def join(
-        cls, plan: ProcessPlan, config: DistributedConfig, warn: Callable[[str], None], transport: str | None = None,
-        found: WorkerEnvironment | None = None, call: str = "fit()",
-    ) -> World:  # fmt: skip
-        from distributed.backends._horovod.world import HorovodWorld, load
-        from distributed.backends._torch.world import OneProcess
-
-        if plan.world_size == 1:
-            load()
-            return OneProcess(plan)
-        return HorovodWorld(plan, config, warn, found, call)
+        return join(self.plan, self.config, self._warn)
 
     def check(self, job: Job, *, here: bool) -> None:
         check_job(job)
@@ -92,34 +67,51 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
         self._share_optimizer()
         return notices
 
-    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+    def _share_optimizer(self) -> None:
+        """Give every rank the state of rank 0's optimizer, where it has been used before."""
+        if self.world.reduce({"used": float(bool(self.optimizer.state))})["used"]:
+            self.optimizer.load_state_dict(self.world.broadcast(self.optimizer.state_dict(), 0))
+
+
+class HorovodWrapper(Wrapper):
+    """Put nothing around the model. Hooks on its parameters give the gradients to Horovod in buckets."""
+
+    _backend: HorovodBackend
+
+    def __init__(self, backend: HorovodBackend) -> None:
+        super().__init__(backend)
+        self._options = backend.options
+        self._buckets: Buckets | None = None
+        self._timeline: Timeline | None = None
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         from distributed.backends._horovod.buckets import Buckets
-        from distributed.backends._horovod.world import load
+        from distributed.backends._horovod.world import HorovodWorld, load
         from distributed.backends._torch.modules import sparse_names
 
-        self._release()
-        self.hvd = load()
+        self.release()
+        hvd, world = load(), self._backend.world
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if self.context.world_size == 1 or not trained:
+        if not isinstance(world, HorovodWorld) or world.world_size == 1 or not trained:
             return model
-        if self.options.adasum and not self.hvd.mpi_enabled():
+        if self._options.adasum and not hvd.mpi_enabled():
             raise ConfigError(
                 "horovod.adasum=true needs a Horovod with MPI: install MPI's headers and run 'make horovod'"
             )
-        self.world.copy_all_from([*model.parameters(), *model.buffers()], 0)  # type: ignore[attr-defined]
+        world.copy_all_from([*model.parameters(), *model.buffers()], 0)
         sparse = sparse_names(model)
-        if sparse and self.options.adasum:
+        if sparse and self._options.adasum:
             raise ConfigError(f"horovod.adasum takes no sparse gradients, and {min(sparse)} has them: set sparse=False")
         self._buckets = Buckets(
-            self.hvd, trained, sparse=sparse & trained.keys(), is_compressed=self.options.compression == "fp16",
-            is_adasum=self.options.adasum,
+            hvd, trained, sparse=sparse & trained.keys(), is_compressed=self._options.compression == "fp16",
+            is_adasum=self._options.adasum,
         )  # fmt: skip
-        self._timeline = Timeline(self.hvd, self.options.timeline)
-        self._timeline.start(self.run_dir)
+        self._timeline = Timeline(hvd, self._options.timeline)
+        self._timeline.start(self._backend.run_dir)
         return model
 
     @contextlib.contextmanager
-    def _without_sync(self) -> Iterator[None]:
+    def without_sync(self) -> Iterator[None]:
         if self._buckets is None:
             yield
             return
@@ -129,46 +121,48 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
         finally:
             self._buckets.is_local = False
 
-    def _finish_update(self, group: Group, losses: list[Loss], result: StepResult) -> None:
+    def exchange(self) -> None:
         if self._buckets is not None:
             began = time.perf_counter()
             with self._labelled():
                 self._buckets.finish()
-            self._waits.append(time.perf_counter() - began)
-        super()._finish_update(group, losses, result)
+            self._backend.observer.waits.append(time.perf_counter() - began)
 
     def _labelled(self) -> contextlib.AbstractContextManager[Any]:
-        """In a profile, which does not see Horovod's own threads, the wait for them stands for communication."""
-        if not self.config.profile:
+        """Return a block that a profile shows as communication. The profile does not see Horovod's own threads."""
+        if not self._backend.config.profile:
             return contextlib.nullcontext()
-        label: contextlib.AbstractContextManager[Any] = self.torch.profiler.record_function(_WAIT)
+        label: contextlib.AbstractContextManager[Any] = self._backend.torch.profiler.record_function(_WAIT)
         return label
 
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        made = super().profiler(directory, warmup, active)
-        if made is None or self.context.world_size == 1 or self.options.timeline is not None:
-            return made
-        return WithTimeline(made, self.hvd, self.run_dir, self.report)
-
-    def waited_s(self) -> float | None:
-        waits, self._waits = self._waits, []
-        return sum(waits) / max(len(waits), 1)
-
-    def unwrap(self) -> None:
-        self._release()
-        super().unwrap()
-
-    def _release(self) -> None:
+    def release(self) -> None:
         if self._buckets is not None:
             self._buckets.release()
             self._buckets = None
         if self._timeline is not None:
             self._timeline.stop()
 
-    def _share_optimizer(self) -> None:
-        """Rank 0's optimizer on every rank, where it has been used before."""
-        if self.reduce({"used": float(bool(self.optimizer.state))})["used"]:
-            self.optimizer.load_state_dict(self.world.broadcast(self.optimizer.state_dict(), 0))
+
+class HorovodObserver(TorchObserver):
+    """Observe Horovod, of whose threads torch's profiler sees nothing."""
+
+    _backend: HorovodBackend
+
+    def __init__(self, backend: HorovodBackend) -> None:
+        super().__init__(backend)
+        self.waits: list[float] = []  # seconds at the end of each update since the last log line
+
+    def waited_s(self) -> float | None:
+        waits, self.waits = self.waits, []
+        return sum(waits) / max(len(waits), 1)
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        from distributed.backends._horovod.world import load
+
+        made, own = super().profiler(directory, warmup, active), self._backend
+        if made is None or self.world_size == 1 or own.options.timeline is not None:
+            return made
+        return WithTimeline(made, load(), own.run_dir, own.report)
 
 
 def _check_adasum(plan: ProcessPlan) -> None:

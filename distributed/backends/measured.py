@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from distributed.backends.base import MetricsOverAll
 from distributed.backends.checking import CHECK, LIMIT_BYTES, Check, Prepare
 from distributed.backends.over_all import Engine, Measure, Update, Wholes
 from distributed.backends.parts import Arguments
@@ -13,7 +14,7 @@ from distributed.backends.splitting import Value, text_of
 Make = Callable[..., Measure]  # (function, training=) -> the Measure that computes the function over all samples
 
 
-class Measured:
+class Measured(MetricsOverAll):
     """Keep, for each plain metric function, whether it is a mean over samples.
 
     A function counts as a mean, and is computed batch by batch, until an evaluation or a log line of training shows that it is
@@ -49,7 +50,6 @@ class Measured:
             )
 
     def begin(self, split: str) -> None:
-        """Forget what was kept of `split`, as `Backend.begin` does."""
         if split == "val":
             self.num_evaluated = 0
         self.wholes.begin(split)
@@ -67,7 +67,6 @@ class Measured:
                 check.ask(call, num_samples)
 
     def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
-        """Return the values over all samples, as `Backend.measure` does."""
         if (check := self.check(split)) is not None:
             check.means, check.is_end = means, is_end
         found: dict[str, Any] = self.wholes.measure(split)
@@ -95,7 +94,6 @@ class Measured:
         return name not in self._functions and name != CHECK
 
     def names_over_all(self) -> list[str]:
-        """Return the names of the metrics over all samples, as `Backend.names_over_all` does."""
         return [name for name in self.wholes.names("val") if name != CHECK]
 
     @property

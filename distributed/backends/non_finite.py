@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from distributed.backends.world import World
 from distributed.errors import TrainingError
 from distributed.state import Group, StepResult
 
@@ -48,6 +49,12 @@ def vote(losses: Iterable[float]) -> float:
     """0 where all losses are finite, else the number of the first one that is not: what a rank tells the others."""
     bad = next((value for value in losses if not math.isfinite(value)), None)
     return 0.0 if bad is None else 1.0 + _BAD.index(str(bad))
+
+
+def votes_of(world: World, losses: Iterable[float]) -> dict[int, float]:
+    """Return the vote of every rank. A collective."""
+    mine = vote(losses)
+    return world.reduce({rank: mine if rank == world.rank else 0.0 for rank in range(world.world_size)})
 
 
 def describe(step: int, group: Group, votes: Mapping[int, float]) -> str:

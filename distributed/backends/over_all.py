@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from distributed.backends.failures import Failures
-from distributed.backends.parts import Arguments, Part, Piece, by_update, num_bytes
+from distributed.backends.parts import Arguments, Part, Piece, by_update, micro_batches, num_bytes
 from distributed.backends.parts_file import read_metrics, write_metrics
+from distributed.backends.world import World
 
 SPLITS = ("train", "val")
 _WARN_BYTES = 1 << 30
@@ -41,19 +42,6 @@ class Engine(Protocol):
 
     def number(self, name: str, value: Any) -> float:
         """Return what a metric returned as a number. Raises TrainingError, with the metric's name, where it is none."""
-
-
-class Collectives(Protocol):
-    """Exchange values between the ranks. All ranks call each method."""
-
-    def reduce(self, sums: Mapping[Any, float]) -> dict[Any, float]:
-        """Return the sums over all ranks."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in the order of ranks."""
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        """Return the value of rank `src`."""
 
 
 class Measure(Protocol):
@@ -86,10 +74,8 @@ class Wholes:
     def __init__(
         self,
         engine: Engine,
-        world: Collectives,
+        world: World,
         *,
-        rank: int,
-        world_size: int,
         is_presharded: bool,
         warn: Callable[[str], None],
         keeping_generators: KeepingGenerators = contextlib.nullcontext,
@@ -97,7 +83,7 @@ class Wholes:
         """`keeping_generators` returns a block for the code of metrics. What they draw in it must not change training."""
         self.keeping_generators = keeping_generators
         self._engine, self._world, self._warn = engine, world, warn
-        self._rank, self.world_size, self._is_presharded = rank, world_size, is_presharded
+        self._rank, self.world_size, self._is_presharded = world.rank, world.world_size, is_presharded
         self._measures: dict[str, dict[str, Measure]] = {split: {} for split in SPLITS}
         self._closed: set[str] = set()  # metrics of training that begin with the next epoch
         self._pieces: dict[str, dict[str, list[Piece]]] = {split: {} for split in SPLITS}  # on the main process
@@ -131,7 +117,11 @@ class Wholes:
         self._measures["val"][name] = make(False)
         self._measures["train"][name] = make(True)
         if pieces_of is not None:
-            self._pieces["train"][name] = list(self._pieces["train"].get(pieces_of, ()))
+            self._pieces["train"][name] = [
+                Piece(key, piece.rank, num_samples, value)
+                for piece in self._pieces["train"].get(pieces_of, ())
+                for key, num_samples, value in micro_batches(piece.key, piece.num_samples, piece.value)
+            ]
             self._kept_bytes["train"] += sum(num_bytes(piece.value) for piece in self._pieces["train"][name])
             return
         self._closed.add(name)

@@ -37,6 +37,11 @@ class Part(NamedTuple):
     replica: int = 0  # the device, where one process drives several
 
 
+# The named argument of a call that holds several micro-batches joined: a list of [position, number, samples], one for each.
+JOINED = "joined micro-batches"
+Batch = tuple[tuple[int, int], int, Any]  # (key, samples, arguments) of a micro-batch
+
+
 class Piece(NamedTuple):
     """Hold a `Part` together with its rank."""
 
@@ -91,6 +96,19 @@ def cut(value: Any, begin: int, end: int, num_samples: int) -> Any:
     if isinstance(value, Mapping):
         return Fields({key: cut(each, begin, end, num_samples) for key, each in value.items()})
     return rows(value)
+
+
+def micro_batches(key: tuple[int, int], num_samples: int, value: Any) -> list[Batch]:
+    """Return the micro-batches in `value`: itself, or those that a call with `JOINED` holds."""
+    if not isinstance(value, Arguments) or JOINED not in value.named:
+        return [(key, num_samples, value)]
+    found: list[Batch] = []
+    begin = 0
+    for position, number, size in value.named[JOINED]:
+        args = tuple(cut(arg, begin, begin + size, num_samples) for arg in value.args)
+        found.append(((int(position), int(number)), int(size), Arguments(args, Fields())))
+        begin += int(size)
+    return found
 
 
 def has_rows(value: Any, num_samples: int) -> bool:

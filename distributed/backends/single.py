@@ -8,7 +8,7 @@ from distributed.backends.base import If, Refusals
 from distributed.backends.torch_base import PROCESS_GROUPS, NoOptions, TorchBackend
 
 if TYPE_CHECKING:
-    from distributed.backends._torch.world import World
+    from distributed.backends._torch.world import TorchWorld
 
 
 class SingleBackend(TorchBackend[NoOptions]):
@@ -26,7 +26,7 @@ class SingleBackend(TorchBackend[NoOptions]):
         ),
     }
 
-    def _join(self) -> World:
+    def _join(self) -> TorchWorld:
         from distributed.backends._torch.world import OneProcess
 
         return OneProcess(self.plan)

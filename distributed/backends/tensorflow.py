@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._tensorflow import start
+from distributed.backends._tensorflow.observer import TensorFlowObserver
 from distributed.backends._tensorflow.refusals import REFUSES
 from distributed.backends._tensorflow.scripts import refuse_torch
-from distributed.backends.base import Backend, Key, Refusals, ShardedData
-from distributed.backends.checking import CHECK
-from distributed.backends.non_finite import NanPolicy, describe, vote
+from distributed.backends.base import Backend, Refusals, ShardedData
+from distributed.backends.non_finite import NanPolicy, describe, votes_of
 from distributed.config.fields import setting
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig
@@ -29,12 +29,11 @@ from distributed.launching.environments.registry import worker_environment
 from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
 
 if TYPE_CHECKING:
+    from distributed.backends._tensorflow.results import Results
     from distributed.backends._tensorflow.sources import Data
     from distributed.backends._tensorflow.step import Pending
-    from distributed.backends._tensorflow.world import World
+    from distributed.backends._tensorflow.world import TensorFlowWorld
     from distributed.backends.measured import Measured
-    from distributed.backends.parts import Part
-    from distributed.loggers.profiling import Profiler
 
 _REFUSED = {
     "parameter_server": "parameter servers update asynchronously, so that no two runs would give the same numbers",
@@ -61,6 +60,9 @@ class TensorFlowBackend(Backend[Any]):
 
     Options: ClassVar[type[Any]] = TensorFlowOptions
     refuses: ClassVar[Refusals] = REFUSES
+    world: TensorFlowWorld
+    observer: TensorFlowObserver
+    measured: Measured
 
     def __init__(self, merged: MergedConfig, options: Any, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
@@ -69,10 +71,9 @@ class TensorFlowBackend(Backend[Any]):
         self._check_environment()
         self._step = 0  # updates done
         self._is_training = False
-        self._norm: float | None = None  # of the newest update's gradient, before clipping
         self._train_data: Data | None = None
-        self._kept: Any = None  # the batch for `graph`
-        self._kept_gradients: list[Any] = []  # for `local_values`
+        self.observer = TensorFlowObserver(self)
+        self._results: Results | None = None
         self._nan_policy = NanPolicy(self.config.nan_policy, lambda event: self.report(event))
 
     # ------------------------------------------------------------------ what differs where Horovod carries the tensors
@@ -101,12 +102,13 @@ class TensorFlowBackend(Backend[Any]):
                 " set nproc_per_node=1, or drop the strategy for a process on each device"
             )
         self.devices_per_process = number or (visible_gpus() if self.plan.device == "cuda" else 1)
+        self.data_parallel_size = self.plan.data_parallel_size * self.devices_per_process
 
     def _check_environment(self) -> None:
         start.check_engine(self._words, self._flags)
         start.check_cluster()
 
-    def _join(self, found: WorkerEnvironment | None) -> World:
+    def _join(self, found: WorkerEnvironment | None) -> TensorFlowWorld:
         """The processes that train together. Called before TensorFlow is used."""
         is_alone = found is None or self.plan.world_size == 1
         joined = None if is_alone else start.join(found, self.config.start_timeout, self._warn)  # type: ignore[arg-type]
@@ -114,17 +116,17 @@ class TensorFlowBackend(Backend[Any]):
         if self.plan.device == "cuda":
             start.set_memory_growth(first_only=not self._is_mirrored)
         from distributed.backends._tensorflow.replicas import Replicas, mirrored
-        from distributed.backends._tensorflow.world import World, cluster_collectives
+        from distributed.backends._tensorflow.world import TensorFlowWorld, cluster_collectives
 
         device = "cuda:0" if self.plan.device == "cuda" else "cpu"
         if found is None or joined is None:
             replicas = mirrored(self.plan.device, self.devices_per_process) if self._is_mirrored else Replicas()
-            return World(alone(found, device), None, replicas=replicas)
+            return TensorFlowWorld(alone(found, device), None, replicas=replicas)
         context = WorkerContext(
             found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, device,
             found.restart_count,
         )  # fmt: skip
-        return World(context, cluster_collectives(joined, self.config.timeout_s), joined.store)
+        return TensorFlowWorld(context, cluster_collectives(joined, self.config.timeout_s), joined.store)
 
     # ------------------------------------------------------------------ set-up
 
@@ -155,6 +157,7 @@ class TensorFlowBackend(Backend[Any]):
         from distributed.backends._keras.models import batch_dependent, check_model
         from distributed.backends._tensorflow import models, optim
         from distributed.backends._tensorflow.objective import Objective
+        from distributed.backends._tensorflow.results import Results
         from distributed.backends._tensorflow.saving import Saved
         from distributed.backends._tensorflow.step import Step
 
@@ -163,25 +166,28 @@ class TensorFlowBackend(Backend[Any]):
         policy = models.policy_of(self.config, self.mixed_precision)
         replicas = self.world.replicas
         self.model = models.build_model(job.model, self.config, policy, replicas)
-        self._measured = self._metrics_of(job)
-        self._unasked: Part | None = None
-        self._objective = Objective(
-            self.model, job.loss_fn, job.training_step, job.metrics, self._measured, self._notice, self.config.dtype
+        before = self._results  # of an evaluation before the first fit
+        self._results = Results(job, self.world, self._generators.untouched, self._warn, self._notice)
+        self.measured = self._results.measured
+        if before is not None:
+            self.measured.form = before.measured.form
+        self.objective = Objective(
+            self.model, job.loss_fn, job.training_step, job.metrics, self.measured, self._notice, self.config.dtype
         )
         source = job.model if hasattr(job.model, "compiled") else self.model  # a factory's may be compiled too
         optimizer = None
         if self._train_data is not None:
-            models.build(self.model, self._cast(self._train_data.example()), self._objective.predict)
+            models.build(self.model, self.cast(self._train_data.example()), self.objective.predict)
             check_model(self.model)
             models.check_model(self.model, self.data_parallel_size)
             self.world.copy_from_main([variable.value for variable in self.model.variables])
             optimizer = optim.build_optimizer(job.optimizer, job.scheduler, self.model, source, self.merged)
             self._rates = optim.Rates(optimizer, self.merged, batch, notices.append)
             self.has_schedule = self._rates.has_schedule
-        self.optimizer = optimizer
+        self.optimizer = self.users_optimizer = optimizer
         rates = self._rates if optimizer is not None else None
         self._saved = Saved(self.model, optimizer, rates, self._generators, self.world, self.data_parallel_size)
-        self._steps = Step(self.model, self._objective, self.world, self._updating, self.config.gradient_clipping)
+        self.steps = Step(self.model, self.objective, self.world, self._updating, self.config.gradient_clipping)
         self._generators.model = self.model
         self._seed_generators()
         if self.mixed_precision != "no":
@@ -194,34 +200,6 @@ class TensorFlowBackend(Backend[Any]):
             more = ", ..." if len(split) > 3 else ""
             notices.append(f"results depend on the split of a batch because of {', '.join(split[:3])}{more}")
         return notices
-
-    def _metrics_of(self, job: Job) -> Measured:
-        from distributed.backends._tensorflow import over_all
-        from distributed.backends._tensorflow.objective import pair
-        from distributed.backends.measured import Measured
-        from distributed.backends.over_all import Wholes
-        from distributed.metrics.over_all import is_of_keras
-
-        wholes = Wholes(
-            over_all.ENGINE,
-            self,
-            rank=self.context.rank,
-            world_size=self.context.world_size,
-            is_presharded=False,
-            warn=self._warn,
-            keeping_generators=self._generators.untouched,
-        )
-        functions = {n: f for n, f in job.metrics.items() if not over_all.is_whole(f) and not is_of_keras(f)}
-        measured = Measured(
-            functions, wholes, over_all.ENGINE, over_all.measure_of_function, pair, over_all.on_host, self._notice
-        )
-        if (before := getattr(self, "_measured", None)) is not None:  # of an evaluation before the first fit
-            measured.form = before.form
-        for name, metric in job.metrics.items():
-            # The objective measures Keras's means itself, unless a training_step returns their arguments.
-            if over_all.is_whole(metric) or (is_of_keras(metric) and job.training_step is not None):
-                wholes.add(name, lambda metric=metric: over_all.measure_of(metric))  # type: ignore[misc]
-        return measured
 
     def _updating(self) -> contextlib.AbstractContextManager[Any]:
         return self._rates.updating()
@@ -248,7 +226,7 @@ class TensorFlowBackend(Backend[Any]):
         from distributed.backends._tensorflow.sources import shard
 
         own = joint_plan(batch, self.devices_per_process)
-        found = shard(data, batch=own, context=self.context, config=self.config, role=role, reduce=self.reduce)
+        found = shard(data, batch=own, context=self.context, config=self.config, role=role, reduce=self.world.reduce)
         if self.devices_per_process > 1:
             found = Joint(found, self.devices_per_process)
         if role.is_training:
@@ -259,120 +237,49 @@ class TensorFlowBackend(Backend[Any]):
 
     def train_step(self, group: Group) -> StepResult:
         self._is_training = True
-        if self.keeps_batch:
-            self.keeps_batch, self._kept = False, group.micro_batches[0].batch
+        self.observer.see(group.micro_batches[0])
         from distributed.backends.over_all import Deferred
 
         pending: Pending | None = None
         deferred = Deferred("train", [], {})
+        assert self._results is not None
         last = group.micro_batches[-1]
         for number, micro in enumerate(group.micro_batches):
-            batch = self._cast(micro.batch)
-            pending = self._steps.forward_backward(batch, micro.num_samples, group.num_samples, pending, micro is last)
-            for name, parts in self._parts("train", pending.calls, (group.position, number)).items():
-                deferred.parts.setdefault(name, []).extend(parts)
+            batch = self.cast(micro.batch)
+            pending = self.steps.forward_backward(batch, micro.num_samples, group.num_samples, pending, micro is last)
+            self._results.keep(deferred, pending.calls, (group.position, number))
         assert pending is not None
-        result = StepResult(_averages(pending.rows), group.num_samples, deferred)
-        self._measured.wholes.keep("train", result)
-        self._norm = float(pending.norm)
-        if not math.isfinite(self._norm):
+        result = self._results.of_training(pending.rows, group.num_samples, deferred)
+        self.observer.norm = float(pending.norm)
+        if not math.isfinite(self.observer.norm):
             self._on_non_finite(group, pending, result)
         if not result.skipped:
             self._rates.before_update(self._step)
-            self._steps.apply(pending.gradients)
-        if self.keeps_gradients:
-            self._kept_gradients = pending.gradients[0]
+            self.steps.apply(pending.gradients)
+        self.observer.see_gradients(pending.gradients[0])
         self._step += 1
         return result
 
     def _on_non_finite(self, group: Group, pending: Pending, result: StepResult) -> None:
         """Every rank comes here together, because the summed gradients are the same everywhere."""
-        mine, world = vote([float(pending.rows["loss"][0])]), range(self.context.world_size)
-        votes = self.reduce({rank: mine if rank == self.context.rank else 0.0 for rank in world})
+        votes = votes_of(self.world, [float(pending.rows["loss"][0])])
         self._nan_policy.apply(self._step, describe(self._step + 1, group, votes), result, can_be_made=True)
 
     # ------------------------------------------------------------------ results and evaluation
 
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
-        import numpy
-
-        from distributed.backends.sums import added
-
-        self._ask()
-        sums: dict[str, Any] = {}
-        for place, result in enumerate(results):
-            for name, value, _, count in result.averages:
-                rows = sums.setdefault(name, numpy.zeros((len(results), 2)))
-                rows[place] += (float(value), float(count))
-        return added(self.gather(sums))
-
-    def begin(self, split: str) -> None:
-        self._measured.begin(split)
-
-    def names_over_all(self) -> Sequence[str]:
-        return self._measured.names_over_all()
-
-    def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
-        return self._measured.measure(split, means, is_end=is_end)
-
-    def gradient_norm(self) -> float | None:
-        return self._norm
-
-    def graph(self) -> bytes:
-        from distributed.backends._tensorflow.watching import graph_of
-
-        kept, self._kept = self._kept, None
-        return graph_of(self._objective.predict, self._cast(kept))
-
-    def local_values(self) -> Iterator[tuple[str, Any]]:
-        from distributed.backends._tensorflow.watching import values_of
-
-        return values_of(self._steps.trained(), self._kept_gradients)
-
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        from distributed.backends._tensorflow.profiler import TensorFlowProfiler
-
-        return TensorFlowProfiler(directory, self.context.rank, warmup, active)
+        assert self._results is not None
+        return self._results.collect(results)
 
     def eval_step(self, micro: MicroBatch) -> StepResult:
-        from distributed.backends.over_all import Deferred
-
         self._enter_evaluation()
-        self._measured.num_evaluated += 1
-        rows, calls = self._steps.evaluate(self._cast(micro.batch), micro.num_samples)
-        deferred = Deferred("val", [], self._parts("val", calls, (self._measured.num_evaluated, 0)))
-        result = StepResult(_averages(rows), micro.num_samples, deferred)
-        self._measured.wholes.keep("val", result)
-        return result
-
-    def _parts(self, split: str, calls: Sequence[Any], key: tuple[int, int]) -> dict[str, list[Part]]:
-        """By metric what the replicas gave for one micro-batch; of the check for means only what it may keep."""
-        from distributed.backends._tensorflow.over_all import on_host, parts_of
-
-        found = parts_of(calls, key)
-        check = self._measured.check(split)
-        for part in found.pop(CHECK, ()) if check is not None else ():
-            assert check is not None
-            if split == "train" and check.is_over:
-                self._unasked = part  # the newest one: it can wait for the log line
-                continue
-            part = part._replace(value=on_host(part.value))
-            if check.admits(part.value):
-                found.setdefault(CHECK, []).append(part)
-            elif split == "val":
-                self._measured.ask(split, part.value, part.num_samples)
-        return found
-
-    def _ask(self) -> None:
-        from distributed.backends._tensorflow.over_all import on_host
-
-        part, self._unasked = self._unasked, None
-        if part is not None:
-            self._measured.ask("train", on_host(part.value), part.num_samples)
+        assert self._results is not None
+        rows, calls = self.steps.evaluate(self.cast(micro.batch), micro.num_samples)
+        return self._results.of_evaluation(rows, micro.num_samples, calls)
 
     def predict_step(self, micro: MicroBatch) -> Any:
         self._enter_evaluation()
-        return self._steps.predict(self._cast(micro.batch), micro.num_samples)
+        return self.steps.predict(self.cast(micro.batch), micro.num_samples)
 
     def join_outputs(self, parts: list[list[tuple[int, int, Any]]]) -> Any:
         from distributed.backends._tensorflow.outputs import joined
@@ -395,23 +302,6 @@ class TensorFlowBackend(Backend[Any]):
             self._is_training = False
             self._saved.sync_statistics()
 
-    # ------------------------------------------------------------------ collectives
-
-    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
-        return dict(zip(sums, self.world.sum(list(sums.values())), strict=True))
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        return self.world.gather(value if self.context.rank == src else None)[src]
-
-    def gather(self, value: Any) -> list[Any]:
-        return self.world.gather(value)
-
-    def key_value_store(self) -> Any:
-        return self.world.store()
-
-    def barrier(self) -> None:
-        self.world.barrier()
-
     # ------------------------------------------------------------------ schedule, state, end
 
     def learning_rates(self) -> list[float]:
@@ -422,12 +312,12 @@ class TensorFlowBackend(Backend[Any]):
 
     def save(self, directory: Path) -> dict[str, Any]:
         extra = self._saved.save(directory, self._step)
-        return extra | {"means": self._measured.form, "over_all": self._measured.wholes.save(directory)}
+        return extra | {"means": self.measured.form, "over_all": self.measured.wholes.save(directory)}
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
         self._step = int(state["step"])
-        self._measured.form = state.get("means") or {}
-        self._measured.wholes.load(directory, state.get("over_all"))
+        self.measured.form = state.get("means") or {}
+        self.measured.wholes.load(directory, state.get("over_all"))
         if not self._saved.load(directory, state, self._notice):
             self._seed_generators()
 
@@ -452,8 +342,8 @@ class TensorFlowBackend(Backend[Any]):
 
     # ------------------------------------------------------------------ small things
 
-    def _cast(self, batch: Any) -> Any:
-        """Floating arrays in the element type of the run, as Keras does it with arrays."""
+    def cast(self, batch: Any) -> Any:
+        """Return `batch` with its floating arrays in the element type of the run, as Keras casts arrays."""
         import numpy
         import tensorflow as tf
 
@@ -464,17 +354,6 @@ class TensorFlowBackend(Backend[Any]):
             return value.astype(dtype) if value.dtype.kind == "f" and value.dtype != dtype else value
 
         return tf.nest.map_structure(cast, batch)
-
-    def _warn(self, text: str) -> None:
-        self.report({"kind": "warning", "text": text})
-
-    def _notice(self, text: str) -> None:
-        if self.context.is_main_process:
-            self.report({"kind": "notice", "text": text})
-
-
-def _averages(rows: Mapping[str, tuple[Any, Any]]) -> list[tuple[str, Any, float, Any]]:
-    return [(name, value, 1.0, count) for name, (value, count) in rows.items()]
 
 
 def alone(found: WorkerEnvironment | None, device: str) -> WorkerContext:

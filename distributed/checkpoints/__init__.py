@@ -1,1 +1,1 @@
-"""The files of a checkpoint: their format, their digests, and writing them so that nothing is half there. Tensors come from `backends`."""
+"""The files of a checkpoint: format, digests, crash-safe writing and agreement between ranks. Tensors come from `backends`."""

@@ -1,4 +1,4 @@
-"""Ranks that fail together: an error on one is known to all before anybody waits for the dead."""
+"""Let ranks fail together: when an action fails on one rank, every rank raises instead of waiting for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from distributed.checkpoints.turns import Turns
-from distributed.config import DistributedConfig
 from distributed.errors import CheckpointError, ConfigError, DistributedError, TrainingError
 from distributed.state import WorkerContext
 
@@ -17,24 +16,24 @@ Key = TypeVar("Key")
 
 
 class Ranks(Protocol):
-    """How the ranks that agree reach each other: an adapter of a backend."""
+    """What agreement needs of the processes that train together: a part of `distributed.backends.world.World`."""
 
-    config: DistributedConfig
+    context: WorkerContext
 
     def reduce(self, sums: Mapping[Key, float], /) -> dict[Key, float]:
-        """Return the sums over all ranks. A collective."""
+        """Return the sums over all ranks, by key. Every rank must call it."""
 
     def broadcast(self, value: Any, /, src: int = 0) -> Any:
-        """Return rank `src`'s JSON-able `value` on every rank. A collective."""
-
-    def gather(self, value: Any, /) -> list[Any]:
-        """Return every rank's `value`, in the order of ranks. A collective."""
+        """Return the JSON-able `value` of rank `src` on every rank. Every rank must call it."""
 
     def key_value_store(self) -> Any:
-        """Return a store shared by all ranks with `set`, `get`, `check` and `compare_set`, or None in a world of one."""
+        """Return a store that all ranks share, or None if there is only one rank.
+
+        The store has the methods `set`, `get`, `check` and `compare_set`.
+        """
 
 
-# What a failure is on the ranks that only hear of it.
+# The exception that the other ranks raise, by the kind of the failure.
 _KINDS: dict[str, type[OSError | DistributedError]] = {
     "disk": OSError,
     "checkpoint": CheckpointError,
@@ -44,17 +43,21 @@ _KINDS: dict[str, type[OSError | DistributedError]] = {
 
 
 class Agreement:
-    """Runs actions whose disk and user errors arise on every rank alike; other exceptions are not its business.
+    """Run actions so that their disk errors and user errors are raised on every rank.
 
-    An action may take longer than `timeout_s`, as long as its process lives.
+    Only OSError and DistributedError are agreed on; other exceptions pass through on the rank where they occur. An
+    action may take longer than `timeout_s` as long as its process is alive.
     """
 
-    def __init__(self, backend: Ranks, context: WorkerContext) -> None:
-        self.backend, self.context = backend, context
+    def __init__(self, world: Ranks, timeout_s: float) -> None:
+        self.world, self.context, self._timeout_s = world, world.context, timeout_s
         self._turns: Turns | None = None
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """The JSON-able result of `action` on the main process, on every rank. A collective, and a barrier."""
+        """Run `action` on the main process and return its JSON-able result on every rank.
+
+        Every rank must call it. It is a barrier. If `action` fails, every rank raises its error.
+        """
         error: OSError | DistributedError | None = None
         answer: dict[str, Any] = {}
         with self._turn(everybody=False):
@@ -63,7 +66,7 @@ class Agreement:
                     answer = {"value": action()}
                 except (OSError, DistributedError) as raised:
                     error, answer = raised, _describe(raised)
-        answer = self.backend.broadcast(answer)
+        answer = self.world.broadcast(answer)
         if error is not None:
             raise error
         if "value" not in answer:
@@ -72,9 +75,11 @@ class Agreement:
         return value
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """This rank's own result of `action`, which every rank runs; the first failing rank's error on the others.
+        """Run `action` on every rank and return this rank's own result.
 
-        A collective. One rank's refusal (a DistributedError) goes before another's failing disk.
+        Every rank must call it. If the action fails on any rank, every rank raises: a failing rank its own error, the
+        others the error of the first failing rank. A DistributedError of one rank takes precedence over an OSError of
+        another.
         """
         error: OSError | DistributedError | None = None
         with self._turn(everybody=True):
@@ -83,26 +88,26 @@ class Agreement:
             except (OSError, DistributedError) as raised:
                 error = raised
         refused = isinstance(error, DistributedError)
-        votes = self.backend.reduce({"failed": float(error is not None), "refused": float(refused)})
+        votes = self.world.reduce({"failed": float(error is not None), "refused": float(refused)})
         if votes["failed"]:
             self._raise_together(error, is_cause=refused if votes["refused"] else error is not None)
         return value
 
     def _turn(self, *, everybody: bool) -> contextlib.AbstractContextManager[None]:
-        store = self.backend.key_value_store()
+        store = self.world.key_value_store()
         if store is None:
             return contextlib.nullcontext()
-        if self._turns is None:  # its name is new, because other agreements of this process used the store before
-            name = self.backend.broadcast(secrets.token_hex(4) if self.context.is_main_process else None)
-            self._turns = Turns(store, self.context, name=name, timeout_s=self.backend.config.timeout_s)
+        if self._turns is None:  # the name is random because other agreements of this process may use the same store
+            name = self.world.broadcast(secrets.token_hex(4) if self.context.is_main_process else None)
+            self._turns = Turns(store, self.context, name=name, timeout_s=self._timeout_s)
         return self._turns.turn(everybody=everybody)
 
     def _raise_together(self, error: OSError | DistributedError | None, is_cause: bool) -> None:
-        """Name the lowest rank at fault to all; that costs a second collective, on failure only."""
+        """Raise on every rank the error of the lowest failing rank. Needs a further collective, on failure only."""
         ranks = range(self.context.world_size)
-        votes = self.backend.reduce({str(rank): float(is_cause and rank == self.context.rank) for rank in ranks})
+        votes = self.world.reduce({str(rank): float(is_cause and rank == self.context.rank) for rank in ranks})
         first = next(rank for rank in ranks if votes[str(rank)])
-        answer = self.backend.broadcast(_describe(error) if error is not None else None, src=first)
+        answer = self.world.broadcast(_describe(error) if error is not None else None, src=first)
         raise error if error is not None and is_cause else _rebuild(answer, first)
 
 

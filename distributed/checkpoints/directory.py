@@ -1,4 +1,4 @@
-"""A directory of checkpoints on disk: staging, renaming, finding, setting aside, pruning. Main process only."""
+"""Change a directory of checkpoints on disk: stage, rename, find, set aside and prune. Main process only."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ _STAGE, _OLD, _TRASH, _DAMAGED = ".tmp-", ".old-", ".trash-", "damaged-"
 
 
 def stage_of(target: Path) -> Path:
-    """Where the checkpoint `target` is built, beside it."""
+    """Return the temporary directory, beside `target`, in which the checkpoint `target` is built."""
     return target.with_name(_STAGE + target.name)
 
 
 class CheckpointDirectory:
-    """The checkpoints under `path` and every change to them. A crash at any moment leaves all that were committed.
+    """Change the checkpoints under `path`. A crash at any moment leaves all committed checkpoints intact.
 
-    `warn` gets one line for what went wrong and does not matter much.
+    Args:
+        path: the directory of the checkpoints. It need not exist.
+        warn: called with one line of text for each problem that does not stop the run.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -39,7 +41,7 @@ class CheckpointDirectory:
         self._is_tidy = False
 
     def begin(self, target: Path) -> None:
-        """Make an empty stage for `target`."""
+        """Create an empty stage for `target`."""
         self._tidy()
         if not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -50,12 +52,15 @@ class CheckpointDirectory:
         stage.mkdir()
 
     def next_sequence(self) -> int:
-        """The number of the save that comes next."""
+        """Return the sequence number of the next save."""
         return 1 + max((manifest.sequence for manifest in self._manifests()), default=0)
 
     def put_in_place(self, target: Path) -> None:
-        """Rename the finished stage. A directory cannot replace another in one step, so an old one of the same
-        step stands aside under a name from which `_tidy` would bring it back."""
+        """Rename the finished stage to `target`.
+
+        A directory cannot replace another one atomically. An existing checkpoint of the same step is therefore renamed
+        first; `_tidy` restores it if a crash comes in between.
+        """
         stage, old = stage_of(target), target.with_name(_OLD + target.name)
         if target.exists():
             if old.exists():
@@ -72,8 +77,11 @@ class CheckpointDirectory:
             _discard(old)
 
     def prune(self, keep_latest_k: int, keep_best: bool) -> None:
-        """Keep the newest `keep_latest_k` and the best. Sound by manifest and sizes is enough here: the newest was
-        digested a moment ago. Damaged ones do not count and are left for `newest_verified` to set aside."""
+        """Delete all checkpoints except the newest `keep_latest_k` and, with `keep_best`, the best one.
+
+        Checks the manifest and file sizes only, because the newest checkpoint was digested a moment ago. Damaged
+        checkpoints do not count and are left for `newest_verified` to set aside.
+        """
         try:
             infos = [info for info in list_checkpoints(self.path) if not info.problem]
             kept = infos[-keep_latest_k:]
@@ -87,9 +95,10 @@ class CheckpointDirectory:
             self._warn(f"old checkpoints in {self.path} could not be removed: {error.strerror}")
 
     def newest_verified(self) -> str | None:
-        """The name of the newest checkpoint that verifies; None where there is none and never was one.
+        """Return the name of the newest checkpoint that verifies, or None if the directory has never had one.
 
-        Damaged ones in its way are set aside, each with one warning. CheckpointError where only damaged ones are left.
+        Damaged checkpoints that are newer are set aside, each with one warning. Raises CheckpointError if only damaged
+        ones are left.
         """
         try:
             self._tidy()
@@ -111,7 +120,10 @@ class CheckpointDirectory:
         return None
 
     def bytes_needed(self, target: Path) -> int:
-        """The larger of the newest checkpoint and what the failed save had begun; files get their length first."""
+        """Return the bytes that a save needs: the larger of the newest checkpoint and what the failed save had begun.
+
+        Files get their full length before they are written, so an unfinished stage counts in full.
+        """
         manifests = self._manifests()
         needed = manifests[-1].total_bytes if manifests else 0
         with contextlib.suppress(OSError):
@@ -119,7 +131,7 @@ class CheckpointDirectory:
         return needed
 
     def bytes_free(self) -> int:
-        """Of the disk under the directory."""
+        """Return the free bytes of the disk that holds the directory."""
         for parent in (self.path, *self.path.parents):
             with contextlib.suppress(OSError):
                 return shutil.disk_usage(parent).free
@@ -138,7 +150,7 @@ class CheckpointDirectory:
         self._warn(f"{reason}; step {info.step} is {where}, an older checkpoint is used if there is one")
 
     def _tidy(self) -> None:
-        """Once a process: remove what a killed save left, and bring back a checkpoint that was being replaced."""
+        """Remove what a killed save left and restore a checkpoint that was being replaced. Runs once per process."""
         if self._is_tidy or not self.path.is_dir():
             return
         for path in self.path.iterdir():
@@ -154,9 +166,9 @@ class CheckpointDirectory:
 
 
 def open_verified(path: Path) -> Path:
-    """The absolute path of the checkpoint that `path` means (see `resolve`), every byte of it compared.
+    """Return the absolute path of the checkpoint that `path` means (see `resolve`) after verifying every byte.
 
-    CheckpointError where it is missing or damaged, with a sound one beside it if there is one.
+    Raises CheckpointError if it is missing or damaged. The message names a sound checkpoint beside it if there is one.
     """
     checkpoint = resolve(path).absolute()
     try:
@@ -173,7 +185,7 @@ def open_verified(path: Path) -> Path:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint so that no half of it is ever seen as one."""
+    """Delete a checkpoint. It is renamed first, so that a partly deleted one is never taken for a checkpoint."""
     trash = _free_name(path.with_name(_TRASH + path.name.removeprefix(_OLD)))
     path.rename(trash)
     shutil.rmtree(trash)

@@ -1,4 +1,4 @@
-"""Files that survive a crash: written, fsynced, and only then given their name."""
+"""Write files that survive a crash: the content is written and fsynced before the file gets its name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 1 << 20
-_WRITE_BYTES = 16 << 20  # one system call at most, so that a signal handler need not wait for gigabytes
+_WRITE_BYTES = 16 << 20  # per system call, so that a signal handler does not wait until gigabytes are written
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
-    """Write a new file of `num_bytes` bytes and fsync it. OSError where it exists, the disk is full or broken.
+    """Write a new file of `num_bytes` bytes and fsync it.
 
-    The file has its full length from the start: a save that fails half-way still tells how much room it needed.
+    The file gets its full length first, so that a failed save still shows how much space it needed. Raises OSError if
+    the file exists or the disk is full or broken.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -29,7 +30,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: int)
 
 
 def replace_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
-    """Write `path` whole or not at all, over an existing file. OSError leaves the old one as it was."""
+    """Write `path` atomically and durably, replacing an existing file. After an OSError the old file is unchanged."""
     stage = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         write_file(stage, chunks, num_bytes)
@@ -41,7 +42,7 @@ def replace_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: in
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small `path` whole or not at all, without waiting for the disk. A full one costs the file, not the run."""
+    """Write a small file atomically, without fsync. A failing disk is logged as a warning and does not fail the run."""
     stage = path.with_name(f".{path.name}.tmp")
     try:
         stage.write_text(text, encoding="utf-8")
@@ -53,7 +54,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def size_text(num_bytes: int) -> str:
-    """As a person reads it: `1.5 GB`."""
+    """Return a size for people to read, such as `1.5 GB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
@@ -61,7 +62,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def sync(path: Path) -> None:
-    """fsync a file or a directory. A directory's fsync is what makes the names in it survive a power loss."""
+    """Fsync a file or a directory. The names in a directory survive a power loss only after its fsync."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -70,7 +71,10 @@ def sync(path: Path) -> None:
 
 
 def _write_all(fd: int, chunks: Iterable[bytes | memoryview]) -> None:
-    """Small chunks are gathered, so that thousands of small tensors are not thousands of system calls."""
+    """Write `chunks`.
+
+    Small ones are gathered, so that thousands of small tensors do not need thousands of system calls.
+    """
     pending = bytearray()
     for chunk in chunks:
         if len(chunk) < _BUFFER_BYTES:

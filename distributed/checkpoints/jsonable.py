@@ -1,4 +1,4 @@
-"""Plain Python as JSON and back without loss: tuples, counters, infinities and keys that are not words included."""
+"""Convert plain Python values to JSON and back without loss, including tuples, counters, infinities and keys that are not strings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode(value: Any, where: str, special: Callable[[Any], Any] | None = None) -> Any:
-    """`value` as strict JSON; what JSON lacks becomes an object with one key `__kind__`.
+    """Return `value` as strict JSON. A value that JSON lacks becomes an object with the single key `__kind__`.
 
-    `special` may encode what this function does not know (a tensor), or give None. TypeError names the place,
-    built from `where`, of anything that cannot be stored.
+    Args:
+        value: the value to encode.
+        where: the name of `value`, for error messages.
+        special: encodes values that this function does not know, such as tensors; returns None for what it does not
+            know.
+
+    Raises:
+        TypeError: a part of `value` cannot be stored. The message names it.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -34,7 +40,10 @@ def encode(value: Any, where: str, special: Callable[[Any], Any] | None = None) 
 
 
 def decode(content: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
-    """What `encode` was given. ValueError for a kind that neither this function nor `special(kind, content)` knows."""
+    """Return the value that `encode` encoded.
+
+    Raises ValueError for a kind that neither this function nor `special(kind, content)` knows.
+    """
     if isinstance(content, list):
         return [decode(item, special) for item in content]
     if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds, and whether it still does. Needs no backend and no framework."""
+"""The manifest of a checkpoint directory, and checks that the directory still matches it. Needs no backend and no framework."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SEAL = b',\n "xxh3_128": "'
 
 
 class NewerFormatError(CheckpointError):
-    """A checkpoint of a later version of this package: sound, but not ours to read."""
+    """Raised for a checkpoint that a later version of this package wrote and this version cannot read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint: its size and the digest of its content."""
+    """Size and digest of one file of a checkpoint."""
 
     bytes: int
     xxh3_128: str
@@ -40,15 +40,15 @@ class FileRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's table of contents. Written last: a directory without one is not a checkpoint."""
+    """Table of contents of a checkpoint. It is written last: a directory without a manifest is not a checkpoint."""
 
     step: int
     epoch: int
     samples_seen: int
-    samples_in_epoch: int  # the data cursor: global samples of the running epoch already used
+    samples_in_epoch: int  # the data cursor: global samples of the current epoch already used
     backend: str
     world_size: int
-    sequence: int  # counts the saves of a directory; the newest has the highest, also after a resume from an older step
+    sequence: int  # number of the save in its directory; a later save has a higher one, even at an earlier step
     created: str  # UTC, ISO 8601
     monitor: str
     monitor_mode: str
@@ -59,11 +59,14 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all files but the manifest."""
+        """Size in bytes of all files except the manifest."""
         return sum(record.bytes for record in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """The file's content. Its last line is a digest of every byte before it, so the manifest guards itself too."""
+        """Return the content of manifest.json.
+
+        Its last line is a digest of all bytes before it, which protects the manifest itself.
+        """
         content = {"format": FORMAT, **dataclasses.asdict(self)}
         body = json.dumps(content, indent=1)[:-2].encode()
         return body + _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"\n}\n'
@@ -71,27 +74,30 @@ class Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
-    """One entry of a directory of checkpoints. Contents are not read: `verify` does that."""
+    """One entry of a directory of checkpoints. File contents are not read; `verify` reads them."""
 
     path: Path
     step: int
     manifest: Manifest | None  # None: the manifest is missing or damaged
-    problem: str = ""  # why the files do not match the manifest, as far as names and sizes tell
+    problem: str = ""  # why names or sizes of the files do not match the manifest; "" if they do
     is_best: bool = False
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """Oldest first. Without a manifest the age is unknown: last, so that a lost newest one is noticed."""
+        """Key that sorts the oldest checkpoint first.
+
+        Without a manifest the age is unknown. Such a checkpoint sorts last, so that a damaged newest one is noticed.
+        """
         return (self.manifest.sequence if self.manifest else sys.maxsize, self.step)
 
 
 def step_name(step: int) -> str:
-    """The directory name of a checkpoint."""
+    """Return the directory name of the checkpoint of `step`."""
     return f"step-{step:08d}"
 
 
 def file_digest(path: Path) -> str:
-    """xxh3_128 of a file in hex, read in blocks. It notices accidents; it is no protection against forgery."""
+    """Return the xxh3_128 digest of a file in hex. It detects accidental damage, not forgery."""
     digest, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(fd, "rb", buffering=0) as file:
@@ -101,10 +107,11 @@ def file_digest(path: Path) -> str:
 
 
 def verify(path: Path) -> Manifest:
-    """Read every byte of a checkpoint and return its manifest. CheckpointError names the first bad file and why.
+    """Read every byte of a checkpoint and return its manifest.
 
-    Guards against accidents (a torn write, a flipped bit, a lost file), not against somebody who forges digests:
-    against those the loaders only ever parse tensors and JSON.
+    Detects accidental damage (a torn write, a flipped bit, a lost file) but not forged digests. Forged files cannot run
+    code either, because the loaders only parse tensors and JSON. Raises CheckpointError with the first bad file and the
+    reason.
     """
     manifest = inspect(path)
     for name, record in manifest.files.items():
@@ -119,7 +126,10 @@ def verify(path: Path) -> Manifest:
 
 
 def inspect(path: Path) -> Manifest:
-    """The manifest, with names, kinds and sizes of all files compared but no content read. CheckpointError if wrong."""
+    """Return the manifest after comparing names, types and sizes of all files, without reading their contents.
+
+    Raises CheckpointError if something does not match.
+    """
     manifest = read_manifest(path)
     try:
         found = dict(_walk(path))
@@ -139,7 +149,10 @@ def inspect(path: Path) -> Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint `path`, checked by its own digest. CheckpointError if missing or damaged."""
+    """Return the manifest of the checkpoint `path` after checking its own digest.
+
+    Raises CheckpointError if it is missing or damaged.
+    """
     raw = read_small(path, MANIFEST, _MAX_MANIFEST_BYTES)
     body, seal, tail = raw.rpartition(_SEAL)
     if not seal or tail != xxhash.xxh3_128_hexdigest(body).encode() + b'"\n}\n':
@@ -154,7 +167,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_small(path: Path, name: str, limit: int) -> bytes:
-    """The content of a checkpoint's file `name`. CheckpointError if missing, not regular, or over `limit` bytes."""
+    """Return the content of the file `name` of a checkpoint.
+
+    Raises CheckpointError if it is missing, not a regular file, or larger than `limit` bytes.
+    """
     try:
         fd = os.open(path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as file:
@@ -171,7 +187,10 @@ def read_small(path: Path, name: str, limit: int) -> bytes:
 
 
 def parse_json(path: Path, name: str, raw: bytes) -> Any:
-    """`raw` as JSON. CheckpointError naming the checkpoint's file where it is none, or nested without end."""
+    """Return the JSON in `raw`, the content of the file `name` of a checkpoint.
+
+    Raises CheckpointError with that name if it is not JSON or nested too deeply.
+    """
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -179,7 +198,10 @@ def parse_json(path: Path, name: str, raw: bytes) -> Any:
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
-    """Every `step-...` of a directory, oldest first, by manifest and sizes; empty where there is no such directory."""
+    """Return all `step-...` entries of a directory, oldest first, checked by manifest and sizes.
+
+    Returns an empty list if the directory does not exist.
+    """
     try:
         entries = [entry for entry in directory.iterdir() if _NAME.fullmatch(entry.name)]
     except (FileNotFoundError, NotADirectoryError):
@@ -190,9 +212,9 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
 
 
 def best_of(infos: list[CheckpointInfo]) -> CheckpointInfo | None:
-    """The sound checkpoint with the best monitor, the earliest of equals; None where none has a value.
+    """Return the sound checkpoint with the best monitor value, or None if none has a value. Ties go to the earliest.
 
-    What the newest one monitors decides, so values of another metric in an old checkpoint do not compete.
+    Only checkpoints with the `monitor` and `monitor_mode` of the newest one compete.
     """
     sound = [(info, info.manifest) for info in infos if info.manifest is not None and not info.problem]
     if not sound:
@@ -210,9 +232,14 @@ def best_of(infos: list[CheckpointInfo]) -> CheckpointInfo | None:
 
 
 def resolve(path: Path) -> Path:
-    """The checkpoint meant by a checkpoint, a directory of them, or a run directory (there: the newest, not verified).
+    """Return the checkpoint that `path` means.
 
-    CheckpointError where there is none.
+    Args:
+        path: a checkpoint, a directory of checkpoints, or a run directory. For a directory the newest checkpoint is
+            returned, without verifying it.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
     """
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint at {path}: give a run directory or one of its checkpoints/step-...")
@@ -225,7 +252,7 @@ def resolve(path: Path) -> Path:
 
 
 def check_source(source: str) -> None:
-    """CheckpointError unless `resume_from_checkpoint=source` names a checkpoint that is sound by names and sizes."""
+    """Raise CheckpointError unless `source`, the value of `resume_from_checkpoint`, is sound by names and sizes."""
     try:
         inspect(resolve(Path(source)))
     except CheckpointError as error:
@@ -246,7 +273,7 @@ def _info(path: Path) -> CheckpointInfo:
 
 
 def _walk(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """(relative name, bytes) of every file. Links and devices are refused: a checkpoint's files are its own."""
+    """Yield (relative name, bytes) of every file. Raises CheckpointError for links and devices."""
     with os.scandir(path / prefix) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             name = f"{prefix}{entry.name}"
@@ -259,7 +286,7 @@ def _walk(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _manifest(path: Path, content: dict[str, Any]) -> Manifest:
-    """A Manifest out of parsed JSON, every field's type checked: the values may come from anybody."""
+    """Return the Manifest in parsed JSON. Checks the type of every field, because the file is not trusted."""
     files = content.get("files")
     if not isinstance(files, dict):
         raise _damaged(path, MANIFEST, "names no files")

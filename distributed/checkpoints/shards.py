@@ -1,8 +1,9 @@
-"""Tensors of a checkpoint that may be cut into pieces over several files: one way to read them, whole or a part.
+"""Read tensors of a checkpoint that may be split into pieces over several files, whole or in part.
 
-A piece is an ordinary tensor of a safetensors file; the file's metadata says under `DCP_SHARDING_INFO` where each piece begins
-in its tensor. torch.distributed.checkpoint writes and reads the same (`HuggingFaceStorageWriter(save_distributed=True)`), so
-that its readers open our files and ours open its. No framework, and only the bytes asked for are touched.
+A piece is an ordinary tensor of a safetensors file. The file's metadata has, under `DCP_SHARDING_INFO`, the index in
+the whole tensor at which each piece begins. This is the layout of torch.distributed.checkpoint
+(`HuggingFaceStorageWriter(save_distributed=True)`), so each side reads the files of the other. No framework is needed,
+and only the requested bytes are read.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # (first index, shape)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One named tensor of a checkpoint. `pieces` are (where it begins, its bytes) and cover it exactly."""
+    """One named tensor of a checkpoint. `pieces` are pairs (start index, tensor of the piece) that cover it exactly."""
 
     name: str
-    dtype: str  # safetensors' word
+    dtype: str  # as safetensors names it: "F32", "BF16", ...
     shape: tuple[int, ...]
     pieces: tuple[tuple[tuple[int, ...], RawTensor], ...]
 
     def read(self, box: Box | None = None) -> memoryview:
-        """The bytes of the part `box`, row-major, or of the whole tensor. One piece that is asked for whole is not copied."""
+        """Return the bytes of the part `box` (default: of the whole tensor), row-major.
+
+        A part that is exactly one piece is not copied.
+        """
         start, shape = box or ((0,) * len(self.shape), self.shape)
         for begins, raw in self.pieces:
             if begins == start and raw.shape == shape:
@@ -51,15 +55,20 @@ class StoredTensor:
 
 
 def sharding_metadata(starts: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """The metadata of a file of pieces: name -> the index in the whole tensor where its piece begins."""
+    """Return the metadata of a file of pieces.
+
+    Args:
+        starts: name -> the index in the whole tensor at which the piece begins.
+    """
     offsets = {name: {"saved_offsets": list(start)} for name, start in sorted(starts.items())}
     return {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
 
 
 def read_tensors(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Every tensor in the safetensors files of `directory`, and {other name: stored name} of tied ones.
+    """Return (tensors by name, aliases) of the safetensors files in `directory`.
 
-    CheckpointError names a file that is damaged, or a tensor whose pieces do not fit together.
+    Aliases map other names of tied tensors to stored names. Raises CheckpointError with the file that is damaged, or
+    the tensor whose pieces do not fit together.
     """
     pieces: dict[str, list[tuple[tuple[int, ...], RawTensor]]] = {}
     aliases: dict[str, str] = {}
@@ -73,7 +82,10 @@ def read_tensors(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, st
 
 
 def read_weights(path: Path) -> list[RawTensor]:
-    """The model's tensors of a checkpoint, whole and with every alias, bytes untouched. CheckpointError where there are none."""
+    """Return the model's tensors of the checkpoint `path`, whole, with all aliases. The bytes are not converted.
+
+    Raises CheckpointError if it holds none.
+    """
     stored, aliases = read_tensors(path / "model")
     for alias, owner in aliases.items():
         if owner not in stored:
@@ -104,7 +116,7 @@ def _start(entry: Any, raw: RawTensor, file: Path) -> tuple[int, ...]:
 
 
 def _joined(name: str, parts: list[tuple[tuple[int, ...], RawTensor]], directory: Path) -> StoredTensor:
-    parts = [part for part in parts if 0 not in part[1].shape] or parts[:1]  # an empty piece says nothing
+    parts = [part for part in parts if 0 not in part[1].shape] or parts[:1]  # an empty piece covers nothing
     first = parts[0][1]
     if len({(raw.dtype, len(raw.shape)) for _, raw in parts}) > 1:
         raise CheckpointError(f"{directory}: the pieces of {name} are of different kinds")
@@ -117,7 +129,7 @@ def _joined(name: str, parts: list[tuple[tuple[int, ...], RawTensor]], directory
 
 
 def _overlap(a: Box, b: Box) -> Box | None:
-    """The part that two boxes share; None where there is none."""
+    """Return the intersection of two boxes, or None if it is empty."""
     start = tuple(map(max, a[0], b[0]))
     end = tuple(min(i + n, j + m) for i, n, j, m in zip(*a, *b, strict=True))
     shape = tuple(e - s for s, e in zip(start, end, strict=True))

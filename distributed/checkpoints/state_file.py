@@ -1,4 +1,4 @@
-"""state.json of a checkpoint: the training state that all ranks share, and what the backend adds to it. No framework."""
+"""Read and write state.json of a checkpoint: the training state that all ranks share, and the backend's own state. No framework."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _CLOCKS = {"train_time_s": 0.0, "total_time": 0.0}
 
 
 def read_state(checkpoint: Path) -> tuple[TrainState, dict[str, Any]]:
-    """The framework-free part of a checkpoint and what `Backend.save` returned. CheckpointError where it is neither."""
+    """Return (training state, what `Backend.save` returned) of a checkpoint.
+
+    Raises CheckpointError if state.json is not a training state.
+    """
     content = parse_json(checkpoint, STATE, read_small(checkpoint, STATE, _MAX_BYTES))
     try:
         return TrainState.from_json(decode(content["train"])), dict(content["backend"])
@@ -26,7 +29,10 @@ def read_state(checkpoint: Path) -> tuple[TrainState, dict[str, Any]]:
 
 
 def write_state(checkpoint: Path, state: TrainState, extra: Any) -> None:
-    """Write what `read_state` reads. TrainingError names what JSON cannot hold; OSError where the disk fails."""
+    """Write state.json, which `read_state` reads.
+
+    Raises TrainingError with the value that JSON cannot hold, or OSError if the disk fails.
+    """
     try:
         content = {"train": encode(state.to_json(), "train"), "backend": json.loads(json.dumps(extra))}
     except (TypeError, ValueError, RecursionError) as error:
@@ -38,7 +44,10 @@ def write_state(checkpoint: Path, state: TrainState, extra: Any) -> None:
 
 
 def identity(state: TrainState, best_value: float | None) -> str:
-    """Equal for states whose checkpoints would be equal but for the clocks. TrainingError as from `write_state`."""
+    """Return a string that is equal for states whose checkpoints would differ only in their clocks.
+
+    Raises TrainingError like `write_state`.
+    """
     content = {**state.to_json(), **_CLOCKS, "best_value": best_value}
     try:
         return json.dumps(encode(content, "train"), sort_keys=True)

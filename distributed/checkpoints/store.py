@@ -1,4 +1,4 @@
-"""CheckpointStore: what all ranks do together to save, find and load a checkpoint. Knows no framework."""
+"""CheckpointStore: save, find and load checkpoints on all ranks together. Loads no framework."""
 
 from __future__ import annotations
 
@@ -29,32 +29,48 @@ from distributed.checkpoints.manifest import (
 from distributed.checkpoints.state_file import identity, read_state, write_state
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import REGISTRY
+from distributed.config.settings import DistributedConfig
 from distributed.errors import CheckpointError, TrainingError
 from distributed.state import TrainState, WorkerContext
 
 __all__ = ["CheckpointStore", "read_state"]
 
-MAX_MISSES = 3  # saves in a row that may fail before training stops
+MAX_MISSES = 3  # training stops after so many failed saves in a row
 
 
-class Stored(Ranks, Protocol):
-    """What is stored: an adapter of a backend, which writes and reads its own part."""
+class Stored(Protocol):
+    """An adapter whose state is stored. It writes and reads its own part of a checkpoint."""
 
     plan: ProcessPlan
+    config: DistributedConfig
+
+    @property
+    def world(self) -> Ranks:
+        """The processes that write and read together."""
 
     def save(self, directory: Path, /) -> dict[str, Any]:
-        """Write tensors into the staged checkpoint `directory`; return the JSON-able rest (rank 0's is kept)."""
+        """Write tensors into the staged checkpoint `directory`. Return the rest, JSON-able; that of rank 0 is kept."""
 
     def load(self, directory: Path, state: Mapping[str, Any], /) -> None:
-        """Take up what `save` wrote. `state` is what `save` returned on rank 0."""
+        """Load what `save` wrote into `directory`. `state` is what `save` returned on rank 0."""
 
 
 class CheckpointStore:
-    """The checkpoints of one directory. `save`, `find`, `open` and `load` are collectives: every rank calls them.
+    """Save, find, open and load the checkpoints of one directory. Every rank must call each of these methods.
 
     A save is staged beside its target, fsynced, sealed by a manifest with a digest of every file, and only then
-    renamed: a crash at any moment leaves the earlier checkpoints as they were. Digests (xxh3_128) notice accidents,
-    not forgery. `report` is called on the main process with events (`{"kind": "warning", "message": ...}`).
+    renamed. A crash at any moment leaves the earlier checkpoints unchanged. The digests (xxh3_128) detect accidental
+    damage, not forgery.
+
+    Args:
+        directory: where the checkpoints are.
+        backend: the adapter that writes and reads the tensors.
+        keep_latest_k: the number of newest checkpoints to keep.
+        keep_best: whether to keep the checkpoint with the best monitor value too.
+        monitor: the name of the metric that decides which one is best.
+        monitor_mode: "min" or "max".
+        context: the ranks and the device of this process.
+        report: called on the main process with events such as `{"kind": "warning", "message": ...}`.
     """
 
     def __init__(
@@ -72,17 +88,25 @@ class CheckpointStore:
         self.directory, self.backend, self.context, self.report = directory, backend, context, report
         self.keep_latest_k, self.keep_best = keep_latest_k, keep_best
         self.monitor, self.monitor_mode = monitor, monitor_mode
-        self._agreement = Agreement(backend, context)
+        self._agreement = Agreement(backend.world, backend.config.timeout_s)
         self._files = CheckpointDirectory(directory, lambda text: report({"kind": "warning", "message": text}))
         self._misses = 0
-        self._current: tuple[Path, str] | None = None  # where the state saved or loaded last is stored
+        self._current: tuple[Path, str] | None = None  # path and identity of the state saved or loaded last
 
     def save(self, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> Path | None:
-        """Commit a checkpoint of `state` and of the backend; every rank must call it, at the same step.
+        """Commit a checkpoint of `state` and of the backend. Every rank must call it at the same step.
 
-        `best_value` is the monitor's value for this state, None where it was not measured. Returns the checkpoint's
-        path, or None where the disk failed on some rank: all ranks know, a warning is reported, training may go on.
-        Raises TrainingError on all ranks when that happened three times in a row or when the state cannot be stored.
+        Args:
+            state: the training state.
+            config: the settings, for the manifest.
+            best_value: the monitor's value for this state, or None if it was not measured.
+
+        Returns:
+            The path of the checkpoint, on every rank. None if the disk failed on some rank: a warning is reported, and
+            training may continue.
+
+        Raises:
+            TrainingError: on all ranks, if the state cannot be stored or three saves in a row failed.
         """
         target = self.directory / step_name(state.step)
         try:
@@ -97,36 +121,39 @@ class CheckpointStore:
         return target
 
     def find(self) -> Path | None:
-        """The newest checkpoint of the directory that verifies, on every rank, or None. A collective.
+        """Return the newest checkpoint of the directory that verifies, or None, on every rank. Every rank must call it.
 
-        Damaged ones in its way are set aside as `damaged-step-...`, each with one warning; CheckpointError where only
-        such are left. Removes what a killed save left behind, so no other run may be writing here.
+        Damaged checkpoints that are newer are set aside as `damaged-step-...`, each with one warning. Remains of a
+        killed save are removed, so no other run may be writing to this directory. Raises CheckpointError if only
+        damaged checkpoints are left.
         """
         name = self._agreement.on_main(self._files.newest_verified)
         return None if name is None else self.directory / name
 
     def open(self, path: Path | str) -> Path:
-        """The checkpoint that the user named (or the newest of a run directory), verified, on every rank. A collective.
+        """Return the verified checkpoint that `path` means (of a run directory the newest), on every rank.
 
-        CheckpointError where it is missing or damaged: what was asked for is never replaced silently.
+        Every rank must call it. Raises CheckpointError if it is missing or damaged. Another checkpoint is never used in
+        its place.
         """
         return Path(self._agreement.on_main(lambda: str(open_verified(Path(path)))))
 
     def load(self, path: Path) -> TrainState:
-        """Take up the checkpoint `path` (of `find` or `open`) in the backend, and return the state. A collective.
+        """Load the checkpoint `path`, from `find` or `open`, into the backend and return the training state.
 
-        CheckpointError, on every rank, where it belongs to another model or cannot be read.
+        Every rank must call it. Raises CheckpointError, on every rank, if it belongs to another model or cannot be
+        read.
         """
         return self._agreement.on_all(lambda: self._load(path))
 
     def _save(self, target: Path, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> None:
-        """OSError and TrainingError arise on all ranks alike."""
+        """Save on all ranks. OSError and TrainingError are raised on all ranks alike."""
         if self._agreement.on_main(lambda: self._begin(target, state, best_value)):
             extra = self._agreement.on_all(lambda: self.backend.save(stage_of(target)))
             self._agreement.on_main(lambda: self._commit(target, state, extra, config, best_value))
 
     def _begin(self, target: Path, state: TrainState, best_value: float | None) -> bool:
-        """Make the stage; False where the very same state is stored already."""
+        """Create the stage. Return False if this very state is stored already."""
         if self._current == (target, identity(state, best_value)):
             with contextlib.suppress(CheckpointError):
                 verify(target)
@@ -197,7 +224,7 @@ def _seal_file(path: Path) -> FileRecord:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of the libraries in use that shape what is stored."""
+    """Return the versions of the loaded libraries that affect what is stored."""
     versions = {"python": sys.version.split()[0], "distributed-trainer": _own_version()}
     for name in sorted({"numpy", "safetensors", *(name for row in REGISTRY.values() for name in row.requires)}):
         if name in sys.modules:

@@ -1,4 +1,4 @@
-"""safetensors files as raw bytes: no framework, no trust in what the header claims."""
+"""Read and write safetensors files as raw bytes. Needs no framework and does not trust the header."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from distributed.checkpoints.durable import write_file
 from distributed.errors import CheckpointError
 
-# The format allows 100 MB, which costs a gigabyte as Python objects. This is about 200,000 tensors.
+# The format allows 100 MB, which takes a gigabyte as Python objects. This limit is enough for about 200,000 tensors.
 MAX_HEADER_BYTES = 25_000_000
 
 ITEM_BYTES = {
@@ -25,10 +25,10 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class RawTensor:
-    """One named tensor; `read` gives its bytes, row-major and little-endian, when they are written."""
+    """One named tensor. `read` returns its bytes, row-major and little-endian."""
 
     name: str
-    dtype: str  # safetensors' word: "F32", "BF16", ...
+    dtype: str  # as safetensors names it: "F32", "BF16", ...
     shape: tuple[int, ...]
     read: Callable[[], bytes | memoryview]
 
@@ -43,7 +43,10 @@ Writer = Callable[[Path, Iterator[bytes | memoryview], int], None]
 def write_tensors(
     path: Path, tensors: Sequence[RawTensor], metadata: Mapping[str, str], writer: Writer = write_file
 ) -> None:
-    """Write a safetensors file durably. Only one tensor at a time is held in memory; OSError as `writer` raises it."""
+    """Write a safetensors file with `writer`, by default durably. Only one tensor at a time is in memory.
+
+    Raises CheckpointError if there are too many tensors for one file, and OSError if `writer` does.
+    """
     ordered = sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name))  # keeps every tensor aligned
     content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
@@ -65,7 +68,10 @@ def write_tensors(
 
 
 def check_header(path: Path) -> int:
-    """The header's length in bytes. CheckpointError where it is longer than the file or than any honest one."""
+    """Return the length of the header in bytes.
+
+    Raises CheckpointError if it is longer than the file or than `MAX_HEADER_BYTES`.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
@@ -83,12 +89,15 @@ def check_header(path: Path) -> int:
 
 
 def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
-    """Every tensor of a safetensors file, its bytes mapped, and the file's metadata. CheckpointError if bad."""
+    """Return (tensors, metadata) of a safetensors file. The tensors' bytes are memory-mapped.
+
+    Raises CheckpointError if the file is not valid.
+    """
     length = check_header(path)
     _validate(path)
     with path.open("rb") as file:
         content = json.loads(file.read(8 + length)[8:])
-        # Private pages: torch wants memory that it could write to.
+        # ACCESS_COPY makes private writable pages: torch warns about buffers that are read-only.
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))[8 + length :]
     metadata = content.pop("__metadata__", {})
     return [_raw_tensor(name, entry, data, path) for name, entry in content.items()], metadata
@@ -102,7 +111,7 @@ def _raw_tensor(name: str, entry: dict[str, list[int]], data: memoryview, path: 
 
 
 def _validate(path: Path) -> None:
-    """Offsets, shapes and names, checked by the format's own library (in Rust, before Python builds any object)."""
+    """Check offsets, shapes and names with the safetensors library, in Rust, before Python creates any object."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,4 +1,4 @@
-"""Ranks that wait for a busy one outside of collectives, whose time is limited: a disk may take any time."""
+"""Let ranks wait for a busy rank outside of collectives. Collectives have a timeout, and a disk may take longer than that."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LONGEST_PAUSE_S = 0.05
 class Turns:
     """Blocks of work that all ranks enter and leave together, however long they take.
 
-    A rank at work counts its beats in `store`, which the ranks share and `Backend.key_value_store` describes; those who
-    wait for it give up when `timeout_s` went by without one: it hangs, or its machine does.
+    A working rank counts heartbeats in `store`, which all ranks share (see `Backend.key_value_store`). The ranks that
+    wait for it give up when it has sent no heartbeat for `timeout_s` seconds: its process hangs, or its machine does.
     """
 
     def __init__(self, store: Any, context: WorkerContext, *, name: str, timeout_s: float) -> None:
@@ -28,15 +28,15 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, *, everybody: bool) -> Iterator[None]:
-        """The work of every rank, or of the main process alone. Every rank must enter it.
+        """Enter the work of every rank (`everybody`), or of the main process alone. Every rank must enter it.
 
-        Raises TrainingError on the ranks that wait for one that shows no sign of life.
+        Raises TrainingError on the waiting ranks if the rank that they wait for sends no heartbeat.
         """
         is_main = self._context.is_main_process
         if is_main or everybody:
             with self._beating():
                 yield
-                if is_main and everybody:  # the others wait for the main process, so it is enough that it knows
+                if is_main and everybody:  # the others wait for the main process, so only it must wait for all
                     self._wait_for(range(1, self._context.world_size))
         else:
             yield
@@ -59,14 +59,17 @@ class Turns:
     def _beat(self, ended: threading.Event) -> None:
         with contextlib.suppress(
             RuntimeError
-        ):  # the store's host is gone: the launcher ends this rank, or a collective
+        ):  # the store's host is gone: the launcher ends this rank, or its next collective fails
             for beat in itertools.count(1):
                 if ended.wait(self._timeout_s / 4):
                     return
                 self._store.set(self._key(self._context.rank), f"{self._num_over} {beat}")
 
     def _wait_for(self, ranks: Sequence[int]) -> None:
-        """Until the turn of all `ranks` is over. A thread of its own looks: a store whose host hangs never answers."""
+        """Wait until the turn of all `ranks` is over.
+
+        A thread polls the store, because a call to a hung store never returns.
+        """
         signs: queue.SimpleQueue[int | RuntimeError | None] = queue.SimpleQueue()
         given_up = threading.Event()
         args = (ranks, signs, given_up)
@@ -87,7 +90,7 @@ class Turns:
     def _watch(
         self, ranks: Sequence[int], signs: queue.SimpleQueue[int | RuntimeError | None], given_up: threading.Event
     ) -> None:
-        """Put a rank's number for each sign of its life, and None when all are over."""
+        """Put a rank's number into `signs` for each of its heartbeats, and None when all turns are over."""
         try:
             for rank in ranks:
                 seen, pause_s = None, 0.001

@@ -1,1 +1,1 @@
-"""The command line, one file per verb, imported when that verb is used. What a verb does belongs to the rooms below."""
+"""The command line, one file for each command, imported when that command is used. What a command does belongs to the rooms below."""

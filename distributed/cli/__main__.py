@@ -1,4 +1,4 @@
-"""`distributed VERB ...`, the same as `python -m distributed.cli VERB ...`."""
+"""Entry point of `distributed VERB ...`, which is the same as `python -m distributed.cli VERB ...`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from distributed.errors import ConfigError, DistributedError, nearest
 
-# verb -> (module, its typer app or command function, what `--help` says)
+# verb -> (module, name of its typer app or command function, description for `--help`)
 VERBS = {
     "train": ("distributed.cli.train", "train", "run a script on one or many processes"),
     "tune": ("distributed.cli.tune", "tune", "run a script many times with other values, and keep the best"),
@@ -27,7 +27,7 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one verb and leave with the exit code of DESIGN: 0, 1, 2, 3, 130 or 143."""
+    """Run one command and exit the process with code 0, 1, 2, 3, 130 or 143, as DESIGN defines them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = run(arguments)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code of one command. Raises DistributedError for what the user can fix."""
+    """Run one command and return its exit code. Raises DistributedError for errors that the user can fix."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(_usage())
         return 0 if arguments else 2
@@ -53,13 +53,13 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{verb!r} is {what}{nearest(verb, VERBS)}: choose one of {', '.join(VERBS)}")
     module, name, _ = VERBS[verb]
     command = getattr(importlib.import_module(module), name)
-    if verb in ("train", "tune"):  # which read their own flags
+    if verb in ("train", "tune"):  # these two commands parse their own flags
         return int(command(arguments[1:]))
     return _run_typer(command, verb, arguments[1:])
 
 
 def _run_typer(command: Any, verb: str, arguments: Sequence[str]) -> int:
-    """Parse and run one command; its usage errors become one line."""
+    """Parse and run a command of typer. Turn its usage errors into ConfigError with a message of one line."""
     import typer
 
     exceptions = _click_exceptions()
@@ -81,7 +81,8 @@ def _run_typer(command: Any, verb: str, arguments: Sequence[str]) -> int:
 
 
 def _click_exceptions() -> Any:
-    """The exceptions of the click that typer uses: its own copy in newer versions, the library before."""
+    """Return the exceptions of the click that typer uses: a vendored copy in newer versions of typer, the library in
+    older ones."""
     try:
         return importlib.import_module("typer._click.exceptions")
     except ModuleNotFoundError:

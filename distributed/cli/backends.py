@@ -1,4 +1,4 @@
-"""`distributed backends`: which backends there are, what is missing here, and which setting works on which."""
+"""`distributed backends`: list the backends, what is not installed, and which setting works on which backend."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _lines(found: Sequence[Capabilities]) -> Iterator[str]:
 
 
 def _notes(found: Sequence[Capabilities], rows: Iterable[str]) -> dict[str, str]:
-    """The condition of each "if" -> its letter."""
+    """Map each condition under which a setting is refused to its letter in the table."""
     whens = [condition.when for name in rows for each in found for condition in each.conditions_of(name)]
     return dict(zip(dict.fromkeys(whens), string.ascii_lowercase, strict=False))
 

@@ -1,4 +1,4 @@
-"""`distributed checkpoint`: look at, check and export checkpoints. Loads no framework."""
+"""`distributed checkpoint`: list, verify and export checkpoints. Loads no framework."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _row(info: CheckpointInfo, *, is_sound: bool) -> tuple[str, ...]:
 def verify_(
     checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run directory for its newest one")],
 ) -> None:
-    """Read every byte of a checkpoint and compare it with its digests. Exit code 1 where it is damaged."""
+    """Read every byte of a checkpoint and compare it with its digests. Exits with 1 if it is damaged."""
     path = resolve(checkpoint)
     try:
         manifest = verify(path)

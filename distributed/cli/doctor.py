@@ -1,4 +1,4 @@
-"""`distributed doctor`: what this machine can run, and the command that mends what it cannot."""
+"""`distributed doctor`: check what this machine can run, and name the commands that fix the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distributed.runs.temporary import temporary_directory
 
 OK, BAD, MISSING, INFO = "ok", "bad", "missing", "info"
 PROBE_LIMIT_S = 120.0
-# Each of two processes: join over gloo, add up a tensor whose sum is known, say how long 1 MB takes.
+# Run by each of two processes: join over gloo, add up a tensor whose sum is known, print the time for 1 MB.
 _PROBE = """
 import datetime, os, sys, time
 import torch
@@ -48,7 +48,7 @@ if rank == 0:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the answer. `BAD` is what keeps the default backends from working; `MISSING` is optional."""
+    """One line of the result. `BAD` prevents the default backends from working; `MISSING` is optional."""
 
     subject: str
     status: str
@@ -76,7 +76,7 @@ def doctor() -> None:
 
 
 def examine() -> Iterator[Check]:
-    """Every check in turn; the quick ones first. Needs no torch."""
+    """Yield the result of every check, the quick ones first. Works without torch."""
     yield Check("python", OK, f"{platform.python_version()} at {sys.executable}")
     yield _library("distributed-trainer", needed=False)
     yield _library("numpy", needed=True)
@@ -95,7 +95,7 @@ def examine() -> Iterator[Check]:
 
 
 def check_backend(row: BackendRow, is_default: bool) -> Check:
-    """Whether the libraries of a backend are installed, or the command that installs them."""
+    """Check that the libraries of a backend are installed; otherwise name the command that installs them."""
     absent = missing_libraries(row)
     if absent:
         return Check(row.name, BAD if is_default else MISSING, f"no {', '.join(absent)}: run {row.install}")
@@ -108,7 +108,7 @@ def check_backend(row: BackendRow, is_default: bool) -> Check:
 
 
 def _load_error(module: str) -> str | None:
-    """The last line of what importing `module` says, in a process of its own; None where it loads."""
+    """Import `module` in a separate process. Return the last line of its error, or None if it loads."""
     command = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_LIMIT_S)
@@ -118,9 +118,11 @@ def _load_error(module: str) -> str | None:
 
 
 def check_dask() -> Check:
-    """Dask's own project of the name `distributed` installs a package of our name; the two overwrite each other."""
+    """Check that Dask's project `distributed` is not installed. Its package has the same name as ours; each
+    overwrites the other."""
     try:
-        version = importlib.metadata.version("distributed")  # of that project; the package of the name is ours too
+        # the version of Dask's project; ours is called distributed-trainer
+        version = importlib.metadata.version("distributed")
     except importlib.metadata.PackageNotFoundError:
         return Check("Dask", OK, "its package 'distributed' is not in this environment")
     cure = "pip uninstall distributed, then install distributed-trainer again"
@@ -128,7 +130,7 @@ def check_dask() -> Check:
 
 
 def check_port() -> Check:
-    """Whether a free port of the loopback interface can be listened on and reached."""
+    """Check that this process can listen on a free port of the loopback interface and connect to it."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -139,7 +141,7 @@ def check_port() -> Check:
 
 
 def check_run_directory(path: Path) -> Check:
-    """Whether `path`, or the nearest directory above it, takes a file."""
+    """Check that a file can be written to `path`, or to its nearest existing parent."""
     nearest = next(place for place in (path, *path.resolve().parents) if place.exists())
     try:
         with tempfile.TemporaryFile(dir=nearest) as file:
@@ -152,7 +154,7 @@ def check_run_directory(path: Path) -> Check:
 
 
 def check_all_reduce() -> Check:
-    """Two processes of our own add up a tensor over gloo."""
+    """Run an all-reduce over gloo between two processes and check the sum."""
     begin = time.monotonic()
     with temporary_directory() as directory, contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(_start_probe(rank, directory)) for rank in range(2)]
@@ -193,7 +195,8 @@ def _library(name: str, needed: bool) -> Check:
 
 
 def _version(name: str) -> str | None:
-    """Of the distribution `name`, or of one that brings a module of that name (tensorflow-cpu)."""
+    """Return the version of the distribution `name`, or of one that contains a module of that name (such as
+    tensorflow-cpu)."""
     for distribution in (name, *importlib.metadata.packages_distributions().get(name, ())):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)

@@ -1,4 +1,4 @@
-"""`distributed mlflow-sync`: send to MLflow what a run could not."""
+"""`distributed mlflow-sync`: send to MLflow what a run could not send."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import typer
 
 from distributed.runs.directory import RunDirectory
 
-_LOGGED = ("", "fit-*/", "trials/*/", "trials/*/fit-*/")  # a sweep before its trials, whose runs stand below its own
+# a sweep comes before its trials, because their runs are children of its run
+_LOGGED = ("", "fit-*/", "trials/*/", "trials/*/fit-*/")
 
 
 def mlflow_sync(
     run: Annotated[Path, typer.Argument(help="a run directory, or that of a sweep")],
 ) -> None:
-    """Send to MLflow what a run logged while no server answered. May be repeated: nothing is there twice."""
+    """Send to MLflow what a run logged while no server answered. Repeating the command sends nothing twice."""
     from distributed.loggers.mlflow import send_rest
 
     directory = RunDirectory(run)

@@ -1,4 +1,4 @@
-"""`distributed parity`: one script on every backend, and how far its numbers are from those of one process."""
+"""`distributed parity`: train one script on every backend, and compare the numbers with those of one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parity(
 ) -> None:
     """Train a script on every backend and number of processes, with the same global batches, beside one process.
 
-    Exits with 1 where a run failed or its numbers are too far away.
+    Exits with 1 if a run failed or its numbers are too far away.
     """
     check_script(str(script))
     names = tuple(REGISTRY) if backends == "all" else tuple(_backend(name) for name in _words(backends, "backends"))
@@ -94,7 +94,7 @@ def _worlds(text: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _directory(keep: Path | None) -> Iterator[Path]:
-    """Where the runs go: a directory of their own that is gone afterwards, or an empty one that stays."""
+    """Yield the directory for the runs: a temporary one, or `keep`, which must be empty and remains."""
     if keep is None:
         with temporary_directory() as directory:
             yield directory
@@ -147,7 +147,7 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _rows(report: Report, reference: str) -> Iterator[tuple[str, ...]]:
-    """One for each backend and number of processes, both element types beside each other."""
+    """Yield a row for each backend and number of processes, with both element types side by side."""
     places: dict[tuple[str, int, int], dict[str, Compared]] = {}
     for each in report.compared:
         if each.reference == reference:
@@ -178,7 +178,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for both."""
+    """Return `value` with None in place of NaN and infinity, which JSON cannot represent."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""`distributed report`: the curves of a run, of several, or of a sweep as one HTML file."""
+"""`distributed report`: write the curves of one run, several runs, or a sweep into one HTML file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="the file to write (default: RUN/report.html, or compare.html)")
     ] = None,
 ) -> None:
-    """Write report.html of each run: one that goes on or was killed too. It needs no network to be read."""
+    """Write report.html of each run. A run may still be going on, or may have been killed. The file can be read
+    offline."""
     from distributed.report import FILE, write_report
 
     if compare and len(runs) == 1:

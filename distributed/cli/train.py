@@ -1,7 +1,8 @@
-"""`distributed train`: run a script on one or many processes. Every flag stands here by hand: a flag is public API.
+"""`distributed train`: run a script on one or many processes. Every flag is written out here, because a flag is public
+API.
 
-Parsed by argparse: sixty options of typer, which makes a pydantic adapter for each, take 0.15 s of processor time, and
-that is 7 % of the time from the command to the first step.
+The command uses argparse. With typer, which makes a pydantic adapter for each option, its sixty options take 0.15 s of
+processor time, which is 7 % of the time from the command to the first step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from distributed.config.settings import GROUPS, DistributedConfig, canonical, ch
 from distributed.errors import ConfigError, nearest
 from distributed.launching.secret import read_token_file
 
-# Other tools' spellings, accepted and not advertised.
+# Spellings of other tools. They are accepted but not shown in the help.
 ALIASES = ("world_size", "rank", "save_interval", "gradient_clip_norm", "bucket_size_mb", "bucket_cap_mb")
 ALIAS_SWITCHES = (
     "no_nccl", "gradient_checkpointing", "use_gradient_checkpointing", "find_unused_parameters", "static_graph",
@@ -40,13 +41,13 @@ the environment that torchrun gives."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that reports a wrong command line as our own error."""
+    """Parser that raises ConfigError for a wrong command line."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}: see '{self.prog} --help'")
 
     def format_help(self) -> str:
-        """The flags, and below them the settings that have none."""
+        """Return the help: the flags, then the settings that have no flag."""
         formatter = self._get_formatter()
         formatter.start_section("Settings without a flag: --set NAME=VALUE, in YAML and in code")
         for name, rule in _without_flag():
@@ -57,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Run the command; what follows `--` is the script's own. Returns the exit code; raises DistributedError."""
+    """Run the command and return its exit code. Arguments after `--` belong to the script. Raises DistributedError."""
     command, script_args = read_flags(train_parser(), arguments)
     own = {
         name: command.pop(name) for name in ("script", "config", "set", "run_dir", "resume", "dry_run", "token_file")
@@ -74,7 +75,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _without_run(arguments: Sequence[str]) -> list[str]:
-    """The flags as they were typed, but for which run they are to go on with."""
+    """Return the flags as they were typed, without those that select the run directory or resume it."""
     kept: list[str] = []
     waiting = list(arguments)
     while waiting:
@@ -88,7 +89,8 @@ def _without_run(arguments: Sequence[str]) -> list[str]:
 
 
 def _world_number(name: str, text: str) -> int:
-    """`--world-size` and `--rank` are no settings: they say which of how many processes this command is."""
+    """Check `--world-size` or `--rank`. They are no settings: they give the number of processes and the rank of this
+    process."""
     rule = _RULES["nproc_per_node" if name == "world_size" else "node_rank"]
     is_number = re.fullmatch(r"[+-]?\d+", text) is not None
     number: int = check(name, int(text) if is_number else text, rule, lambda name, value: f"{flag_of(name)} {value}")
@@ -96,7 +98,14 @@ def _world_number(name: str, text: str) -> int:
 
 
 def read_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """(the flags by name, the script's own arguments, which follow after `--`). Raises ConfigError for an unknown flag."""
+    """Parse the command line.
+
+    Returns:
+        `(flags, arguments)`: the flags by name, and the script's own arguments, which follow after `--`.
+
+    Raises:
+        ConfigError: a flag is unknown.
+    """
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     given, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments[:end]])
     if unknown:
@@ -105,7 +114,7 @@ def read_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tup
 
 
 def train_parser() -> argparse.ArgumentParser:
-    """The parser of `train` itself."""
+    """Return the parser of `train`, with the flags that no other command has."""
     parser = make_parser()
     parser.add_argument_group("Several nodes").add_argument(
         "--token-file", metavar="FILE",
@@ -118,7 +127,10 @@ def train_parser() -> argparse.ArgumentParser:
 def make_parser(
     prog: str = "distributed train", usage: str = "--script FILE", about: str = _ABOUT
 ) -> argparse.ArgumentParser:
-    """The parser of `train`, and of what takes its flags. Values stay text, so that one place says what is wrong with them; untyped is None."""
+    """Return the parser of the flags that `train` and `tune` share.
+
+    Values stay text, so that one place reports what is wrong with them. A flag that was not typed is None.
+    """
     parser = _Parser(
         prog=prog, usage=f"%(prog)s {usage} [flags] [-- SCRIPT ARGUMENTS]", description=about,
         formatter_class=_Help, allow_abbrev=False, add_help=False,
@@ -152,7 +164,7 @@ def _add(group: Any, name: str, rule: Rule) -> None:
     if rule.kinds == (bool,):
         group.add_argument(flag_of(name), action=_Switch, help=_help(rule))
         return
-    bare = {"nargs": "?", "const": True} if bool in rule.kinds else {}  # the flag alone means true
+    bare = {"nargs": "?", "const": True} if bool in rule.kinds else {}  # the flag without a value means true
     group.add_argument(flag_of(name), metavar=_METAVARS.get(name) or _metavar(rule), help=_help(rule), **bare)
 
 
@@ -163,7 +175,7 @@ def _without_flag() -> Iterable[tuple[str, Rule]]:
 
 
 class _Switch(argparse.BooleanOptionalAction):
-    """`--name` and `--no-name`, shown as `--[no-]name`; `--name true` and `--name false` mean the same."""
+    """Action for `--name` and `--no-name`, shown as `--[no-]name`. It also accepts `--name true` and `--name false`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -181,7 +193,7 @@ class _Switch(argparse.BooleanOptionalAction):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Every name whole and beside its text, at 80 columns."""
+    """Help formatter that keeps each flag on one line with its text, at 80 columns."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=80)
@@ -207,7 +219,7 @@ def _help(rule: Rule) -> str:
 
 
 def _dashed(argument: str) -> str:
-    """torchrun's `--nproc_per_node=2` as `--nproc-per-node=2`."""
+    """Return torchrun's `--nproc_per_node=2` as `--nproc-per-node=2`."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
@@ -220,7 +232,8 @@ def _unknown(argument: str, parser: argparse.ArgumentParser) -> ConfigError:
         return ConfigError(f"{name} is not a flag of {verb}: write --set {setting}=VALUE")
     if answer := answer_for(setting, as_flag):
         return ConfigError(f"{name} is not a flag of {verb}: {answer}; a script's own flags follow after --")
-    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]  # the others are hidden aliases
+    # hidden aliases are not suggested
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     flags = [flag for action in shown for flag in action.option_strings]
     return ConfigError(
         f"{name} is not a flag of {verb}{nearest(name, flags)}: see '{parser.prog} --help';"
@@ -235,7 +248,18 @@ def read_typed(
     script: str | None,
     script_args: tuple[str, ...],
 ) -> Typed:
-    """Everything that was typed, under its own names. Raises ConfigError for the first wrong or unknown one."""
+    """Return all settings and arguments of a command line, under their canonical names.
+
+    Args:
+        config: path of a YAML file, or None.
+        flags: text of each flag by name.
+        assignments: `KEY=VALUE` of each `--set`.
+        script: path of the script, or None for the one that `config` names.
+        script_args: arguments of the script.
+
+    Raises:
+        ConfigError: a setting is unknown or has a wrong value. It names the first one.
+    """
     base = read_config_file(config) if config is not None else Typed()
     values, notices = canonical({name: _value(name, text) for name, text in flags.items()})
     extra, more = canonical(dict(_assignment(text) for text in assignments), written=as_flag)
@@ -243,7 +267,7 @@ def read_typed(
         check_setting(name, value, _RULES[name], as_flag)
     merged_flags = joined(joined(base.flag, values), extra)
     is_same = script is None or script == base.script
-    # The file's script is looked for in the present directory: what lies there may be another.
+    # The script of the file is relative to the present directory, so another file may be found: name it.
     which = [f"script {base.script}, from {config}"] if script is None and base.script is not None else []
     return dataclasses.replace(
         base, flag=merged_flags, notices=(*which, *base.notices, *notices, *more), script=script or base.script,
@@ -252,7 +276,8 @@ def read_typed(
 
 
 def _value(name: str, text: Any) -> Any:
-    """A flag's text in the setting's type where it can be read as that; else the text, which the check will refuse."""
+    """Return the text of a flag in the type of its setting. Return the text itself if it cannot be converted; the
+    check then refuses it."""
     rule = _RULES.get(name)
     if not isinstance(text, str):
         return text

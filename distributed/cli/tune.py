@@ -25,7 +25,7 @@ _OWN = (
 
 
 def tune(arguments: Sequence[str]) -> int:
-    """Run the command; what follows `--` is the script's own. Returns the exit code; raises DistributedError."""
+    """Run the command and return its exit code. Arguments after `--` belong to the script. Raises DistributedError."""
     command, script_args = read_flags(_parser(), arguments)
     own = {name: command.pop(name) for name in ("script", "config", "set", "run_dir", "resume", "dry_run", *_OWN)}
     flags = {name: value for name, value in command.items() if value is not None}
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(own: Mapping[str, Any]) -> dict[str, int]:
-    """The flags that are whole numbers, as far as they were typed."""
+    """Return the typed flags whose values are whole numbers."""
     found: dict[str, int] = {}
     least = {"num_samples": 1, "max_concurrent": 1, "max_failures": 0, "cpus_per_trial": 1, "trials_per_gpu": 1}
     for name, minimum in least.items():

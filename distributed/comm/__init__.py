@@ -1,6 +1,7 @@
-"""Communication for scripts that do not use `Trainer`, the same in one process and in many. Collectives of engines belong to `backends`.
+"""Communication for scripts without `Trainer`, the same in one process and in many. Collectives of engines belong to `backends`.
 
-In a process without a launcher, a world of one, every call is defined and costs nothing. Importing this loads no framework.
+In a process without a launcher the world has one rank: every call works, without communication. Importing this module
+loads no framework.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from distributed.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from distributed.backends._torch.world import World
+    from distributed.backends._torch.world import TorchWorld
 
 __all__ = [
     "ReduceOp", "all_gather", "all_reduce", "barrier", "broadcast", "destroy_process_group", "get_distributed_info",
@@ -35,7 +36,7 @@ __all__ = [
 
 
 class ReduceOp(enum.Enum):
-    """How values of all ranks become one."""
+    """How the values of all ranks are combined."""
 
     SUM = "sum"
     AVERAGE = "average"
@@ -45,10 +46,19 @@ class ReduceOp(enum.Enum):
 
 
 def all_reduce(tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.SUM) -> torch.Tensor:
-    """Combine `tensor` over all ranks, in place; returns it. All ranks call it, with the same shape and type.
+    """Combine `tensor` over all ranks, in place, and return it. Every rank must call it.
 
-    Averages of float16 and bfloat16 are summed in float32; averages of whole numbers are refused.
-    Raises ConfigError for arguments that are wrong, and before `init_process_group` where there are other ranks.
+    Averages of float16 and bfloat16 are summed in float32. Averages of integers are refused.
+
+    Args:
+        tensor: a dense tensor, with the same shape and dtype on all ranks.
+        op: a `ReduceOp` or its name, such as "sum".
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        ConfigError: an argument is wrong, or there are other ranks and `init_process_group` was not called.
     """
     data, operation = _data(tensor, "all_reduce"), _operation(op, tensor)
     world = current_world()
@@ -63,9 +73,16 @@ def all_reduce(tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.SUM) -> torch
 
 
 def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Every rank's `tensor`, in the order of ranks, as copies. All ranks call it; shapes may differ, types may not.
+    """Return copies of the tensors of all ranks, in the order of ranks. Every rank must call it.
 
-    Raises ConfigError on all ranks where the types differ.
+    Args:
+        tensor: a dense tensor. Shapes may differ between ranks, dtypes may not.
+
+    Returns:
+        One tensor per rank, each with that rank's shape.
+
+    Raises:
+        ConfigError: on all ranks, if the dtypes differ; also as `all_reduce`.
     """
     data, world = _data(tensor, "all_gather").contiguous(), current_world()
     if world.context.world_size == 1:
@@ -81,9 +98,17 @@ def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-    """Give `tensor` the values it has on rank `src`, in place; returns it. All ranks call it, with the same shape and type.
+    """Copy the values of `tensor` on rank `src` to all ranks, in place, and return it. Every rank must call it.
 
-    Raises ConfigError where `src` is no rank.
+    Args:
+        tensor: a dense tensor, with the same shape and dtype on all ranks.
+        src: the rank whose values are copied.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        ConfigError: `src` is not a rank; also as `all_reduce`.
     """
     data, world = _data(tensor, "broadcast"), current_world()
     if not 0 <= src < world.context.world_size:
@@ -98,10 +123,19 @@ def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
 def reduce_scatter(
     tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.SUM, *, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Combine `tensor` [n, ...] over all ranks and return this rank's rows of it. All ranks call it, with the same shape.
+    """Combine `tensor` over all ranks and return this rank's rows of the result. Every rank must call it.
 
-    `sizes` are the numbers of rows of each rank, the same on all ranks; None means as even as can be, the first ranks get
-    one more. Raises ConfigError for arguments that are wrong, and as `all_reduce`.
+    Args:
+        tensor: a dense tensor of shape `[n, ...]`, with the same shape and dtype on all ranks.
+        op: a `ReduceOp` or its name, such as "sum".
+        sizes: the number of rows for each rank, the same on all ranks. None splits them as evenly as possible, with the
+            remaining rows on the first ranks.
+
+    Returns:
+        A tensor of shape `[sizes[rank], ...]`.
+
+    Raises:
+        ConfigError: an argument is wrong; also as `all_reduce`.
     """
     import torch
 
@@ -123,16 +157,22 @@ def reduce_scatter(
 
 
 def barrier() -> None:
-    """Wait until all ranks are here. All ranks call it."""
+    """Wait until all ranks have called this function. Every rank must call it."""
     current_world().barrier()
 
 
 @contextlib.contextmanager
 def no_sync(model: Any = None) -> Iterator[None]:
-    """Backward passes of forwards in this block keep their gradients local; the next outside averages the sums.
+    """Return a context manager inside which gradients are not averaged over the ranks.
 
-    `model` is a DistributedDataParallel, ours or torch's; None means every one of ours in this process.
-    Raises ConfigError where there is none.
+    Gradients of forward passes inside it accumulate locally. The next backward pass outside averages the accumulated
+    sums.
+
+    Args:
+        model: a DistributedDataParallel, ours or torch's. None means all of ours in this process.
+
+    Raises:
+        ConfigError: there is no such model.
     """
     models = list(wrappers()) if model is None else [model]
     if not models or not all(hasattr(each, "no_sync") for each in models):
@@ -145,7 +185,7 @@ def no_sync(model: Any = None) -> Iterator[None]:
 
 
 def _data(tensor: Any, call: str) -> torch.Tensor:
-    """The tensor's own memory, without its graph."""
+    """Return the tensor's data without its autograd graph. Raises ConfigError for what is not a dense tensor."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -171,18 +211,21 @@ def _on_wire(operation: ReduceOp) -> str:
 
 
 def _wire(data: torch.Tensor, operation: ReduceOp) -> torch.Tensor:
-    """Sums of many short floats overflow, or lose what the average still has."""
+    """Return the data to sum.
+
+    Short floats are converted, because their sums can overflow or lose digits of the average.
+    """
     is_short = operation is ReduceOp.AVERAGE and data.is_floating_point() and data.element_size() < 4
     return data.float() if is_short else data
 
 
-def _divide(values: torch.Tensor, operation: ReduceOp, world: World) -> None:
+def _divide(values: torch.Tensor, operation: ReduceOp, world: TorchWorld) -> None:
     if operation is ReduceOp.AVERAGE:
         values.div_(world.context.world_size)
 
 
-def _shapes(data: torch.Tensor, world: World) -> list[tuple[int, ...]]:
-    """The shapes of all ranks' tensors. Raises ConfigError, on all ranks alike, where types differ."""
+def _shapes(data: torch.Tensor, world: TorchWorld) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors of all ranks. Raises ConfigError, on all ranks, if the dtypes differ."""
     found = world.gather((str(data.dtype), tuple(data.shape)))
     others = [(rank, kind) for rank, (kind, _) in enumerate(found) if kind != found[0][0]]
     if others:

@@ -1,7 +1,7 @@
-"""Whom this process works with, for scripts that do not use `Trainer`: joining, leaving, and who is who.
+"""Join and leave a process group, and look up ranks, for scripts without `Trainer`.
 
-A worker of ours, of torchrun, Slurm or mpirun finds its place in the environment; a process without a launcher is a world of
-one. Importing this loads no framework.
+A worker of our launcher, torchrun, Slurm or mpirun finds its rank in the environment. A process without a launcher is a
+world of one rank. Importing this module loads no framework.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distributed.backends.adoption import adopted
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import merge
 from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
-from distributed.config.registry import REGISTRY, TRANSPORTS, backend_class
+from distributed.config.registry import REGISTRY, TRANSPORTS, starting_of
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
@@ -24,7 +24,7 @@ from distributed.launching.environments.registry import worker_environment
 from distributed.launching.request import typed_for_script
 
 if TYPE_CHECKING:
-    from distributed.backends._torch.world import World
+    from distributed.backends._torch.world import TorchWorld
     from distributed.comm.parallel import DistributedDataParallel
 
 _CALL = "init_process_group()"
@@ -33,16 +33,16 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class _ThisProcess:
-    world: World | None = None
-    transport: str | None = None  # what init_process_group() was asked for
+    world: TorchWorld | None = None
+    transport: str | None = None  # the transport passed to init_process_group()
     wrappers: weakref.WeakSet[DistributedDataParallel] = dataclasses.field(default_factory=weakref.WeakSet)
-    is_ending: bool = False  # destroy_process_group is called at exit
+    is_ending: bool = False  # destroy_process_group is registered to run at exit
 
 
 _this = _ThisProcess()
 
 
-# Joining and leaving
+# Join and leave
 
 
 def init_process_group(
@@ -53,17 +53,22 @@ def init_process_group(
     rank: int | None = None,
     timeout_s: float | None = None,
 ) -> None:
-    """Join the other ranks. All ranks call it, once; in a process without a launcher it makes a world of one.
+    """Join the other ranks. Every rank must call it; a second call does nothing.
+
+    Without a launcher the world has one rank.
 
     Args:
-        backend: the transport, "nccl", "gloo" or "mpi"; None means nccl on GPUs, else gloo. What was typed for the launcher
-            (`--backend`) is stronger.
-        init_method: "env://" or None. Ranks find each other as the launcher says, else by MASTER_ADDR and MASTER_PORT.
-        world_size, rank: only where no launcher says them; elsewhere they must agree with it.
-        timeout_s: seconds a collective may wait for the others; None means 300.
+        backend: the transport: "nccl", "gloo" or "mpi". None means nccl on GPUs, else gloo. The launcher's `--backend`
+            takes precedence.
+        init_method: "env://" or None. Ranks find each other through the launcher, or through MASTER_ADDR and
+            MASTER_PORT.
+        world_size: the number of processes, needed only without a launcher. With one it must agree with the launcher.
+        rank: the rank of this process, from 0, as for `world_size`.
+        timeout_s: the number of seconds that a collective may wait for other ranks. None means 300.
 
-    Raises ConfigError for arguments that are wrong or contradict the launcher, ResourceError where GPUs are missing or with
-    the ranks that did not come in time.
+    Raises:
+        ConfigError: an argument is wrong or contradicts the launcher, or this process joined with another transport.
+        ResourceError: GPUs are missing, or some ranks did not join in time. The message names them.
     """
     if init_method not in (None, "env://"):
         raise ConfigError(
@@ -75,7 +80,7 @@ def init_process_group(
     config = merge(typed, {name: value for name, value in code.items() if value is not None}).config
     if is_initialized():
         world = _joined()
-        joined = world.transport if world is not None else None  # a world of one has no transport to differ in
+        joined = world.transport if world is not None else None  # a world of one has no transport
         if joined is not None and config.communication_backend not in (None, joined):
             raise ConfigError(
                 f"backend={config.communication_backend!r}, but this process joined with {joined!r}: call"
@@ -87,20 +92,20 @@ def init_process_group(
     _this.world, _this.transport = _join(config, found), config.communication_backend
 
 
-def _join(config: DistributedConfig, found: WorkerEnvironment | None) -> World:
+def _join(config: DistributedConfig, found: WorkerEnvironment | None) -> TorchWorld:
     from distributed.backends._torch.world import OneProcess
 
     plan = _plan(config, found)
     if found is None or found.world_size == 1:
         return OneProcess(plan)
-    engine = backend_class(choose_backend(config, found.world_size))
-    world: World = engine.join(plan, config, _log.warning, found=found, call=_CALL)
+    starting = starting_of(choose_backend(config, found.world_size))
+    world: TorchWorld = starting.join(plan, config, _log.warning, found, _CALL)
     _end_in_order()
     return world
 
 
 def _place(world_size: int | None, rank: int | None) -> WorkerEnvironment | None:
-    """What this process is as a worker: as its launcher says, else as the arguments say."""
+    """Return the ranks of this process, from the launcher or the arguments. None for a process on its own."""
     found = worker_environment()
     if found is not None:
         for name, value in (("world_size", world_size), ("rank", rank)):
@@ -142,7 +147,11 @@ def _plan(config: DistributedConfig, found: WorkerEnvironment | None) -> Process
 
 
 def _end_in_order() -> None:
-    """A script that forgets to leave, leaves at its end; torch's own end can abort."""
+    """Leave the process group at exit if the script does not.
+
+    torch 2.13 with gloo can abort at exit if its group still exists (pytorch PR 179291, not merged). May go when torch
+    leaves the group itself.
+    """
     import atexit
 
     if not _this.is_ending:
@@ -151,7 +160,10 @@ def _end_in_order() -> None:
 
 
 def destroy_process_group() -> None:
-    """Leave the others; nobody waits. Models stay usable in this process alone. Nothing happens where nobody joined."""
+    """Leave the process group, without waiting for other ranks. Does nothing if this process did not join.
+
+    Wrapped models stay usable in this process alone.
+    """
     for wrapper in list(_this.wrappers):
         wrapper.release()
     world = _joined()
@@ -161,29 +173,33 @@ def destroy_process_group() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether this process joined: here, in a Trainer, or by torch's own call."""
+    """Return whether this process joined a group: through this module, a Trainer, or torch itself."""
     return _joined() is not None
 
 
-# Who is who
+# Ranks
 
 
 def get_rank() -> int:
-    """This process' rank, from 0: of the group, or before joining as the launcher says it. No collective."""
+    """Return the rank of this process, from 0. Before joining it is what the launcher says. No collective."""
     return _numbers(_joined())["rank"]
 
 
 def get_world_size() -> int:
-    """Processes in all: of the group, or before joining as the launcher says. 1 without a launcher. No collective."""
+    """Return the number of processes. No collective.
+
+    Before joining it is what the launcher says, or 1 without a launcher.
+    """
     return _numbers(_joined())["world_size"]
 
 
 def get_distributed_info() -> dict[str, Any]:
-    """What this process is among the others. No collective.
+    """Return the rank of this process and facts about its group. No collective.
 
-    Returns `available` (whether there are other processes), `initialized`, `world_size`, `rank`, `local_rank`,
-    `local_world_size`, `node_rank`, `backend` (the transport: nccl, gloo or mpi; before joining and in a world of one the
-    one that several processes would use) and `device` (None before joining).
+    Returns:
+        A dict with `available` (whether there are other processes), `initialized`, `world_size`, `rank`, `local_rank`,
+        `local_world_size`, `node_rank`, `backend` (the transport: nccl, gloo or mpi; before joining and in a world of
+        one the transport that several processes would use) and `device` (None before joining).
     """
     world = _joined()
     numbers = _numbers(world)
@@ -195,7 +211,7 @@ def get_distributed_info() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _numbers(world: World | None) -> dict[str, int]:
+def _numbers(world: TorchWorld | None) -> dict[str, int]:
     names = ("world_size", "rank", "local_rank", "local_world_size", "node_rank")
     place: Any = world.context if world is not None else worker_environment()
     values = (1, 0, 0, 1, 0) if place is None else [getattr(place, name) for name in names]
@@ -203,7 +219,7 @@ def _numbers(world: World | None) -> dict[str, int]:
 
 
 def _usual_transport(device: str | None) -> str:
-    """What a group would use: as asked for here or typed for the launcher, else by the device."""
+    """Return the transport that a group would use: as requested here or from the launcher, else by the device."""
     config = merge(typed_for_script("communication_backend", "device"), {}).config
     if asked := _this.transport or config.communication_backend:
         return asked
@@ -212,23 +228,26 @@ def _usual_transport(device: str | None) -> str:
 
 
 def wrappers() -> weakref.WeakSet[DistributedDataParallel]:
-    """The wrapped models of this process: they let go of the group when it ends."""
+    """Return the wrapped models of this process. They drop torch's wrapper when the group ends."""
     return _this.wrappers
 
 
-def _joined() -> World | None:
-    """The world that this process joined, or None. A group that somebody else made is taken up."""
+def _joined() -> TorchWorld | None:
+    """Return the world that this process joined, or None. A group that other code initialized is adopted."""
     world = _this.world
     if world is not None and not world.is_alive():
-        world = None  # somebody else ended the group
+        world = None  # other code destroyed the group
     if world is None or world.context.world_size == 1:
         world = adopted(_log.warning) or world
     _this.world = world
     return world
 
 
-def current_world() -> World:
-    """The world to talk to. A process without a launcher need not join. Raises ConfigError in a worker that did not."""
+def current_world() -> TorchWorld:
+    """Return the world of this process. A process without a launcher need not join.
+
+    Raises ConfigError in a worker that has not joined.
+    """
     world = _joined()
     if world is not None:
         return world

@@ -1,4 +1,4 @@
-"""DistributedDataParallel and DistributedSampler for scripts that do not use `Trainer`, in one process and in many."""
+"""DistributedDataParallel and DistributedSampler for scripts without `Trainer`, in one process and in many."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from distributed.errors import ConfigError, DistributedError
 
 
 class DistributedDataParallel(torch.nn.Module):
-    """`module` on every rank, its gradients averaged over all ranks in each backward pass. All ranks make it, and rank 0's
-    parameters become everyone's. The gradients of one process are its own.
+    """Wrap `module` on every rank and average its gradients over all ranks in each backward pass.
+
+    Every rank must construct it. The parameters of rank 0 are copied to all ranks. In a world of one rank it changes
+    nothing.
 
     Args:
-        module: the model, on its device. `.module` gives it back; `state_dict()` has the names of torch's wrapper.
-        bucket_cap_mb, bucket_size_mb: megabytes of gradients per all-reduce (two words for one thing; None: torch's 25).
-        find_unused_parameters: search each step's graph for parameters that get no gradient.
+        module: the model, on its device. The attribute `module` holds it; `state_dict()` has the names of torch's
+            wrapper.
+        bucket_cap_mb: megabytes of gradients per all-reduce. None means torch's default of 25.
+        bucket_size_mb: another name of `bucket_cap_mb`.
+        find_unused_parameters: search the graph of each step for parameters that get no gradient.
         static_graph: promise that the graph is the same in every step.
-        device_ids: the model's device, as torch asks for it; not needed.
+        device_ids: the model's device, accepted for compatibility with torch. Not needed.
 
-    Raises ConfigError for arguments that are wrong, and before `init_process_group` where there are other ranks.
+    Raises:
+        ConfigError: an argument is wrong, or there are other ranks and `init_process_group` was not called.
     """
 
     def __init__(
@@ -49,7 +54,7 @@ class DistributedDataParallel(torch.nn.Module):
         world = membership.current_world()
         is_trained = any(parameter.requires_grad for parameter in module.parameters())
         self.module = module
-        # Not a sub-module: names stay those of torch's wrapper, which must be gone when the group ends.
+        # Set without registering a sub-module: `state_dict()` keeps its names, and `release` can drop torch's wrapper.
         self.__dict__["_wrapped"] = world.wrap(module, **options) if is_trained else module
         self.__dict__["_world"] = world
         self._is_static, self._has_synced = static_graph, False
@@ -57,7 +62,7 @@ class DistributedDataParallel(torch.nn.Module):
         membership.wrappers().add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs."""
+        """Return the outputs of the module."""
         if torch.is_grad_enabled() and self.training:
             if self._is_released:
                 raise DistributedError(
@@ -69,10 +74,14 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes of forwards in this block keep their gradients local; the next outside averages the sums."""
+        """Return a context manager inside which gradients are not averaged over the ranks.
+
+        The next backward pass outside averages the accumulated sums.
+        """
         wrapped = self.__dict__["_wrapped"]
         if wrapped is self.module or (self._is_static and not self._has_synced):
-            # torch 2.13 aborts when the first backward of a static graph is not synchronised; sums stay the same.
+            # torch (seen in 2.13) fails if the first backward pass of a static graph is not synchronised: pytorch issue
+            # 143580. Synchronising gives the same sums. May go when the oldest supported torch has the fix, PR 187732.
             yield
             return
         before, self._is_held = self._is_held, True
@@ -83,7 +92,10 @@ class DistributedDataParallel(torch.nn.Module):
             self._is_held = before
 
     def sync_gradients(self) -> None:
-        """Average what `no_sync` left local. All ranks call it; nothing happens where the gradients are averaged already."""
+        """Average the gradients that `no_sync` kept local. Every rank must call it.
+
+        Does nothing if they are averaged already.
+        """
         if not self._is_local:
             return
         self._is_local = False
@@ -95,14 +107,14 @@ class DistributedDataParallel(torch.nn.Module):
             _average(parameters)
 
     def release(self) -> None:
-        """Drop torch's wrapper, so that the group can end; the model then is this process' alone."""
+        """Drop torch's wrapper, so that the group can end. The model then belongs to this process alone."""
         self.__dict__["_world"].unwrap(self.__dict__["_wrapped"])
         self.__dict__["_wrapped"] = self.module
         self._is_released = True
 
 
 def _average(parameters: list[torch.nn.Parameter]) -> None:
-    """Gradients averaged in one collective; a missing one counts as zero, and stays missing where all ranks miss it."""
+    """Average the gradients in one collective. A missing one counts as zero, and stays None if all ranks lack it."""
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
     has = torch.tensor([float(p.grad is not None) for p in parameters]).to(grads[0])
     flat = comm.all_reduce(torch.cat([has, *(grad.reshape(-1) for grad in grads)]), comm.ReduceOp.AVERAGE)
@@ -134,15 +146,21 @@ def _check_device(module: torch.nn.Module, device_ids: list[Any] | None) -> None
 
 
 class DistributedSampler(TorchSampler[Any]):
-    """This rank's indices of a data set: equally many on each rank, the first repeated where it does not divide.
+    """Sample the part of a data set that belongs to this rank.
+
+    All ranks get the same number of indices. The first ones are repeated if the length is not divisible by the number of ranks.
 
     Args:
-        dataset: anything with a length; or `dataset_size` alone.
-        num_replicas, rank: of how many parts which one; None means the ranks of this job.
-        shuffle: in another order each epoch (`set_epoch`), the same on all ranks; drawn with `seed`.
-        drop_last: leave out the last samples instead of repeating the first.
+        dataset: an object with a length. Pass either this or `dataset_size`.
+        num_replicas: the number of parts. None means the number of ranks.
+        rank: the number of this part, from 0. None means the rank of this process.
+        shuffle: whether to shuffle in each epoch (`set_epoch`), in the same way on all ranks.
+        seed: the seed of the shuffling.
+        drop_last: leave out the last samples instead of repeating the first ones.
+        dataset_size: the number of samples.
 
-    Raises ConfigError for arguments that are wrong.
+    Raises:
+        ConfigError: an argument is wrong.
     """
 
     def __init__(

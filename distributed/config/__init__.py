@@ -1,4 +1,4 @@
-"""Settings of a run: declared, checked, merged from their sources, with the plan of processes and batches and the rows of backends."""
+"""Settings of a run: declared, checked and merged from their sources; the plan of processes and batches; the registry of backends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ __all__ = ["DistributedConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    """Resolve `DistributedConfig` on first use: the settings read the registry of backends, to which rows may be added before."""
+    """Import `DistributedConfig` on first use.
+
+    The settings read the registry of backends when they are imported. Rows can therefore be added to it before that.
+    """
     if name != "DistributedConfig":
         raise AttributeError(f"module 'distributed.config' has no attribute {name!r}")
     from distributed.config.settings import DistributedConfig

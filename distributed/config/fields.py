@@ -1,4 +1,4 @@
-"""Declares and checks settings: one `setting(...)` line per field, used by the config and by every backend's options."""
+"""Declare and check settings: one `setting(...)` per field, in the configuration and in the options of every backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distributed.errors import ConfigError, nearest
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a value may be, and what it means."""
+    """What values a setting accepts, its help text and its default."""
 
     kinds: tuple[type, ...]
     help: str
@@ -25,12 +25,12 @@ class Rule:
     optional: bool = False
     group: str = ""
     default: Any = None
-    convert: Callable[[Any], Any] | None = None  # from other forms of the value, before anything else looks at it
+    convert: Callable[[Any], Any] | None = None  # converts other forms of the value before it is checked
 
 
 def setting(
     default: Any,
-    help: str,  # noqa: A002 - the field's own word
+    help: str,  # noqa: A002 - the name of the field in Rule
     *kinds: type,
     choices: tuple[Any, ...] | None = None,
     minimum: float | None = None,
@@ -40,7 +40,20 @@ def setting(
     group: str = "",
     convert: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """A dataclass field with its rule. `optional` admits None; `minimum` and `maximum` are inclusive, `above` exclusive."""
+    """Return a dataclass field with its rule.
+
+    Args:
+        default: the default value. None makes the setting optional.
+        help: one line for `--help` and the documentation.
+        kinds: the accepted types; by default the type of `default`.
+        choices: the accepted values, if they are few.
+        minimum: the smallest number, inclusive.
+        above: a number that the value must exceed.
+        maximum: the largest number, inclusive.
+        optional: whether None is accepted.
+        group: the heading in `--help`.
+        convert: converts other forms of the value before it is checked.
+    """
     kinds = kinds or (type(default),)
     optional = optional or default is None
     rule = Rule(kinds, help, choices, minimum, above, maximum, optional, group, default, convert)
@@ -48,28 +61,28 @@ def setting(
 
 
 def rules(cls: type) -> dict[str, Rule]:
-    """The rule of every declared field of `cls`, in order."""
+    """Return the rule of every declared field of `cls`, by name, in the order of declaration."""
     return {f.name: f.metadata["rule"] for f in dataclasses.fields(cls) if "rule" in f.metadata}
 
 
-# How the setting NAME is written where its value came from, with a value or without (None): for the fix in an error.
+# Writes the setting NAME, with a value or without (None), as Python, YAML or a flag: for the fix in an error message.
 Written = Callable[[str, Any], str]
 
 
 def in_code(name: str, value: Any) -> str:
-    """As an argument in Python. A value of `...` is left to the reader."""
+    """Return the setting as an argument in Python. For the value `...` the reader has to fill in the dict."""
     if value is None:
         return name
     return f"{name}={value!r}" if isinstance(value, (bool, str)) else f"{name}={in_words(value)}"
 
 
 def in_file(name: str, value: Any) -> str:
-    """As a line of YAML."""
+    """Return the setting as a line of YAML."""
     return name if value is None else f"{name}: {in_words(value)}"
 
 
 def in_words(value: Any) -> str:
-    """`value` as YAML and the command line have it."""
+    """Return `value` as it is written in YAML and on the command line."""
     if value is ...:
         return "{...}"
     if isinstance(value, bool):
@@ -78,7 +91,7 @@ def in_words(value: Any) -> str:
 
 
 class FrozenDict(dict[str, Any]):
-    """A dict that nobody can change: it may be a key, and is copied, pickled and written as JSON like any other."""
+    """A dict that cannot be changed. It is hashable, and is copied, pickled and written as JSON like a dict."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise dataclasses.FrozenInstanceError("a checked configuration cannot be changed: make another from it")
@@ -86,16 +99,23 @@ class FrozenDict(dict[str, Any]):
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self))  # a value may be a dict
+        return hash(frozenset(self))  # the names only, because a value may be a dict
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FrozenDict, (dict(self),)
 
 
 def check(name: str, value: Any, rule: Rule, written: Written = in_code) -> Any:
-    """`value` in the field's own type, or ConfigError naming field, value, rule and fix.
+    """Return `value` converted to the type of the field.
 
-    `written` is how the fix is written: as Python, as YAML or as a flag.
+    Args:
+        name: the name of the setting, for error messages.
+        value: the value to check.
+        rule: the rule of the field.
+        written: how the error writes the fix: as Python, YAML or a flag.
+
+    Raises:
+        ConfigError: the value does not follow the rule. The message has the field, the value, the rule and the fix.
     """
     if rule.convert is not None and value is not None:
         value = rule.convert(value)
@@ -132,7 +152,10 @@ def check(name: str, value: Any, rule: Rule, written: Written = in_code) -> Any:
 
 
 def check_options(cls: type, values: Mapping[str, Any], group: str, written: Written = in_code) -> Any:
-    """An instance of the options class `cls` from a mapping; ConfigError for unknown names and wrong values."""
+    """Return an instance of the options class `cls` with the checked `values`.
+
+    Raises ConfigError for unknown names and wrong values. `group` is the name of the options, for error messages.
+    """
     known = rules(cls)
     for name in values:
         if name not in known:
@@ -142,7 +165,7 @@ def check_options(cls: type, values: Mapping[str, Any], group: str, written: Wri
 
 
 def _convert(value: Any, rule: Rule) -> Any:
-    """`value` as one of the rule's kinds, or None where it is none of them."""
+    """Return `value` as one of the rule's types, or None if it is none of them."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     for kind in rule.kinds:
@@ -154,7 +177,7 @@ def _convert(value: Any, rule: Rule) -> Any:
             return int(value)
         if kind is float and isinstance(value, (numbers.Real, str)) and not isinstance(value, bool):
             try:
-                return float(value)  # also of a word: YAML 1.1 reads 1e-3 as one
+                return float(value)  # also of a string: YAML 1.1 reads 1e-3 as a string
             except ValueError:
                 continue
             except OverflowError:

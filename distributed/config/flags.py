@@ -1,4 +1,4 @@
-"""Which settings have a flag of their own on the command line, and how a setting is typed there."""
+"""Settings that have a flag of their own, and how a setting is written on the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from distributed.config.fields import in_words, rules
 from distributed.config.settings import DistributedConfig
 
-# Every setting that has a flag of its own; the others by --set, in YAML and in code.
+# Settings that have a flag of their own. The others are set by --set, in YAML or in code.
 SETTINGS = (
     "backend", "nproc_per_node", "num_gpus", "num_nodes", "gpus_per_node", "device",
     "node_rank", "master_addr", "master_port", "address",
@@ -27,12 +27,12 @@ _RULES = rules(DistributedConfig)
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of the setting `name`, whether it has one or not."""
+    """Return the name `--some-setting` for the setting `name`, even if it has no flag."""
     return f"--{name.replace('_', '-')}"
 
 
 def as_flag(name: str, value: Any) -> str:
-    """The setting `name` as it is typed, with a value or without (None)."""
+    """Return the setting as it is typed on the command line. None leaves the value out."""
     if name not in SETTINGS:
         return f"--set {name}={'VALUE' if value is None else in_words(value)}"
     if value is None:
@@ -43,7 +43,7 @@ def as_flag(name: str, value: Any) -> str:
 
 
 def flags_of(script: str, settings: Mapping[str, Any]) -> list[str]:
-    """The flags that say `settings`."""
+    """Return the command-line arguments for `script` and `settings`."""
     words = ["--script", script]
     for name, value in settings.items():
         words += [flag_of(name), str(value)] if name in SETTINGS else ["--set", f"{name}={value}"]

@@ -1,4 +1,4 @@
-"""How many GPUs a process started now would see, read without importing a framework."""
+"""Count the GPUs that a process started now would see, without importing a framework."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AMD_DRIVER = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def visible_gpus() -> int:
-    """GPUs that torch would call `cuda:0`, `cuda:1`, ...: NVIDIA's, or AMD's where torch is built for them."""
+    """Return the number of GPUs that torch would see: NVIDIA's, or AMD's if torch is built for ROCm."""
     count, masks = _nvidia(), ["CUDA_VISIBLE_DEVICES"]
     if not count:
         count, masks = _amd(), ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]
@@ -24,9 +24,9 @@ def visible_gpus() -> int:
 
 
 def _masked(mask: str | None, count: int) -> int:
-    """What `mask` leaves of `count` devices, read as the drivers do: up to the first entry that is no device.
+    """Return how many of `count` devices `mask` leaves. Like the drivers, stop at the first entry that is not a device.
 
-    A name (`GPU-<uuid>`, `MIG-<uuid>`) is taken as it stands.
+    A name (`GPU-<uuid>`, `MIG-<uuid>`) counts as a device without being looked up.
     """
     if mask is None or not count:
         return count
@@ -38,7 +38,11 @@ def _masked(mask: str | None, count: int) -> int:
 
 
 def _nvidia() -> int:
-    """A container shows the nodes that it was given; where none is made yet, the driver says; WSL2 has neither."""
+    """Return the number of NVIDIA GPUs.
+
+    A container has device nodes only for its GPUs, so the nodes come first. If there are none, the driver's list
+    counts. WSL2 has neither, and NVML is asked.
+    """
     nodes = [path for path in _DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if nodes:
         return len(nodes)
@@ -48,7 +52,7 @@ def _nvidia() -> int:
 
 
 def _from_nvml() -> int:
-    """NVIDIA's management library, which unlike CUDA does not mind a fork afterwards."""
+    """Return the number of GPUs that NVML reports. Unlike CUDA, NVML can be used before a fork."""
     count = ctypes.c_uint()
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -59,20 +63,23 @@ def _from_nvml() -> int:
 
 
 def _amd() -> int:
-    """Nodes of the kfd driver that are GPUs. It lists the graphics of common desktop processors too, hence torch's word."""
+    """Return the number of kfd nodes that are GPUs, if torch is built for ROCm.
+
+    The kfd driver also lists the integrated graphics of desktop processors, which torch for CUDA or CPU cannot use.
+    """
     if not _AMD_DRIVER.is_dir() or not _is_torch_for_amd():
         return 0
     count = 0
     for node in _AMD_DRIVER.iterdir():
         try:
-            count += (node / "gpu_id").read_text().strip() not in ("", "0")  # 0: a processor
-        except OSError:  # one that this container was not given
+            count += (node / "gpu_id").read_text().strip() not in ("", "0")  # 0: a CPU
+        except OSError:  # a GPU that this container may not use
             continue
     return count
 
 
 def _is_torch_for_amd() -> bool:
-    import importlib.metadata  # costs more than all the rest, and is needed beside an AMD driver only
+    import importlib.metadata  # slow to import, and needed only on machines with an AMD driver
 
     try:
         return "rocm" in importlib.metadata.version("torch")

@@ -1,4 +1,4 @@
-"""Which libraries this environment has. Imports none of them."""
+"""Check which libraries are installed, without importing them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from distributed.errors import ResourceError
 
 
 def is_installed(name: str) -> bool:
-    """Whether `import name` finds code. A folder of that name, as it may lie beside a script, is none."""
+    """Return whether `import name` finds code.
+
+    A plain folder of that name, for instance beside a script, does not count.
+    """
     found = importlib.util.find_spec(name)
     return found is not None and found.origin is not None
 
 
 def check_not_hidden(name: str) -> None:
-    """ResourceError where a file of the user is in the place of the library."""
+    """Raise ResourceError if a single file of the user takes the place of the library `name`."""
     found = importlib.util.find_spec(name)
     if found is not None and found.origin is not None and found.submodule_search_locations is None:
         raise ResourceError(f"{found.origin} hides the library {name}: rename that file")

@@ -1,4 +1,4 @@
-"""Merges defaults < config file < code < flags into one DistributedConfig, and remembers where each value came from."""
+"""Merge defaults < config file < sweep < code < flags into one DistributedConfig, with the source of each value."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from distributed.errors import ConfigError, nearest
 
 @dataclasses.dataclass(frozen=True)
 class Typed:
-    """What was typed outside the script: the part of a run that travels to the workers."""
+    """What was typed outside the script. It is passed on to the workers."""
 
     file: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     flag: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notices: tuple[str, ...] = ()
     script: str | None = None
     script_args: tuple[str, ...] = ()
-    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what a sweep chose beside settings
+    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other values of a sweep
 
 
 @dataclasses.dataclass(frozen=True)
 class MergedConfig:
     """The configuration of a run with the source of every value: "default", "file", "sweep", "code" or "flag".
 
-    In a run's config.yaml also "loader" and "derived", for a batch size that the training data or the batch equation gave,
-    and "launcher" for the processes of another launcher.
+    A run's config.yaml also has the sources "loader" and "derived", for batch sizes that come from the training data or
+    the batch equation, and "launcher", for processes that another launcher started.
     """
 
     config: DistributedConfig
@@ -42,15 +42,18 @@ class MergedConfig:
     notices: tuple[str, ...] = ()
 
     def source(self, name: str) -> str:
-        """Where the value of `name` came from."""
+        """Return the source of the value of `name`."""
         return self.sources.get(name, "default")
 
     def is_typed(self, name: str) -> bool:
-        """Whether anybody set `name`."""
+        """Return whether `name` was set in any source."""
         return name in self.sources
 
     def is_overruled(self, name: str, by: str) -> bool:
-        """Whether a stronger source than that of `name` set `by`, on which `name` depends: no contradiction."""
+        """Return whether `by`, on which `name` depends, was set in a stronger source than `name`.
+
+        The two then do not contradict.
+        """
         layers = ("default", "file", "sweep", "code", "flag")
         return layers.index(self.source(by)) > layers.index(self.source(name))
 
@@ -61,7 +64,17 @@ def merge(
     hyperparameters: Mapping[str, Any] | None = None,
     sweep: Mapping[str, Any] | None = None,
 ) -> MergedConfig:
-    """One checked configuration out of what the file, a sweep's dict, the code and the flags say, weakest first."""
+    """Return one checked configuration out of all sources.
+
+    Args:
+        typed: settings from the config file (the weakest source) and from flags (the strongest).
+        code: settings in the script.
+        hyperparameters: values of a sweep that are not settings. They are recorded.
+        sweep: settings in the dict of a sweep. They are weaker than `code`.
+
+    Raises:
+        ConfigError: a name or a value is wrong, or the options of the backend contradict a setting.
+    """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     notices = list(typed.notices)
@@ -82,7 +95,10 @@ def merge(
 
 
 def _with_implied(merged: MergedConfig) -> MergedConfig:
-    """With the settings that the chosen backend's options imply (an engine's own config file): both must agree."""
+    """Return `merged` with the settings that options of the backend imply, such as those in DeepSpeed's config file.
+
+    Raises ConfigError if a setting contradicts them.
+    """
     if merged.config.backend is None:
         return merged
     group = backend_row(merged.config.backend).group
@@ -102,13 +118,16 @@ def _with_implied(merged: MergedConfig) -> MergedConfig:
 
 
 def for_evaluation(merged: MergedConfig) -> MergedConfig:
-    """The settings without those that change the user's model and optimizer for training: workers will do that."""
+    """Return the settings without those that change the user's model and optimizer for training.
+
+    The workers apply these.
+    """
     config = dataclasses.replace(merged.config, lr_scaling="none", activation_checkpointing=False, compile=False)
     return dataclasses.replace(merged, config=config)
 
 
 def joined(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, `strong` where they disagree; groups of options are joined too."""
+    """Return both mappings merged, including groups of options. `strong` wins where they disagree."""
     both = dict(weak)
     for name, value in strong.items():
         old = both.get(name)
@@ -117,7 +136,10 @@ def joined(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]
 
 
 def split_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """A plain dict from a sweep as (settings, other hyperparameters, warnings about near-misses)."""
+    """Return (settings, other hyperparameters, warnings) of a plain dict from a sweep.
+
+    Near-misses of settings give warnings.
+    """
     known = DistributedConfig.__dataclass_fields__
     fields: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -138,16 +160,16 @@ def split_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def read_config_file(path: str | os.PathLike[str]) -> Typed:
-    """A YAML file of settings. One that a run wrote also says which values were flags, and its script.
+    """Return the settings in a YAML file. The config.yaml of a run also says which values were flags, and its script.
 
-    Raises ConfigError with the file and the line, also for a wrong name or value.
+    Raises ConfigError with the file and the line for unreadable YAML, a wrong name or a wrong value.
     """
     content, lines = _read_yaml(Path(path))
     sources = _popped(content, "sources", dict, path) or {}
     script = _popped(content, "script", str, path)
     arguments = _popped(content, "script_args", list, path) or []
     content.pop("hyperparameters", None)
-    if sources:  # written by a run: what was a default then stays a default, what was a flag stays as strong
+    if sources:  # written by a run: its defaults stay defaults and its flags stay flags
         content = _only_typed(content, sources)
     _check(content, lines, path)
     settings, notices = canonical(content)
@@ -162,7 +184,7 @@ def read_config_file(path: str | os.PathLike[str]) -> Typed:
 
 
 def _check(content: Mapping[str, Any], lines: Mapping[str, int], path: str | os.PathLike[str]) -> None:
-    """Names and values one by one; what depends on several waits for the other layers."""
+    """Check names and values one by one. Rules about several settings are checked after merging."""
     known = rules(DistributedConfig)
     for name, value in content.items():
         is_group = name in GROUPS and isinstance(value, Mapping)
@@ -176,7 +198,7 @@ def _check(content: Mapping[str, Any], lines: Mapping[str, int], path: str | os.
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return what the file says, and the line of each name; the options of a group have dotted names there."""
+    """Return (content, line of each name) of a YAML file. The options of a group have dotted names in the second."""
     import yaml
 
     file = f"config file {str(path)!r}"
@@ -195,7 +217,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _popped(content: dict[str, Any], name: str, kind: type, path: str | os.PathLike[str]) -> Any:
-    """What a run wrote beside the settings, taken out of `content`; None where it is not there."""
+    """Remove and return the entry `name`, which a run wrote beside the settings; None if it is missing."""
     value = content.pop(name, None)
     if value is not None and not isinstance(value, kind):
         raise ConfigError(f"config file {str(path)!r}: {name}={value!r} is not as a run writes it: drop it")
@@ -203,19 +225,25 @@ def _popped(content: dict[str, Any], name: str, kind: type, path: str | os.PathL
 
 
 def _only_typed(content: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Not what was a default, and not what the script's loader and the batch equation will say again."""
+    """Return `content` without defaults and without values that the loader and the batch equation determine again."""
     return {name: value for name, value in content.items() if sources.get(name, "loader") not in ("loader", "derived")}
 
 
 def config_yaml(merged: MergedConfig, script: str | None = None, script_args: tuple[str, ...] = ()) -> str:
-    """The text of a run's config.yaml: every value with its source as a comment, readable again by --config."""
+    """Return the text of a run's config.yaml, which `--config` reads. The source of every value is its comment.
+
+    Args:
+        merged: the settings with their sources.
+        script: the script of the run, or None for a notebook or `python -m`.
+        script_args: the arguments of the script.
+    """
     import yaml
 
     def block(content: Mapping[str, Any]) -> str:
         return yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=False, allow_unicode=True)
 
     again = "python -m distributed.cli train --config THIS --run-dir NEW"
-    if script is None:  # a notebook's, or of `python -m`
+    if script is None:  # a notebook or `python -m`
         again = 'Trainer(model, config="THIS")'
     lines = [f"# The settings of this run. Start it again: {again}\n"]
     if script is not None:

@@ -1,6 +1,6 @@
-"""Settings of other trainers and launchers, each with the setting that serves here or the reason why there is none.
+"""Settings of other trainers and launchers, each with our counterpart or the reason why there is none.
 
-A name of this table is answered with an error that names the fix. It is never accepted in the place of the setting.
+The names in this table are never accepted as settings. Using one is an error that names the fix.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from distributed.config.fields import Written, in_code
 from distributed.config.registry import LATER, REGISTRY
 
-_SETTING = re.compile(r"\{([a-z_.]+)(?:=(\w+))?\}")  # `{epochs}` or `{device=cpu}`, written as flag, in code or in YAML
+# `{epochs}` or `{device=cpu}`: replaced by the setting as a flag, in code or in YAML.
+_SETTING = re.compile(r"\{([a-z_.]+)(?:=(\w+))?\}")
 
 _VALIDATION = "not here, because validation runs after each epoch: pass a smaller val_data to fit()"
 _LOADER = "not here, because it is the loader's: DataLoader(num_workers=..., prefetch_factor=..., ...)"
@@ -181,7 +182,7 @@ _KERAS = {
     **_same(_OBJECT, "model", "optimizer", "optimizers", "scheduler", "schedulers", "loss_fn", "training_step", "metrics", "callbacks"),
 }  # fmt: skip
 
-# Ray's ScalingConfig, RunConfig and what they hold
+# Ray's ScalingConfig, RunConfig and their parts
 _RAY = {
     "use_gpu": "use {num_gpus}",
     "placement_strategy": "not here, because Ray's own default is used",
@@ -235,7 +236,7 @@ _SCRIPTS = {
     **_same(_OPTIMIZER, "wd"),
 }
 
-# name -> the answer; `{setting}` and `{setting=value}` stand for settings of ours
+# name -> the answer, in which `{setting}` and `{setting=value}` stand for our settings
 PEERS: Mapping[str, str] = {
     **_LIGHTNING, **_HUGGING_FACE, **_ACCELERATE, **_KERAS, **_RAY, **_COMPOSER, **_TORCHRUN, **_SCRIPTS,
     **{name: answer for row in REGISTRY.values() for name, answer in row.peers.items()},
@@ -244,12 +245,12 @@ PEERS: Mapping[str, str] = {
 
 
 def settings_in(answer: str) -> list[tuple[str, str | None]]:
-    """The settings that an answer of PEERS names, each with its value or None."""
+    """Return the settings that an answer of PEERS names, each with its value or None."""
     return [(name, value or None) for name, value in _SETTING.findall(answer)]
 
 
 def answer_for(name: str, written: Written = in_code) -> str | None:
-    """What serves here in the place of the setting `name` of another tool; None for a name that no tool has."""
+    """Return the text that names our counterpart of the setting `name` of another tool, or None for an unknown name."""
     answer = PEERS.get(name.replace("-", "_"))
     return answer and _SETTING.sub(lambda found: written(found[1], _value(found[2])), answer)
 

@@ -1,9 +1,10 @@
-"""The arithmetic of a run: how many processes on which devices, and how a global batch is made of smaller ones."""
+"""The arithmetic of a run: the number of processes, their devices, and how a global batch is split."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig
@@ -11,27 +12,50 @@ from distributed.config.registry import backend_row, default_backend, one_proces
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 
+DATA = "data"  # the axis along which processes get different samples
+
 
 @dataclasses.dataclass(frozen=True)
 class ProcessPlan:
-    """Processes of a run. `world_size = num_nodes x nproc_per_node`."""
+    """The processes of a run, and the axes along which they share the work.
+
+    `world_size = num_nodes x nproc_per_node` is the product of the sizes of all axes. Raises ConfigError if it is not.
+    """
 
     num_nodes: int
     nproc_per_node: int
     device: str  # "cpu" or "cuda"
     backend: str
+    # Name -> size, the outermost axis first. Without any, all processes are replicas with data of their own.
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            object.__setattr__(self, "axes", {DATA: self.world_size})
+        product = math.prod(self.axes.values())
+        if product != self.world_size:
+            sizes = " x ".join(f"{name} {size}" for name, size in self.axes.items())
+            raise ConfigError(
+                f"{sizes} = {product} processes are not the {self.world_size} of the run: make them agree"
+            )
 
     @property
     def world_size(self) -> int:
+        """Number of processes on all nodes."""
         return self.num_nodes * self.nproc_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of processes that get different samples: the size of the data axis, 1 without one."""
+        return self.axes.get(DATA, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
     """The batch equation: `global_batch_size = batch_size x gradient_accumulation_steps x data_parallel_size`.
 
-    When `global_batch_size` does not divide, it is cut into slices that differ by at most one sample and
-    `batch_size` is the largest slice.
+    All sizes are in samples. If `global_batch_size` is not divisible, it is cut into slices that differ by at most one
+    sample, and `batch_size` is the largest slice.
     """
 
     batch_size: int
@@ -50,7 +74,13 @@ class BatchPlan:
 
 
 def starting_line(plan: ProcessPlan, *, is_chosen: bool = True) -> str:
-    """What starts now and what of it takes long. The backend is left out where nobody chose it: the script still may."""
+    """Return the line that says which workers start now, and what takes long in it.
+
+    Args:
+        plan: the processes of the run.
+        is_chosen: False if no backend was chosen outside the script. The line then names none, as the script may choose
+            one.
+    """
     workers = f"starting {plan.nproc_per_node} worker{'s' * (plan.nproc_per_node > 1)}"
     if not is_chosen:
         return f"{workers} ({plan.device})"
@@ -59,7 +89,18 @@ def starting_line(plan: ProcessPlan, *, is_chosen: bool = True) -> str:
 
 
 def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | None = None) -> ProcessPlan:
-    """Processes, device and backend out of the resource settings. Arithmetic first, then what the machine has."""
+    """Return the processes, device and backend for the resource settings.
+
+    Contradictions between settings are checked before the GPUs of this machine are counted.
+
+    Args:
+        config: the settings.
+        count_gpus: returns the number of GPUs of this machine; by default `visible_gpus`.
+
+    Raises:
+        ConfigError: the numbers contradict each other, or the backend cannot run so many processes.
+        ResourceError: this machine has too few GPUs, or the backend is not installed.
+    """
     nodes = config.num_nodes
     per_node, gpus = config.nproc_per_node, config.gpus_per_node
     if gpus == 0 and config.num_gpus:
@@ -110,13 +151,16 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
 
 
 def _may_share(config: DistributedConfig) -> bool:
-    """Whether several processes may train on one GPU: NCCL refuses that, so gloo has to be asked for by name, and GPUs too."""
+    """Return whether several processes may train on one GPU.
+
+    NCCL refuses that, so gloo and the GPU must be set explicitly.
+    """
     row = backend_row(config.backend or default_backend(2))
     return row.shares_gpus and config.device == "cuda" and config.communication_backend == "gloo"
 
 
 def _flags_for_cpus(config: DistributedConfig, processes: int) -> str:
-    """What to type for `processes` CPU processes per node where GPUs were asked for, in the script too."""
+    """Return the flags for `processes` CPU processes per node. They also override GPU settings in the script."""
     flags = ["--device cpu"] if config.device == "cuda" else []
     flags += [f"--{name.replace('_', '-')} 0" for name in ("num_gpus", "gpus_per_node") if getattr(config, name)]
     if config.nproc_per_node is None and processes > 1:
@@ -125,7 +169,10 @@ def _flags_for_cpus(config: DistributedConfig, processes: int) -> str:
 
 
 def choose_backend(config: DistributedConfig, world_size: int) -> str:
-    """The backend of `world_size` processes. ConfigError where the chosen one cannot run that many."""
+    """Return the backend for `world_size` processes.
+
+    Raises ConfigError if the chosen one cannot run that many, and ResourceError if it is not installed.
+    """
     backend = config.backend or default_backend(world_size)
     if config.backend is not None:
         require_installed(backend_row(backend))
@@ -135,7 +182,10 @@ def choose_backend(config: DistributedConfig, world_size: int) -> str:
 
 
 def mixed_precision(config: DistributedConfig, device: str) -> str:
-    """ "no", "fp16" or "bf16": what `mixed_precision` means on `device`. ConfigError where `dtype` says another."""
+    """Return "no", "fp16" or "bf16": the meaning of `mixed_precision` on `device`.
+
+    Raises ConfigError if it contradicts `dtype`.
+    """
     meant = str(config.mixed_precision)
     if isinstance(config.mixed_precision, bool):
         usual = "fp16" if device == "cuda" else "bf16"
@@ -146,11 +196,19 @@ def mixed_precision(config: DistributedConfig, device: str) -> str:
 
 
 def plan_batch(merged: MergedConfig, data_parallel_size: int, loader_batch_size: int | None = None) -> BatchPlan:
-    """Solve the batch equation. ConfigError with the numbers where the given values do not agree.
+    """Solve the batch equation.
 
-    `loader_batch_size` is the training loader's own, or None where it has none worth counting (DataLoader's default of 1).
-    It counts as set in code: stronger than a file; a flag, a sweep's value or a `global_batch_size` overrides it, and
-    another `batch_size` in code is an error.
+    A loader's own batch size counts as set in code: it is stronger than a file, and a flag, a sweep value or a
+    `global_batch_size` overrides it. A different `batch_size` in code is an error.
+
+    Args:
+        merged: the settings with their sources.
+        data_parallel_size: the number of processes that get different samples.
+        loader_batch_size: the batch size of the training loader in samples. None if it has none, or DataLoader's
+            default of 1.
+
+    Raises:
+        ConfigError: the given values do not agree. The message has the numbers.
     """
     config, n = merged.config, data_parallel_size
     batch = config.batch_size if merged.is_typed("batch_size") else None
@@ -183,7 +241,7 @@ def plan_batch(merged: MergedConfig, data_parallel_size: int, loader_batch_size:
 
 
 def in_effect(merged: MergedConfig, batch: BatchPlan, loader_batch_size: int | None = None) -> MergedConfig:
-    """`merged` with the numbers of the batch equation that the run uses, for its config.yaml."""
+    """Return `merged` with the batch sizes that the run uses, for its config.yaml."""
     sources = dict(merged.sources)
     for name in ("batch_size", "gradient_accumulation_steps", "global_batch_size"):
         if getattr(batch, name) != getattr(merged.config, name):

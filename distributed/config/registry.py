@@ -1,8 +1,9 @@
-"""The registry of backends: one row each. A new backend is one file plus one row here."""
+"""The registry of backends. A new backend is one file and one row here."""
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -17,59 +18,59 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BackendRow:
-    """What the rest of the package may know of a backend without importing it."""
+    """What the rest of the package knows of a backend without importing it."""
 
     name: str  # the value of `backend`
-    module: str  # where its class lives
+    module: str  # the module of its class
     class_name: str
     group: str  # the name of its option group in code and YAML
     preload: tuple[str, ...]  # modules the fork server imports once for all workers
-    requires: tuple[str, ...]  # importable names without which it cannot run
-    install: str  # the exact command that makes it usable
+    requires: tuple[str, ...]  # import names of the libraries that it needs
+    install: str  # the exact command that installs them
     summary: str  # what it does, for help and documentation
     single_process: bool = False  # refuses more than one process
-    is_default: bool = (
-        False  # chosen where nobody says which: for one process if it is single_process, else for several
-    )
-    rendezvous: str | None = None  # "module:Class" of what our launcher opens for the workers of each attempt
-    alone: str = "single"  # the backend that evaluates and predicts in one process, beside a fit in several
-    # "module:function" called in each worker before the user's script, as `(LaunchRequest, WorkerEnvironment, report)`.
+    is_default: bool = False  # used when no backend is set: for one process if `single_process`, else for several
+    rendezvous: str | None = None  # "module:Class" of the rendezvous that our launcher opens for each attempt
+    # "module:Class" of a `Starting` (`distributed.backends.starting`), which answers before any process trains.
+    starting: str = "distributed.backends.starting:Starting"
+    alone: str = "single"  # the backend for evaluating and predicting in one process
+    # "module:function", called as `(LaunchRequest, WorkerEnvironment, report)` in each worker before the user's script.
     before_script: str = ""
-    aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, flat: spelling -> option
-    # Names of other tools that concern this engine -> what serves here, see `distributed.config.peers`.
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, without the group
+    # Settings of other tools for this engine -> our counterpart, see `distributed.config.peers`.
     peers: Mapping[str, str] = field(default_factory=dict)
-    for_launcher: tuple[str, ...] = ()  # options that its launcher reads: they hold for a script without a Trainer too
-    cuts_model: bool = False  # its processes hold a part of each parameter, so that a larger model fits
+    for_launcher: tuple[str, ...] = ()  # options that its launcher reads. They also apply to scripts without a Trainer
+    cuts_model: bool = False  # each process holds a part of each parameter, so that a larger model fits
     shares_gpus: bool = False  # several processes may train on one GPU, over gloo
-    compiled: str | None = None  # a module of its library that loads only beside the torch that it was built for
-    instead_of: str | None = None  # a trainer that pins that backend runs on this one where ...
-    chosen_by: tuple[str, ...] = ()  # ... one of these options of this one is given in code
-    # What its workers have in their environment before the script runs, where the user has not set it: Keras asks for its
-    # engine when it is imported, and cannot change it afterwards.
+    compiled: str | None = None  # a module of its library that loads only with the torch that it was built for
+    # A trainer that pins the backend `instead_of` runs on this one if one of its options `chosen_by` is set in code.
+    instead_of: str | None = None
+    chosen_by: tuple[str, ...] = ()
+    # Environment variables that its workers get before the script runs, unless the user has set them. Keras reads its
+    # engine when it is imported and cannot change it afterwards.
     environ: Mapping[str, str] = field(default_factory=lambda: {"KERAS_BACKEND": "torch"})
     hints: Mapping[str, str] = field(
         default_factory=dict
-    )  # in the message of a script's error -> what is meant, one line
-    start_note: str = ""  # what takes long before its workers show anything, for the line that says they start
-    # Whether a script has joined others by this engine's own call: "module:function", asked where the engine is not loaded too,
-    # and modules that only a script imports, and only to join others.
+    )  # part of an error message of a script -> what it means, in one line
+    start_note: str = ""  # what takes long before the first output of its workers, for the line that announces them
+    # "module:function" that returns whether a script joined other processes by this engine's own call. It is called
+    # even if the engine is not loaded. `joining_modules` are modules that a script imports only to join others.
     has_joined: str = ""
     joining_modules: tuple[str, ...] = ()
-    seed: str = (
-        ""  # "module:function" that seeds the engine's global generators, called where the engine is not loaded too
-    )
-    listens: str = ""  # what its workers open to others, and cannot close, where there are several: shown as a warning
+    seed: str = ""  # "module:function" that seeds the generators of the engine, which need not be loaded
+    listens: str = ""  # warning about what several workers open to others and cannot close
 
     @property
     def reinstall(self) -> str:
-        """The command that makes it usable where it is installed and broken."""
+        """The command that repairs an installed but broken library."""
         return self.install.replace("pip install", "pip install --force-reinstall")
 
 
-# AdamW and DDP import torch._dynamo on first use, which costs a worker a second: the fork server does it once.
+# AdamW and DDP import torch._dynamo on first use, which takes a second per worker. The fork server imports it once.
 _TORCH_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data")
+_TORCH_STARTING = "distributed.backends.starting:TorchStarting"
 _TORCH_INSTALL = "pip install 'distributed-trainer[torch]'"
-# What torch 2.13 says of a float32 model that gets float64 data, by kind of layer or loss.
+# Messages of torch 2.13 for a float32 model with float64 data, by kind of layer or loss.
 _DOUBLE_DATA = (
     "but got Double and Float", "but got: double != float", "Input type (double) and", "Found dtype Double but expected Float",
     "input dtype (torch.float64) does not match weight dtype (torch.float32)",
@@ -100,13 +101,14 @@ REGISTRY: dict[str, BackendRow] = {
                 "ddp_timeout": "use {timeout_s}", "ddp_backend": "use {communication_backend}",
                 "ddp_broadcast_buffers": "not here, because it is always so: drop it",
             },
-            shares_gpus=True, has_joined="distributed.backends._torch.joined:has_joined",
+            starting=_TORCH_STARTING, shares_gpus=True, has_joined="distributed.backends._torch.joined:has_joined",
             seed="distributed.backends._torch.seeding:seed",
         ),
         BackendRow(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
             (*_TORCH_PRELOAD, "torch.distributed.fsdp"), ("torch",), _TORCH_INSTALL,
             "PyTorch FSDP2: parameters, gradients and optimizer state cut over the processes", cuts_model=True,
+            starting=_TORCH_STARTING,
             peers={
                 "fsdp_config": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
                 "fsdp_plugin": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
@@ -118,7 +120,8 @@ REGISTRY: dict[str, BackendRow] = {
             "ray", "distributed.backends.ray", "RayBackend", "ray", _TORCH_PRELOAD, ("torch", "ray"),
             "pip install 'distributed-trainer[ray]'",
             "Ray Train starts the processes, on its own or an existing cluster; the step is DDP's or FSDP2's",
-            for_launcher=("cpus_per_worker",), joining_modules=("ray",), start_note="Ray itself starts first, in up to half a minute",
+            starting="distributed.backends._ray.starting:RayStarting", for_launcher=("cpus_per_worker",),
+            joining_modules=("ray",), start_note="Ray itself starts first, in up to half a minute",
             peers={
                 "resources_per_worker": "use {ray.cpus_per_worker}",
                 "scaling_config": "use {nproc_per_node}, {num_gpus} and {ray.cpus_per_worker}",
@@ -131,7 +134,7 @@ REGISTRY: dict[str, BackendRow] = {
             "DeepSpeed ZeRO: optimizer state, gradients and parameters cut over the processes, by stage",
             aliases={"zero_stage": "zero_stage", "deepspeed_config": "deepspeed_config"},
             peers={"deepspeed_plugin": "use {deepspeed.zero_stage} or {deepspeed.deepspeed_config}"},
-            instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
+            starting=_TORCH_STARTING, instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
             before_script="distributed.backends._deepspeed.loading:before_script",
             start_note="importing DeepSpeed takes some seconds",
         ),
@@ -139,6 +142,7 @@ REGISTRY: dict[str, BackendRow] = {
             "horovod", "distributed.backends.horovod", "HorovodBackend", "horovod", _TORCH_PRELOAD, ("torch", "horovod"),
             "'make horovod' (builds it for the installed torch)",
             "Horovod: a full copy of the model in every process, over Gloo or MPI",
+            starting="distributed.backends._horovod.starting:HorovodStarting",
             rendezvous="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
             joining_modules=("horovod.common.basics", "mpi4py.MPI"),
             hints={
@@ -165,13 +169,16 @@ REGISTRY: dict[str, BackendRow] = {
     )
 }  # fmt: skip
 
-# Backends of a later version, so that their names are not taken for misspelt ones.
+# Backends of a later version. Their names are not treated as misspelt.
 LATER = ("tensor-parallel", "pipeline")
 TRANSPORTS = ("nccl", "gloo", "mpi")  # the values of `communication_backend`
 
 
 def backend_row(name: str) -> BackendRow:
-    """The registry row of `name`; ConfigError with the nearest name where there is none."""
+    """Return the registry row of `name`.
+
+    Raises ConfigError for an unknown name, with the nearest known one.
+    """
     if name in REGISTRY:
         return REGISTRY[name]
     if name in TRANSPORTS:
@@ -184,27 +191,35 @@ def backend_row(name: str) -> BackendRow:
 
 
 def row_in_use(config: DistributedConfig, name: str) -> BackendRow:
-    """The registry row of `name` as its options make it."""
+    """Return the registry row of `name` as changed by its options in `config`."""
     row = backend_row(name)
-    found: BackendRow = backend_class(name).row(row, config.options(row.group))
+    found: BackendRow = starting_of(name).row(config.options(row.group))
     return found
 
 
 def backend_class(name: str) -> type[Any]:
-    """Return the adapter class of backend `name`, a `Backend`. Imports its file, never its engine."""
+    """Return the adapter class of backend `name`, a `Backend`. Its module is imported, but not its engine."""
     row = backend_row(name)
     cls: type[Any] = getattr(importlib.import_module(row.module), row.class_name)
     return cls
 
 
+def starting_of(name: str) -> Any:
+    """Return how a run of backend `name` starts, a `distributed.backends.starting.Starting`. Loads no engine."""
+    row = backend_row(name)
+    return pkgutil.resolve_name(row.starting)(row)
+
+
 def missing_libraries(row: BackendRow) -> tuple[str, ...]:
-    """What the backend needs and this environment has not. Imports nothing."""
+    """Return the libraries that the backend needs and this environment lacks. Imports nothing."""
     return tuple(name for name in row.requires if not is_installed(name))
 
 
 def require_installed(row: BackendRow) -> None:
-    """ResourceError with the way out where libraries of the backend are missing, or a file of the user is in the place of
-    one. Imports nothing."""
+    """Raise ResourceError if libraries of the backend are missing or hidden by a file of the user. Imports nothing.
+
+    The message has the command that installs them, or the file to rename.
+    """
     for name in row.requires:
         check_not_hidden(name)
     missing = missing_libraries(row)
@@ -216,11 +231,14 @@ def require_installed(row: BackendRow) -> None:
 
 
 def import_library(backend: str, module: str) -> ModuleType:
-    """A module of the backend's library. ResourceError where it is installed and does not load: it is broken, or was built
-    for another version of what it stands on."""
+    """Import a module of the backend's library and return it.
+
+    Raises ResourceError if it is installed but fails to import, because it is broken or was built for another version
+    of its dependencies.
+    """
     try:
         return importlib.import_module(module)
-    except Exception as error:  # of a broken library anything may come
+    except Exception as error:  # a broken library may raise anything
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise ResourceError(
             f"backend {backend!r} needs {module}, which is installed and does not load ({reason}): run"
@@ -229,13 +247,16 @@ def import_library(backend: str, module: str) -> ModuleType:
 
 
 def hint_of(message: str) -> str | None:
-    """What a registry row says of the error `message` of a script, whichever backend was chosen; None where it is unknown."""
+    """Return the hint for the error `message` of a script from any row of the registry, or None if there is none."""
     hints = ((word, hint) for row in REGISTRY.values() for word, hint in row.hints.items())
     return next((hint for word, hint in hints if word in message), None)
 
 
 def pinned_backend(name: str, code: Mapping[str, Any]) -> tuple[str, str | None]:
-    """(the backend of a trainer that pins `name`, the option in `code` that makes it another one)."""
+    """Return (backend, option) of a trainer that pins the backend `name`.
+
+    `option` is the option in `code` that selects another backend, or None if none does.
+    """
     for row in REGISTRY.values():
         given = [option for option in row.chosen_by if option in (code.get(row.group) or {})]
         if row.instead_of == name and given:
@@ -244,24 +265,24 @@ def pinned_backend(name: str, code: Mapping[str, Any]) -> tuple[str, str | None]
 
 
 def groups_in_use(config: DistributedConfig, name: str) -> tuple[str, ...]:
-    """The groups of options that count under backend `name`: its own first."""
+    """Return the groups of options that apply to backend `name`, its own first."""
     row = backend_row(name)
-    further = backend_class(name).groups(config.options(row.group))
+    further = starting_of(name).groups(config.options(row.group))
     return (row.group, *(backend_row(each).group for each in further))
 
 
 def default_backend(world_size: int) -> str:
-    """The backend of a run of `world_size` processes for which nobody chose one."""
+    """Return the backend of a run of `world_size` processes if none is set."""
     return next(row.name for row in REGISTRY.values() if row.is_default and row.single_process == (world_size == 1))
 
 
 def one_process_reason() -> str:
-    """Why a backend of `single_process` refuses several, and what to use instead."""
+    """Return why a backend with `single_process` refuses several processes, and what to use instead."""
     return f"it runs one process: set backend={default_backend(2)!r}, or nproc_per_node=1 on one node"
 
 
 def option_class(group: str) -> type[Any]:
-    """The `Options` class of the backend whose group of options is `group`. Imports its file, never its engine."""
+    """Return the `Options` class of the backend whose group of options is `group`. Its engine is not imported."""
     (name,) = (row.name for row in REGISTRY.values() if row.group == group)
     options: type[Any] = backend_class(name).Options
     return options

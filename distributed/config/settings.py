@@ -1,4 +1,4 @@
-"""DistributedConfig: every setting of a run, checked. Imports nothing heavy."""
+"""DistributedConfig: every setting of a run, checked. Loads no framework."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RESOURCES, TRAINING, OPTIMIZATION = "Resources", "Training", "Optimization"
 COMMUNICATION, CHECKPOINTS, MONITORING, FAULTS = "Communication", "Checkpoints", "Monitoring", "Faults"
 
 
-_LONGEST_S = 100_000_000  # three years; the clocks of Python and torch end somewhere above
+_LONGEST_S = 100_000_000  # three years; much larger timeouts overflow in Python and torch
 
-# The groups of options: name -> what they are for. `ddp={"bucket_cap_mb": 50}` in code, `ddp:` in YAML.
+# The groups of options: name -> help text. `ddp={"bucket_cap_mb": 50}` in code, `ddp:` in YAML.
 GROUPS: Mapping[str, str] = {
     **{row.group: f"options of backend {row.name}" for row in REGISTRY.values()},
     "data": "options of the data pipeline",
@@ -25,7 +25,7 @@ GROUPS: Mapping[str, str] = {
 
 
 def _with_groups(cls: type[Any]) -> type[Any]:
-    """A field for each group of options: backends bring their own."""
+    """Add a field for each group of options to `cls`."""
     for group, text in GROUPS.items():
         cls.__annotations__[group] = "dict[str, Any]"
         setattr(cls, group, setting(None, text, dict))
@@ -35,10 +35,14 @@ def _with_groups(cls: type[Any]) -> type[Any]:
 @dataclasses.dataclass(frozen=True)
 @_with_groups
 class DistributedConfig:
-    """All settings of a run. Frozen; wrong values and unknown names raise ConfigError with the fix.
+    """All settings of a run.
 
-    Only what was given explicitly counts as set (`config.given`), so that a file or a flag can fill in the rest.
-    `dataclasses.replace` keeps that: what was given stays given, and what it changes is given from then on.
+    Settings are passed by name; `python -m distributed.cli train --help` describes them. The object is frozen. `given`
+    holds the settings that were passed explicitly: a file or a flag can fill in the others. `dataclasses.replace` keeps
+    `given` and adds what it changes.
+
+    Raises:
+        ConfigError: a name is unknown or a value is wrong. The message names the fix.
     """
 
     # fmt: off
@@ -112,18 +116,19 @@ class DistributedConfig:
     # fmt: on
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        """Check and keep `settings`, which may have other tools' spellings (`bucket_size_mb=5`) too.
+        """Check and store `settings`. Some spellings of other tools (`bucket_size_mb=5`) are accepted.
 
-        A call that passes every setting is a copy (`**config.to_dict()`): there a value that is the default is not given.
+        A call that passes every setting is a copy (`**config.to_dict()`). In a copy, a value that equals the default
+        does not count as given.
         """
         if args:
             raise ConfigError("DistributedConfig takes settings by name only: DistributedConfig(batch_size=32, ...)")
-        before = settings.pop(_GIVEN, ())  # of the configuration that `dataclasses.replace` copies
+        before = settings.pop(_GIVEN, ())  # what was given in the configuration that `dataclasses.replace` copies
         given, notices = canonical(settings)
         known = rules(type(self))
         for name, rule in known.items():
             object.__setattr__(self, name, check_setting(name, given.get(name, rule.default), rule))
-        if len(given) == len(known):  # a copy: nobody types all of them
+        if len(given) == len(known):  # a copy: nobody writes all settings by hand
             given = {name: value for name, value in given.items() if name in before or self._is_changed(name)}
         object.__setattr__(self, "_given", frozenset(given))
         object.__setattr__(self, "_notices", tuple(notices))
@@ -137,7 +142,12 @@ class DistributedConfig:
         return bool(value) if name in GROUPS else value != default
 
     def warm_rate(self, full: float, step: int) -> float:
-        """What the warm-up makes of the rate `full` in the update after `step` others."""
+        """Return the learning rate during the warm-up.
+
+        Args:
+            full: the rate after the warm-up.
+            step: the number of updates done before.
+        """
         length = self.warmup_steps
         if step >= length:
             return full
@@ -147,22 +157,22 @@ class DistributedConfig:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings that were given explicitly, by name."""
+        """Settings that were given explicitly, by name."""
         given: frozenset[str] = self._given  # type: ignore[attr-defined]
         return {name: getattr(self, name) for name in rules(type(self)) if name in given}
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Which of the names given were read as others."""
+        """Messages about names that were accepted as aliases of settings."""
         notices: tuple[str, ...] = self._notices  # type: ignore[attr-defined]
         return notices
 
     def options(self, group: str) -> Any:
-        """The checked options object of `group` ("ddp", "data", ...)."""
+        """Return the checked options object of `group` ("ddp", "data", ...)."""
         return check_options(group_options(group), getattr(self, group), group)
 
     def to_dict(self) -> dict[str, Any]:
-        """All values by name, plain Python. `given` has those alone that were given."""
+        """Return all values by name as plain Python. `given` has only those that were given."""
         values = {name: getattr(self, name) for name in rules(type(self))}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
@@ -171,8 +181,11 @@ _GIVEN = "_given"
 
 
 class _Fields:
-    """`__dataclass_fields__` of the class; of an instance with one entry more, by which `dataclasses.replace` passes on which
-    settings were given. `dataclasses.fields` and `asdict` leave it out, as it is an InitVar."""
+    """`__dataclass_fields__` of DistributedConfig, with one more entry on instances.
+
+    `dataclasses.replace` passes on which settings were given through that entry. It is an InitVar, so
+    `dataclasses.fields` and `asdict` leave it out.
+    """
 
     def __init__(self, own: dict[str, dataclasses.Field[Any]]) -> None:
         self._own = own
@@ -191,7 +204,7 @@ DistributedConfig.__dataclass_fields__ = _Fields(DistributedConfig.__dataclass_f
 
 
 def group_options(group: str) -> type[Any]:
-    """The class of the options of `group`, loaded when it is needed."""
+    """Return the class of the options of `group`. It is imported on first use."""
     if group != "data":
         return option_class(group)
     from distributed.config.data import DataOptions
@@ -200,14 +213,21 @@ def group_options(group: str) -> type[Any]:
 
 
 def option_names() -> list[str]:
-    """Every option of every group, as GROUP.OPTION."""
+    """Return every option of every group as GROUP.OPTION."""
     return [f"{group}.{option}" for group in GROUPS for option in group_options(group).__dataclass_fields__]
 
 
 def check_setting(name: str, value: Any, rule: Rule, written: Written = in_code) -> Any:
-    """`value` in the type of the field `name`; ConfigError where the field, its group or this version cannot take it.
+    """Return `value` converted to the type of the field `name`.
 
-    `written` is how the fix in the error is written: as Python, as YAML or as a flag.
+    Args:
+        name: the name of the setting.
+        value: the value to check.
+        rule: the rule of the field.
+        written: how the error writes the fix: as Python, YAML or a flag.
+
+    Raises:
+        ConfigError: the field, its group or this version does not accept the value.
     """
     checked = check(name, value, rule, written)
     if name in GROUPS:
@@ -219,14 +239,17 @@ def check_setting(name: str, value: Any, rule: Rule, written: Written = in_code)
 
 
 def unknown_name(name: str, known: Iterable[str], written: Written = in_code) -> ConfigError:
-    """The error for a name that is no setting: what serves in the place of another tool's, else the nearest of `known`."""
+    """Return the error for a name that is not a setting.
+
+    It names our counterpart of another tool's setting, else the nearest name in `known`.
+    """
     if answer := answer_for(name.partition(".")[0], written):
         return ConfigError(f"{name} is not a setting: {answer}")
     return ConfigError(f"{name} is not a setting{nearest(name, known)}: see 'python -m distributed.cli train --help'")
 
 
 def _owned(raw: str, name: str) -> ConfigError | None:
-    """The error for the bare name of a backend's option; None where no backend has one."""
+    """Return the error for an option of a backend that is written without its group, or None if no backend has it."""
     for group in GROUPS if answer_for(name) is None else ():
         if name in group_options(group).__dataclass_fields__:
             return ConfigError(
@@ -235,7 +258,7 @@ def _owned(raw: str, name: str) -> ConfigError | None:
     return None
 
 
-# Spellings of other tools: name -> ours. A dotted name is an option of a group.
+# Accepted spellings of other tools: name -> our name. A dotted name is an option of a group.
 ALIASES: Mapping[str, str] = {
     **{name: f"{row.group}.{option}" for row in REGISTRY.values() for name, option in row.aliases.items()},
     "gradient_clip_norm": "gradient_clipping",
@@ -243,11 +266,14 @@ ALIASES: Mapping[str, str] = {
     "use_gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing": "activation_checkpointing",
 }
-SWEEP_ALIASES: Mapping[str, str] = {"lr": "learning_rate"}  # only in a dict that a sweep hands over
+SWEEP_ALIASES: Mapping[str, str] = {"lr": "learning_rate"}  # accepted only in the dict of a sweep
 
 
 def nproc_of_world(world_size: Any, num_nodes: Any) -> tuple[Any, str]:
-    """Return the processes of each of `num_nodes` nodes that make a world of `world_size`, and the notice that says so."""
+    """Return (processes per node, notice) for a world of `world_size` processes on `num_nodes` nodes.
+
+    Raises ConfigError if the world does not divide over the nodes.
+    """
     if not isinstance(world_size, int) or not isinstance(num_nodes, int) or num_nodes <= 1:
         return world_size, "world_size is read as nproc_per_node"
     if world_size % num_nodes:
@@ -261,9 +287,15 @@ def nproc_of_world(world_size: Any, num_nodes: Any) -> tuple[Any, str]:
 def canonical(
     given: Mapping[str, Any], flat: Iterable[str] = (), written: Written = in_code
 ) -> tuple[dict[str, Any], list[str]]:
-    """Settings under their own names: aliases and dotted names resolved, with one notice for each alias.
+    """Return (settings, notices): aliases and dotted names are resolved, with one notice for each alias.
 
-    `flat`: other names that the caller takes, for the error of a misspelt one; `written`: how the fix in it is written.
+    Args:
+        given: settings by name or alias.
+        flat: other names that the caller accepts, for the error about a misspelt name.
+        written: how the error writes the fix: as Python, YAML or a flag.
+
+    Raises:
+        ConfigError: a name is unknown.
     """
     out: dict[str, Any] = {}
     notices: list[str] = []

@@ -1,8 +1,8 @@
-"""Searches the largest batch that fits: each size is tried by a few updates in workers that are started for it.
+"""Find the largest batch that fits into memory: workers are started for each size and run a few updates.
 
-A rank that is out of memory in the middle of an update leaves the others waiting for its part of a sum. In workers of its own an
-attempt ends like any failed fit, whatever the engine: the launcher ends the others, and the next attempt finds memory as a
-training run does. That all ranks agree follows: a size fits when every rank has made its updates.
+A rank that runs out of memory in the middle of an update leaves the others waiting in a collective. In workers of its
+own an attempt ends like any failed fit, whatever the engine: the launcher stops the other workers, and the next attempt
+finds the memory as a training run does. A size fits if every rank completed its updates, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from distributed.training.remote import FittedTrainer, RemoteFit, check_here, fa
 if TYPE_CHECKING:
     from distributed.state import StepResult, TrainState
 
-# One makes the optimizer's state, the next has it beside the activations; a third, as one of them may be the short end of an epoch.
+# The first update creates the optimizer's state, and the second holds it beside the activations. The third is there because one
+# of them may be the short last update of an epoch.
 _UPDATES = 3
 _PREEMPTED = 128 + signal.SIGTERM
-_KILLED = f"({signal.SIGKILL.name})"  # in the words of the launcher
+_KILLED = f"({signal.SIGKILL.name})"  # as in the launcher's message
 
 
 class OutOfMemory(DistributedError):
-    """A rank has too little memory. Its exit code is for the process that tries."""
+    """A rank ran out of memory. The exit code is that of the processes of an attempt."""
 
     exit_code = 4
 
 
 class NotThatSize(DistributedError):
-    """The data gives no update of the size that is tried. Its exit code is for the process that tries."""
+    """The data gives no update of the size to try. The exit code is that of the processes of an attempt."""
 
     exit_code = 5
 
@@ -49,7 +50,7 @@ _KINDS: dict[int, type[DistributedError]] = {kind.exit_code: kind for kind in (O
 
 
 def find_batch_size(fits: Fits, train_data: Any, *, start: int, max_size: int | None) -> int:
-    """What `Trainer.find_batch_size` says."""
+    """Return the batch size, see `Trainer.find_batch_size`."""
     _check(fits, start, max_size)
     found = None
     report = Reporter(True, fits.setup.merged.config.verbose)
@@ -93,11 +94,11 @@ def _sizes(start: int, max_size: int | None) -> Iterator[int]:
 
 
 def _try(fits: Fits, train_data: Any, size: int) -> DistributedError | None:
-    """Why `size` does not fit; None where it does. Raises what else an attempt failed with."""
+    """Return why `size` does not fit, or None if it does. Raises any other error of the attempt."""
     setup = fits.setup
     own = setup.merged.config
     is_accumulated = own.global_batch_size is not None or own.gradient_accumulation_steps > 1
-    num_micro_batches = 2 if is_accumulated else 1  # a third needs no more memory
+    num_micro_batches = 2 if is_accumulated else 1  # a third micro-batch needs no more memory
     given = {
         "gradient_accumulation_steps": num_micro_batches, "global_batch_size": None, "epochs": _UPDATES,
         "max_steps": _UPDATES, "max_restarts": 0, "restart_on_exception": False, "verbose": False,
@@ -114,7 +115,7 @@ def _try(fits: Fits, train_data: Any, size: int) -> DistributedError | None:
         if code == _PREEMPTED:
             raise TrainingInterrupted(signal.SIGTERM)
         reason = None if code == 0 else _reason(code, run)
-    except (KeyboardInterrupt, TrainingInterrupted, ConfigError, ResourceError):  # which point to no log
+    except (KeyboardInterrupt, TrainingInterrupted, ConfigError, ResourceError):  # messages without a path to a log
         _remove(directory)
         raise
     _remove(directory)
@@ -123,16 +124,19 @@ def _try(fits: Fits, train_data: Any, size: int) -> DistributedError | None:
 
 def _remove(directory: Path) -> None:
     shutil.rmtree(directory)
-    with contextlib.suppress(OSError):  # it is not empty
+    with contextlib.suppress(OSError):  # the parent is not empty
         directory.parent.rmdir()
 
 
 def _reason(code: int, run: RunDirectory) -> DistributedError:
-    """Why the size does not fit. Raises what has nothing to do with memory; the directory of the attempt stays for that."""
+    """Return why the size does not fit.
+
+    Raises an error that has nothing to do with memory. The directory of the attempt is then kept.
+    """
     error = failure(code, run, kinds=_KINDS)
     if isinstance(error, tuple(_KINDS.values())):
         return error
-    if isinstance(error, TrainingError) and _KILLED in str(error):  # by the kernel: it says no more
+    if isinstance(error, TrainingError) and _KILLED in str(error):  # the kernel's OOM killer gives no other reason
         return OutOfMemory(str(error).partition(" (whole log")[0])
     raise error
 
@@ -141,14 +145,14 @@ def _reason(code: int, run: RunDirectory) -> DistributedError:
 class Attempt(RemoteFit):
     """A fit of a few updates, in each worker."""
 
-    num_samples: int = 0  # of an update, over all ranks
+    num_samples: int = 0  # samples of an update, over all ranks
 
     def fit(self, trainer: FittedTrainer) -> None:
         setup = trainer.setup
         setup.callbacks, setup.keeps_checkpoints = [_Watch(self.num_samples)], False
         try:
             trainer.fit(self.train_data)
-        except Exception as error:  # each engine has a class of its own for it
+        except Exception as error:  # each engine raises its own class when memory runs out
             if is_out_of_memory(error):
                 rank = setup.worker.rank if setup.worker is not None else 0
                 raise OutOfMemory(f"rank {rank} is out of memory: {memory_line(error)}") from error
@@ -156,7 +160,7 @@ class Attempt(RemoteFit):
 
 
 class _Watch(Callback):
-    """Tells where the data gives no such update. All ranks alike."""
+    """Raise NotThatSize, on all ranks alike, if the first update has another number of samples."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples

@@ -1,7 +1,7 @@
-"""LearningRateCurve: the loss while the learning rate rose, and the rate that it suggests.
+"""LearningRateCurve: the loss while the learning rate rises, and the rate that it suggests.
 
-The range test is Smith's ("Cyclical Learning Rates for Training Neural Networks", arXiv 1506.01186, section 3.3); taking the rate
-at which the loss falls steepest is what fastai and Lightning make of it.
+The range test is Smith's ("Cyclical Learning Rates for Training Neural Networks", arXiv 1506.01186, section 3.3). Like
+fastai and Lightning, we suggest the rate at which the loss falls steepest.
 """
 
 from __future__ import annotations
@@ -15,26 +15,30 @@ from typing import Any
 
 from distributed.errors import ConfigError
 
-_FACTOR = 3.0  # a loss above the best one by so many times that has diverged: four times the best, where it is positive
-_DECAY = 0.9  # of the running mean that says so
+# A loss has diverged if its running mean exceeds the best one by this factor times the best: four times the best, if positive.
+_FACTOR = 3.0
+_DECAY = 0.9  # decay of the running mean
 
 
 @dataclasses.dataclass(frozen=True)
 class LearningRateCurve:
-    """What `Trainer.find_learning_rate` found: the loss of each update, and the rate it was made at.
+    """Result of `Trainer.find_learning_rate`: the loss of each update and its learning rate.
 
-    `rates` are values of the setting `learning_rate`: before `lr_scaling`.
+    Attributes:
+        rates: values of the setting `learning_rate`, before `lr_scaling`.
+        losses: the loss of each update.
+        num_steps: the number of updates requested. Fewer were made if the loss diverged.
     """
 
     rates: list[float]
     losses: list[float]
-    num_steps: int  # updates asked for: fewer were made where the loss diverged
+    num_steps: int
 
     @property
     def suggestion(self) -> float:
-        """The rate at which the loss falls steepest over the logarithm of the rate, up to where it is lowest.
+        """The rate, at most that of the lowest loss, at which the loss falls steepest over the logarithm of the rate.
 
-        Raises ConfigError where the loss never falls by more than its noise.
+        Raises ConfigError if the loss never falls by more than its noise.
         """
         half = self._half_window
         lines = self.lines
@@ -47,8 +51,8 @@ class LearningRateCurve:
                 f"the loss diverged after {len(self.losses)} updates, at rate {self.rates[-1]:.3g}: lower min_rate"
             )
         lowest = min(range(len(lines)), key=lambda i: lines[i].mean)
-        falling = lines[: lowest + 1]  # what rises behind it is no noise
-        # By a few times what the mean of a window deviates by chance.
+        falling = lines[: lowest + 1]  # the rise after the lowest loss is not noise
+        # The standard error of the mean of a window.
         noise = math.sqrt(sum(line.variance for line in falling) / len(falling) / (2 * half + 1))
         steepest = min(range(len(falling)), key=lambda i: falling[i].slope)
         if lines[0].mean - lines[lowest].mean <= 5 * noise or lines[steepest].slope >= 0:
@@ -60,13 +64,13 @@ class LearningRateCurve:
 
     @property
     def lines(self) -> list[Line]:
-        """A straight line through the losses around each update, for those with enough of them on both sides."""
+        """Straight lines through the losses around each update that has enough losses on both sides."""
         width = 2 * self._half_window + 1
         return [fit_line(self.losses[i : i + width]) for i in range(len(self.losses) - width + 1)]
 
     @property
     def smoothed_rates(self) -> list[float]:
-        """The rates in the middle of `lines`."""
+        """The rate at the centre of each of `lines`."""
         return self.rates[self._half_window : len(self.rates) - self._half_window]
 
     @property
@@ -74,14 +78,21 @@ class LearningRateCurve:
         return max(2, self.num_steps // 20)
 
     def plot(self, path: str | None = None) -> Any:
-        """The losses over the rates as a matplotlib figure, saved to `path` when given. Needs matplotlib."""
+        """Plot the losses over the rates. Needs matplotlib.
+
+        Args:
+            path: where to save the figure; None does not save it.
+
+        Returns:
+            The matplotlib figure.
+        """
         from distributed.runs.plotting import new_figure, save_figure
 
         figure = new_figure(5.0)
         axes = figure.add_subplot()
         axes.plot(self.rates, self.losses, ".", color="C0", alpha=0.4, label="loss")
         axes.plot(self.smoothed_rates, [line.mean for line in self.lines], color="C0", label="smoothed")
-        with contextlib.suppress(ConfigError):  # the curve shows why there is none
+        with contextlib.suppress(ConfigError):  # without a suggestion, the curve shows why
             axes.axvline(self.suggestion, color="C1", linestyle="--", label=f"suggestion {self.suggestion:.2g}")
         axes.set_xscale("log")
         axes.set_xlabel("learning rate")
@@ -95,15 +106,15 @@ class LearningRateCurve:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Through some losses by least squares."""
+    """A least-squares line through some losses."""
 
     mean: float
-    slope: float  # per update, and so per step of the rate's logarithm
-    variance: float  # of what lies beside it
+    slope: float  # per update, which is a constant step of the rate's logarithm
+    variance: float  # of the residuals
 
 
 def fit_line(losses: Sequence[float]) -> Line:
-    """The line through an odd number of losses, one per update."""
+    """Return the least-squares line through an odd number of losses, one per update."""
     half = len(losses) // 2
     mean = math.fsum(losses) / len(losses)
     places = range(-half, half + 1)
@@ -113,14 +124,14 @@ def fit_line(losses: Sequence[float]) -> Line:
 
 
 class Divergence:
-    """Tells when the running mean of a loss is far above its best."""
+    """Detect when the running mean of a loss is far above its best value."""
 
     def __init__(self) -> None:
         self._sum = self._weight = 0.0
         self._best = math.inf
 
     def add(self, loss: float) -> bool:
-        """Whether the loss has diverged with this one."""
+        """Add a loss and return whether it has diverged."""
         if not math.isfinite(loss):
             return True
         self._sum = _DECAY * self._sum + (1 - _DECAY) * loss

@@ -1,4 +1,4 @@
-"""Searches a learning rate: a short fit of its own, while a warm-up takes the rate over the whole range."""
+"""Find a learning rate: a short fit on a copy, in which a warm-up raises the rate over the whole range."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _FILE = "curve.json"
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Which rates to try, in how many updates."""
+    """The range of rates to try, and the number of updates."""
 
     min_rate: float
     max_rate: float
     num_steps: int
 
     def checked(self) -> Request:
-        """The same in Python's own numbers. ConfigError for what is no range."""
+        """Return the request with Python's own numbers. Raises ConfigError if it is not a valid range."""
         for name in ("min_rate", "max_rate"):
             if not _is_number(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is no rate: give a number above 0, such as 1e-7")
@@ -54,7 +54,7 @@ class Request:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the fit that tries them: the last update is the first one after the warm-up."""
+        """Settings of the fit that tries the rates. Its last update is the first one after the warm-up."""
         return {
             "learning_rate": self.max_rate, "warmup_start": self.min_rate / self.max_rate, "warmup_steps": self.num_steps - 1,
             "max_steps": self.num_steps, "epochs": self.num_steps, "nan_policy": "skip", "checkpoint_frequency": None,
@@ -62,14 +62,14 @@ class Request:
         }  # fmt: skip
 
     def curve(self, losses: list[float]) -> LearningRateCurve:
-        """`losses` of the first updates with their rates."""
+        """Return the curve of `losses`, those of the first updates."""
         ratio = self.min_rate / self.max_rate
         rates = [self.max_rate * ratio ** (1 - i / (self.num_steps - 1)) for i in range(len(losses))]
         return LearningRateCurve(rates, losses, self.num_steps)
 
 
 class LossRecorder(Callback):
-    """Keeps the loss of each update, and ends the fit when that diverges."""
+    """Record the loss of each update, and stop the fit when it diverges."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -77,7 +77,7 @@ class LossRecorder(Callback):
         self._is_over = False
 
     def on_train_start(self, state: TrainState) -> None:
-        if self._is_over:  # before a restart
+        if self._is_over:  # it had diverged before a restart
             self.context.stop(_DIVERGED)
 
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
@@ -96,7 +96,7 @@ class LossRecorder(Callback):
 
 
 def find_learning_rate(fits: Fits, train_data: Any, request: Request) -> LearningRateCurve:
-    """What `Trainer.find_learning_rate` says. All ranks."""
+    """Return the curve, see `Trainer.find_learning_rate`. All ranks call it."""
     request = request.checked()
     check_unused(fits, "find_learning_rate()")
     if isinstance(fits.setup.merged.config.resume_from_checkpoint, str):
@@ -107,7 +107,7 @@ def find_learning_rate(fits: Fits, train_data: Any, request: Request) -> Learnin
     try:
         return request.curve(_losses(fits, train_data, request))
     finally:
-        gc.collect()  # the copy: what holds it goes round in circles, and the fit that follows needs its memory
+        gc.collect()  # the copy is held by reference cycles, and the next fit needs its memory
 
 
 def _losses(fits: Fits, train_data: Any, request: Request) -> list[float]:
@@ -124,7 +124,12 @@ def _losses(fits: Fits, train_data: Any, request: Request) -> list[float]:
 
 
 def _place(search: Fits, setup: Setup) -> tuple[Path, Callable[[Callable[[], Any]], Any], bool]:
-    """The directory of the search, what runs an action on the main process alone, and whether this repeats an earlier attempt."""
+    """Return the place of the search.
+
+    Returns:
+        The directory of the search, a function that runs an action on the main process alone, and whether this repeats
+        an earlier attempt.
+    """
     if search.setup.is_fit_in_workers:
         from distributed.training.remote import take_dir
 
@@ -135,7 +140,7 @@ def _place(search: Fits, setup: Setup) -> tuple[Path, Callable[[Callable[[], Any
 
 
 def _begin(directory: Path, request: Request, *, goes_on: bool) -> list[float] | None:
-    """What an earlier attempt at this run found with the same request; else room for a search. Main process."""
+    """Return the losses of an earlier attempt with the same request; else make room for a search. Main process."""
     if goes_on:
         try:
             kept = json.loads((directory / _FILE).read_text())
@@ -144,19 +149,19 @@ def _begin(directory: Path, request: Request, *, goes_on: bool) -> list[float] |
         if kept.get("request") == dataclasses.asdict(request):
             losses: list[float] = kept["losses"]
             return losses
-    if (directory / "config.yaml").exists():  # of an attempt that did not come to its end
+    if (directory / "config.yaml").exists():  # of an attempt that did not finish
         shutil.rmtree(directory)
     return None
 
 
 def _finish(directory: Path, request: Request, losses: list[float]) -> None:
-    """Keep the curve, and no weights of the copy. Main process."""
+    """Save the curve, and delete the weights of the copy. Main process."""
     replace_text(directory / _FILE, json.dumps({"request": dataclasses.asdict(request), "losses": losses}))
     shutil.rmtree(directory / "checkpoints", ignore_errors=True)
 
 
 def check_unused(fits: Fits, call: str) -> None:
-    """Raise ConfigError where a trainer has trained already, or has begun to."""
+    """Raise ConfigError if a trainer has trained or started to train."""
     if fits.is_used:
         raise ConfigError(
             f"{call} trains a copy of the model as it was given, and this trainer has used it already:"
@@ -165,11 +170,14 @@ def check_unused(fits: Fits, call: str) -> None:
 
 
 def _copied_job(job: Job) -> Job:
-    """Model, optimizer, loss and metrics, which go on belonging together; a factory is called anew."""
+    """Return a copy of the job without its scheduler. Model, optimizer, loss and metrics of the copy belong together.
+
+    A factory of a model is called again by the fit that follows.
+    """
     from distributed.backends._keras.portable import remade
 
     memo: dict[int, Any] = {}
-    drawn = random.getstate()  # making a Keras layer draws from it
+    drawn = random.getstate()  # creating a Keras layer draws from Python's generator
     try:
         for part in (job.model, job.optimizer, job.loss_fn, *job.metrics.values()):
             if (again := remade(part)) is not None:

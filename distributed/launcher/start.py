@@ -19,7 +19,7 @@ from distributed.backends.effects import Situation, lines_of, without_effect
 from distributed.checkpoints.manifest import check_source
 from distributed.config.merging import MergedConfig, Typed, merge
 from distributed.config.plan import ProcessPlan, choose_backend, plan_batch, plan_processes, starting_line
-from distributed.config.registry import groups_in_use, row_in_use
+from distributed.config.registry import groups_in_use, row_in_use, starting_of
 from distributed.config.settings import GROUPS, DistributedConfig, nproc_of_world
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
@@ -122,7 +122,7 @@ def _checked_request(
     backend = _refuse(typed, merged, plan, run_dir, resume)
     config, script = merged.config, _script(typed)
     where = run_dir if run_dir is not None else str(choose_run_dir(script))
-    row = row_in_use(config, plan.backend)
+    row, starter = row_in_use(config, plan.backend), starting_of(plan.backend)
     starting = starting_line(plan, is_chosen=config.backend is not None)
     lines = [*warnings_of(config, plan), _plan_line(plan), f"run directory: {where}", starting]
     request = make_request(
@@ -130,7 +130,7 @@ def _checked_request(
         master_addr=config.master_addr, master_port=config.master_port,
         # A script that chooses its backend, or makes no Trainer, sets what its engine needs itself.
         environ={} if config.backend is None else environ_for(Path(script), row.environ),
-        launcher=backend.launcher, launcher_options=backend.launcher_options(),
+        launcher=starter.launcher(), launcher_options=starter.launcher_options(config, plan),
     )  # fmt: skip
     return backend, request if config.node_rank == 0 else dataclasses.replace(request, started_lines=())
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distributed.callbacks import Callback
@@ -15,7 +14,7 @@ from distributed.config.settings import MONITORING, DistributedConfig
 if TYPE_CHECKING:
     from distributed.config.merging import MergedConfig
     from distributed.config.plan import BatchPlan, ProcessPlan
-    from distributed.loggers.profiling import Profiler
+    from distributed.loggers.observer import Observer
     from distributed.runs.directory import RunDirectory
     from distributed.state import TrainState, WorkerContext
 
@@ -23,27 +22,26 @@ if TYPE_CHECKING:
 _PATHS = ("checkpoint_dir", "tensorboard_dir", "resume_from_checkpoint")
 
 
-class Watched(Ranks, Protocol):
+class Communicating(Ranks, Protocol):
+    """What loggers need of the processes that train together: a part of `distributed.backends.world.World`."""
+
+    def gather(self, value: Any, /) -> list[Any]:
+        """Return every rank's `value`, in the order of ranks. A collective."""
+
+
+class Watched(Protocol):
     """What loggers may ask of an engine. The adapter of a backend provides it."""
 
-    context: WorkerContext
     model: Any  # the user's module
     devices_per_process: int
-    keeps_batch: bool  # whether the next update is to keep a batch for `graph`
-    keeps_gradients: bool  # whether each update is to keep its gradients for `local_values`
 
     @property
-    def cuts_weights(self) -> bool:
-        """Whether a rank holds pieces of the parameters."""
+    def world(self) -> Communicating:
+        """The processes that train together."""
 
-    def graph(self) -> bytes:
-        """Return a GraphDef of the model as TensorBoard takes it."""
-
-    def local_values(self) -> Iterator[tuple[str, Any]]:
-        """Yield (`weights/NAME` or `gradients/NAME`, flat array of floats) of what this rank holds."""
-
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        """Return what records `active` updates of this rank after `warmup` others, or None."""
+    @property
+    def observer(self) -> Observer:
+        """What can be observed of training."""
 
 
 @dataclasses.dataclass(frozen=True)

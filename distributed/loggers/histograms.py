@@ -28,20 +28,20 @@ class Histograms(Callback):
         self._backend, self._writer = fit.backend, writer
 
     def on_train_start(self, state: TrainState) -> None:
-        self._backend.keeps_gradients = True
+        self._backend.observer.keep_gradients()
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         """Compute the histograms. A collective if tensors are cut: all ranks call it."""
-        is_cut = self._backend.cuts_weights and self._backend.context.world_size > 1
+        is_cut = self._backend.observer.cuts_weights and self._backend.world.context.world_size > 1
         if self._writer is None and not is_cut:
             return
-        mine = {name: _finite(values) for name, values in self._backend.local_values()}
+        mine = {name: _finite(values) for name, values in self._backend.observer.local_values()}
         ranges = {name: (float(v.min()), float(v.max())) for name, v in mine.items() if v.size}
         if is_cut:
-            ranges = _widest(self._backend.gather(ranges))
+            ranges = _widest(self._backend.world.gather(ranges))
         sums = {name: _sums(values, ranges[name]) for name, values in mine.items() if name in ranges}
         if is_cut:
-            sums = _added(self._backend.gather(sums))
+            sums = _added(self._backend.world.gather(sums))
         if self._writer is not None:
             self._writer.write([_value(name, ranges[name], each) for name, each in sorted(sums.items())], state.step)
 

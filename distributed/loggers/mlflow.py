@@ -250,7 +250,7 @@ def make(fit: LoggedFit) -> list[Callback]:
         loggers.append(main := MlflowLogger(fit))
         return main.open()
 
-    environ = Agreement(fit.backend, fit.context).on_main(open_on_main)
+    environ = Agreement(fit.backend.world, fit.merged.config.timeout_s).on_main(open_on_main)
     return [*loggers, JoinedRun(environ, is_worker=fit.is_worker)]
 
 

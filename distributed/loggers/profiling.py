@@ -71,7 +71,7 @@ class Profiling(Callback):
         self._fit = fit
         self._wait, self._length = config.profile_wait, config.profile_warmup + config.profile_active
         self._directory = fit.run.path / "profile"
-        self._profiler: Profiler | None = fit.backend.profiler(
+        self._profiler: Profiler | None = fit.backend.observer.profiler(
             self._directory, config.profile_warmup, config.profile_active
         )
         self._done = 0  # updates of this fit

@@ -90,7 +90,7 @@ class TensorBoard(Callback):
         except OSError as error:
             self._lose(error)
             return
-        self._fit.backend.keeps_batch = not self._has_graph
+        self._fit.backend.observer.keep_batch(not self._has_graph)
         if not is_begun:
             self.write(_session(_HPARAMS + "session_start_info", session_start_info=_start_info(self._fit)), 0)
 
@@ -163,7 +163,7 @@ class TensorBoard(Callback):
         from tensorboard.compat.proto.event_pb2 import Event
 
         try:
-            graph = self._fit.backend.graph()
+            graph = self._fit.backend.observer.graph()
         except Exception as error:  # it runs the user's model under a tracer, which raises errors of any kind
             reason = next(iter(str(error).splitlines()), "")
             text = (

@@ -1,4 +1,4 @@
-"""Whether a smaller or a larger value of a metric is better, as far as its object or its name says so."""
+"""Find out from a metric's object or name whether smaller or larger values are better."""
 
 from __future__ import annotations
 
@@ -22,18 +22,22 @@ _LARGER = {
     "top", "tpr", "tnr", "likelihood",
 }  # fmt: skip
 _NEGATED = {"neg", "negated", "negative"}
-# A word in a name: of one case, or with a capital first; with and without the digits after it.
+# A word in a name: all of one case or capitalised, without and with the digits after it.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _WORD_WITH_DIGITS = re.compile(r"(?:[A-Z]+(?![a-z])|[A-Z]?[a-z]+)[0-9]*")
-# The losses of Keras, whose names do not always say what they are. A cosine similarity there is negated.
+# Modules of losses. Their names do not always show the direction: Keras negates its cosine similarity.
 _LOSSES = ("keras.losses", "keras.src.losses", "torch.nn.modules.loss")
 
 
 def is_larger_better(name: str, metrics: Mapping[str, Any] | None = None) -> bool | None:
-    """Return whether a larger value of `name` is better; None where nothing says so.
+    """Return whether a larger value of the metric `name` is better, or None if that is unknown.
 
-    What counts is, in this order: what the metric object says itself (`higher_is_better` of torchmetrics), the words in the
-    name, and the words in the name of the object's class or of the function. `metrics` are those of the Trainer, by name.
+    The first source that answers counts: the metric object itself (`higher_is_better` of torchmetrics, or its being a
+    loss of Keras or torch), the words in `name`, the words in the name of the object's class or of the function.
+
+    Args:
+        name: the name of the metric, with or without the prefix `val_`.
+        metrics: the metrics of the Trainer, by name.
     """
     own = name.removeprefix("val_")
     metric = _metric_of(own, metrics or {})
@@ -47,7 +51,7 @@ def is_larger_better(name: str, metrics: Mapping[str, Any] | None = None) -> boo
 
 
 def _metric_of(own: str, metrics: Mapping[str, Any]) -> Any:
-    """The object behind `own`, which is its name or, of one with several values, NAME_KEY."""
+    """Return the object behind the name `own`. A metric with several values reports them as NAME_KEY."""
     if own in metrics:
         return _function_of(metrics[own])
     for name, metric in metrics.items():

@@ -1,4 +1,4 @@
-"""Judge metrics: which values are better, which were best, and whether the monitored metric is reported."""
+"""Judge metrics: find their best values, and check that the monitored metric is reported."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from distributed.metrics.over_all import OverAll
 if TYPE_CHECKING:
     from distributed.state import Job
 
-# What a row of a run says beside the metrics of its user.
+# Names that rows of a run use beside the user's metrics.
 _OWN = frozenset({"loss", "learning_rate", "grad_norm", "samples_per_second", "step", "epoch", "time", "split"})
 _ALWAYS = ("learning_rate", "samples_per_second")  # in every row, beside the loss
 _NOT_JUDGED = {"epoch", "step", "learning_rate", "samples_per_second"}
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ConfigError for a metric whose name the rows of a run use for something else."""
+    """Raise ConfigError if a metric has a name that the rows of a run use for something else."""
     if taken := sorted(_OWN.intersection(names)):
         raise ConfigError(
             f"a metric cannot be called {taken[0]!r}, which rows of a run use for something else"
@@ -34,9 +34,14 @@ def check_names(names: Iterable[str]) -> None:
 def best_metrics(
     rows: Sequence[Mapping[str, float]], config: DistributedConfig, metrics: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
-    """Return name -> its best value in `rows`, for the names of which it is known what is better.
+    """Return the best value in `rows` of each metric whose direction is known, by name. NaN values do not count.
 
-    For the monitored metric `monitor_mode` says it, for others `is_larger_better`. `metrics` are those of the Trainer.
+    The direction of the monitored metric is `monitor_mode`; that of others comes from `is_larger_better`.
+
+    Args:
+        rows: metrics by name, one row per epoch.
+        config: the settings, for `monitor` and `monitor_mode`.
+        metrics: the metrics of the Trainer, by name.
     """
     best: dict[str, float] = {}
     for name in dict.fromkeys(name for row in rows for name in row if name not in _NOT_JUDGED):
@@ -48,7 +53,16 @@ def best_metrics(
 
 
 def check_monitor(merged: MergedConfig, val_data: Any, job: Job | None = None) -> None:
-    """Check the monitor as far as it is known before training. Raises ConfigError."""
+    """Check before training that `monitor` can be reported and that its direction is known.
+
+    Args:
+        merged: the settings with their sources.
+        val_data: the validation data of `fit`, or None.
+        job: the arguments of the Trainer, or None to check without the names of its metrics.
+
+    Raises:
+        ConfigError: the monitor cannot be reported, or `monitor_mode` contradicts it or is needed.
+    """
     config = merged.config
     if val_data is not None or not config.monitor.startswith("val_"):
         names = None if job is None else expected_names(job, is_validated=val_data is not None)
@@ -67,7 +81,7 @@ def check_monitor(merged: MergedConfig, val_data: Any, job: Job | None = None) -
 
 
 def _check_mode(merged: MergedConfig, metrics: Mapping[str, Any]) -> None:
-    """Refuse the default `monitor_mode` for a monitor that is not known to be best when small. Raises ConfigError."""
+    """Raise ConfigError if `monitor_mode` is left at "min" although smaller values are not known to be better."""
     config = merged.config
     is_larger = is_larger_better(config.monitor, metrics)
     if config.monitor_mode != "min" or merged.is_typed("monitor_mode") or is_larger is False:
@@ -84,9 +98,9 @@ def _check_mode(merged: MergedConfig, metrics: Mapping[str, Any]) -> None:
 
 
 def expected_names(job: Job, *, is_validated: bool) -> list[str] | None:
-    """Return the names that rows of this job can have, or None where the arguments of the Trainer do not tell.
+    """Return the names that rows of this job can have, or None if the arguments of the Trainer do not determine them.
 
-    What `training_step` returns and the metrics of a compiled Keras model are known only when they are measured.
+    The results of `training_step` and the metrics of a compiled Keras model are known only after the first update.
     """
     is_factory = callable(job.model) and not hasattr(job.model, "parameters")  # it may make a compiled Keras model
     if job.training_step is not None or is_factory or "keras" in sys.modules:
@@ -106,7 +120,7 @@ def _may_be_several(metric: Any) -> bool:
 
 
 def is_among(monitor: str, names: Iterable[str], several: Iterable[str]) -> bool:
-    """Return whether `monitor` is one of `names`, or may be one of the values of the metrics `several`."""
+    """Return whether `monitor` is in `names`, or can be one of the values that the metrics `several` report."""
     own = monitor.removeprefix("val_")
     return monitor in names or any(own == name or own.startswith(f"{name}_") for name in several)
 
@@ -114,9 +128,13 @@ def is_among(monitor: str, names: Iterable[str], several: Iterable[str]) -> bool
 def uncertain(
     monitors: Iterable[str], metrics: Mapping[str, Any], *, is_validated: bool, known: Iterable[str]
 ) -> list[str]:
-    """Return those of `monitors` that only the first update can show to be reported.
+    """Return the monitors for which only the first update shows whether they are reported.
 
-    The others are named in the arguments of the Trainer, or in `known`, the names of earlier rows.
+    Args:
+        monitors: names of metrics.
+        metrics: the metrics of the Trainer, by name.
+        is_validated: whether `fit` got validation data.
+        known: the names in earlier rows.
     """
     given = ["loss", *metrics]
     certain = {*given, *_ALWAYS, *known, *(f"val_{name}" for name in given if is_validated)}
@@ -124,7 +142,7 @@ def uncertain(
 
 
 def names_of(trained: Sequence[str], *, is_validated: bool) -> list[str]:
-    """Return the names that a row can have if training reports `trained`."""
+    """Return the names that a row can have if training reports the names `trained`."""
     return [*(f"val_{name}" for name in trained if is_validated), *trained, *_ALWAYS]
 
 
@@ -142,14 +160,20 @@ def check_reported(
     is_validated: bool,
     earlier: Iterable[Mapping[str, float]] = (),
 ) -> None:
-    """Raise ConfigError for a monitor that neither `row` nor an `earlier` one has: no best checkpoint could be kept."""
+    """Raise ConfigError if neither `row` nor an `earlier` row has the monitor and `keep_best` needs it."""
     is_expected = config.keep_best and (is_validated or not config.monitor.startswith("val_"))
     if is_expected and not any(config.monitor in each for each in (row, *earlier)):
         raise unknown_metric("monitor", config.monitor, row)
 
 
 def unknown_metric(field: str, name: str, metrics: Iterable[str]) -> ConfigError:
-    """Return the error for a metric that is not reported. It names the nearest reported metric, and all of them."""
+    """Return the error for a metric that is not reported. It lists the reported metrics and names the nearest one.
+
+    Args:
+        field: the setting that names the metric.
+        name: the value of the setting.
+        metrics: the names that are reported.
+    """
     reported = [key for key in metrics if key not in ("epoch", "step")]
     return ConfigError(
         f"{field}={name!r} is not reported{nearest(name, reported)}: choose one of {', '.join(reported)}"

@@ -1,4 +1,4 @@
-"""Metrics that are computed over all samples at once, because the mean of their values over batches is another number."""
+"""Metrics that are computed over all samples at once, because the mean of their values over batches is a different number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRANSFORMS = ("argmax", "softmax", "sigmoid")
 
 @dataclasses.dataclass(frozen=True)
 class OverAll:
-    """What `over_all` returns: a function with what it is called with."""
+    """The result of `over_all`: a function and how it is called."""
 
     function: Callable[..., Any]
     transform: Callable[[Any], Any] | str | None = None
@@ -29,21 +29,24 @@ def over_all(
     training: bool = True,
     **arguments: Any,
 ) -> OverAll:
-    """Return a metric for `Trainer(metrics=...)` that is computed over all samples at once: F1, AUROC, a corpus perplexity.
+    """Return a metric for `Trainer(metrics=...)` that is computed over all samples at once, such as F1 or AUROC.
+
+    The outputs of the whole data set (in training: of the epoch so far) are kept in host memory: each process keeps its
+    own until they are collected, and the main process then holds all of them and computes the value. A warning says
+    when they exceed one GiB. For larger outputs pass `transform`, or a metric that keeps sums (a torchmetrics object).
 
     Args:
-        function: `(outputs, targets)` -> a number or `(sum, count)`. It gets the outputs and targets of all samples of the
-            evaluation, each sample once, in the order of the data set: tensors on the CPU (TensorFlow's own tensors where
-            that is the engine), joined as `Trainer.predict` joins them. A function of scikit-learn gets NumPy arrays in its
-            own order, `(targets, outputs)`.
-        transform: what is kept of the outputs of each batch: a function of them, or "argmax", "softmax" or "sigmoid" along
-            their last dimension. A class index needs less memory than the scores of all classes.
-        training: whether the metric is computed in training too. It covers the epoch so far there.
+        function: `(outputs, targets)` -> a number or `(sum, count)`. It gets the outputs and targets of all samples,
+            each once, in the order of the data set. They are CPU tensors (TensorFlow tensors on the `tensorflow`
+            backend), joined as `Trainer.predict` joins them. A function of scikit-learn gets NumPy arrays in its own
+            order, `(targets, outputs)`.
+        transform: what to keep of the outputs of each batch: a function of them, or "argmax", "softmax" or "sigmoid"
+            along their last dimension. A class index needs less memory than the scores of all classes.
+        training: whether to compute the metric in training too, over the epoch so far.
         arguments: further keyword arguments of `function`, such as `average="macro"`.
 
-    The outputs of the whole data set (in training: of the epoch so far) are kept in host memory: each process keeps its own
-    until they are collected, and the main process then holds all of them and computes the value. A warning says when they
-    exceed one GiB. For larger outputs pass `transform`, or a metric that keeps sums (a torchmetrics object).
+    Raises:
+        ConfigError: `function` is not a function, or `transform` is unknown.
     """
     if not callable(function):
         raise ConfigError(f"over_all({function!r}) got a {type(function).__name__}: pass a function (outputs, targets)")
@@ -58,27 +61,30 @@ def over_all(
 
 
 def has_state(metric: Any) -> bool:
-    """Whether `metric` is an object that is updated batch by batch, as those of torchmetrics and Keras."""
+    """Return whether `metric` is an object that is updated batch by batch, as in torchmetrics and Keras."""
     return not isinstance(metric, type) and (is_of_keras(metric) or _has(metric, "update", "compute", "reset"))
 
 
 def is_of_keras(metric: Any) -> bool:
-    """Whether `metric` is an object with the methods of a Keras metric."""
+    """Return whether `metric` is an object with the methods of a Keras metric."""
     return not isinstance(metric, type) and _has(metric, "update_state", "result", "reset_state")
 
 
 def is_of_sklearn(function: Any) -> bool:
-    """Whether `function` is one of scikit-learn, which take (targets, outputs) as NumPy arrays."""
+    """Return whether `function` comes from scikit-learn, whose metrics take (targets, outputs) as NumPy arrays."""
     return _home(function).startswith("sklearn.")
 
 
 def takes_targets_first(function: Any) -> bool:
-    """Whether `function` is one of a library whose functions take (targets, outputs)."""
+    """Return whether `function` comes from a library whose metrics take (targets, outputs)."""
     return _home(function).startswith(("sklearn.", "keras."))
 
 
 def call_sklearn(metric: OverAll, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """The value of a function of scikit-learn for arrays (targets, outputs). ConfigError where it does not take these outputs."""
+    """Return the value of a scikit-learn metric for the arrays `args`, (targets, outputs).
+
+    Raises ConfigError if the function does not accept these outputs and no `transform` is set.
+    """
     try:
         return metric.function(*args, **named, **metric.arguments)
     except ValueError as error:
@@ -98,12 +104,12 @@ def _home(function: Any) -> str:
 
 
 def as_declared(metric: Any) -> Any:
-    """A metric as the user means it: a bare function of scikit-learn is one over all samples."""
+    """Return the metric as the user means it: a plain scikit-learn function is computed over all samples."""
     return over_all(metric) if not isinstance(metric, OverAll) and is_of_sklearn(metric) else metric
 
 
 def check_metric(name: str, metric: Any) -> None:
-    """ConfigError for what is no metric."""
+    """Raise ConfigError if `metric` is not a metric."""
     if isinstance(metric, OverAll) or has_state(metric):
         return
     if isinstance(metric, type):

@@ -1,1 +1,1 @@
-"""One script on every backend, and how far its numbers are from those of one process. Tests of adapters belong to `testing`."""
+"""Run one script on every backend and compare its numbers with those of one process. Tests of adapters belong to `testing`."""

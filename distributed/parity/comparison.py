@@ -1,11 +1,12 @@
-"""The user's script on every backend: how far its weights and losses are from those of one process, and how long a step takes.
+"""Run the user's script on every backend and compare weights, losses and step times with those of one process.
 
-All runs start from the first weights of the reference. float64: no weight and no loss further than a tolerance from it. float32:
-rounding alone drives runs apart, and where it decides which side of a ReLU or which entry of a max-pooling counts, far apart. So
-the measure is what rounding moves the reference itself: from its float64 run, and when it adds up the same batches in slices.
+All runs start from the first weights of the reference. In float64, no weight and no loss may differ from the reference
+by more than a tolerance. In float32, rounding alone moves runs apart, and far apart if it decides the sign at a ReLU or
+the maximum of a pooling window. The float32 limit is therefore a multiple of what rounding moves the reference itself:
+against its float64 run, and when it accumulates the same batches in slices.
 
-The reference is one process on `single`. A backend that computes with another framework stands beside that, and beside one
-process of its own.
+The reference is one process on `single`. A backend of another framework is compared with it, and with one process of
+its own.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from distributed.errors import DistributedError, ResourceError, TrainingError
 from distributed.parity.runs import Asked, Cell, Start, Trained, run
 
 REFERENCE = default_backend(1)
-FLOORS = 3  # times what the reference moves, in float32
-FIRST_LOSS = 1e-6  # of the first update's loss in float32, before rounding had time to grow
-_SPACING = 2.0**-23  # between float32 numbers near 1: nothing is nearer than that
+FLOORS = 3  # the float32 limit, as a multiple of what rounding moves the reference
+FIRST_LOSS = 1e-6  # limit of the first update's loss in float32, before rounding errors grow
+_SPACING = 2.0**-23  # between float32 numbers near 1: the smallest difference that can be seen
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A run beside a reference."""
+    """The differences between a run and a reference."""
 
     cell: Cell
-    reference: str  # the backend of that one process
+    reference: str  # the backend of the reference
     weights: float
     losses: float
     first_loss: float
@@ -42,7 +43,7 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """A backend, or a run of it, that was not made or failed."""
+    """A backend or a run that was left out or failed."""
 
     what: str
     reason: str
@@ -51,7 +52,7 @@ class Skipped:
 
 @dataclasses.dataclass
 class Report:
-    """All of it."""
+    """The result of all comparisons."""
 
     script: str
     steps: int
@@ -60,17 +61,25 @@ class Report:
     batch_dependent: tuple[str, ...] = ()
     compared: list[Compared] = dataclasses.field(default_factory=list)
     skipped: list[Skipped] = dataclasses.field(default_factory=list)
-    # reference -> how far rounding alone moves a weight of it in float32
+    # reference -> how far rounding alone moves its weights in float32
     floors: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was too far away and nothing failed."""
+        """Whether no run was too far from its reference and none failed."""
         return not any(each.verdict == "FAR" for each in self.compared) and not any(s.is_failure for s in self.skipped)
 
 
 def measure(asked: Asked, say: Callable[[Cell], None]) -> Report:
-    """Run everything; `say(cell)` before each run. Raises DistributedError where no reference can run."""
+    """Make all runs and return the report.
+
+    Args:
+        asked: what to run.
+        say: called with the run that is about to start.
+
+    Raises:
+        DistributedError: no reference can run.
+    """
     report = Report(asked.script, asked.steps, asked.tolerance)
     runs = _Runs(asked, say)
     backends = list(_usable(asked, report))
@@ -85,7 +94,7 @@ def measure(asked: Asked, say: Callable[[Cell], None]) -> Report:
 
 
 class _Runs:
-    """Each run is made once. All start where the first one did."""
+    """Make each run once. All runs start from the weights of the first one."""
 
     def __init__(self, asked: Asked, say: Callable[[Cell], None]) -> None:
         self._asked, self._say = asked, say
@@ -101,7 +110,10 @@ class _Runs:
 
 
 def _usable(asked: Asked, report: Report) -> Iterator[str]:
-    """The backends whose libraries are here; the others go into the report, or are an error where they were named."""
+    """Yield the backends whose libraries are installed.
+
+    Others are added to the report as skipped, or raise ResourceError if they were named explicitly.
+    """
     for name in asked.backends:
         found = capabilities_of(REGISTRY[name])
         if not found.missing:
@@ -117,7 +129,10 @@ def _usable(asked: Asked, report: Report) -> Iterator[str]:
 
 
 def _references(asked: Asked, backends: Sequence[str], runs: _Runs, report: Report) -> dict[str, dict[str, Trained]]:
-    """The one process of `single`, and of each framework that `backends` compute with: name -> element type -> its run."""
+    """Return the runs of the references by name and element type.
+
+    The references are `single`, and one process of each framework that `backends` use.
+    """
     found: dict[str, dict[str, Trained]] = {}
     errors: dict[str, DistributedError] = {}
     for name in dict.fromkeys([REFERENCE, *(REGISTRY[backend].alone for backend in backends)]):
@@ -146,7 +161,10 @@ def _said(cell: Cell, runs: _Runs) -> Trained:
 
 
 def _add_floors(asked: Asked, name: str, own: Mapping[str, Trained], runs: _Runs, report: Report) -> None:
-    """What rounding moves a reference in float32: from its float64 run, and over as many slices as the worlds have."""
+    """Measure what rounding moves a reference in float32.
+
+    The float32 run is compared with the float64 run, and with runs whose batches are cut as for each world size.
+    """
     reference = own["float32"]
     moved = [_compared(Cell(name, 1, "float32", 0), name, own["float64"], reference)] if "float64" in own else []
     for cut in sorted({max(2, world) for world in asked.world_sizes}):
@@ -161,10 +179,10 @@ def _add_floors(asked: Asked, name: str, own: Mapping[str, Trained], runs: _Runs
 def _add_backend(
     asked: Asked, backend: str, references: Mapping[str, Mapping[str, Trained]], runs: _Runs, report: Report
 ) -> None:
-    """Every world size and element type of one backend, beside each reference that it has."""
+    """Compare every world size and element type of one backend with each of its references."""
     own = REGISTRY[backend].alone
     beside = [name for name in dict.fromkeys((REFERENCE, own)) if name in references]
-    if own not in references:  # what is wrong there has been said
+    if own not in references:  # its error is in the report already
         if own != backend:
             reason = f"there is nothing to compare it with, as {own} could not run the script"
             report.skipped.append(Skipped(backend, reason))
@@ -174,7 +192,7 @@ def _add_backend(
             trained = runs.of(cell)
         except TrainingError as error:
             report.skipped.append(Skipped(str(cell), str(error), is_failure=True))
-        except DistributedError as error:  # it refuses this script, or so many processes
+        except DistributedError as error:  # the backend refuses this script or this number of processes
             if not asked.is_all:
                 raise
             report.skipped.append(Skipped(str(cell), str(error)))
@@ -185,7 +203,7 @@ def _add_backend(
 
 
 def cells_of(backend: str, world_sizes: Sequence[int]) -> Iterator[Cell]:
-    """The runs of a backend, float64 first where it has it."""
+    """Yield the runs of a backend, float64 first if it supports that."""
     found = capabilities_of(REGISTRY[backend])
     for world in (1,) if REGISTRY[backend].single_process else world_sizes:
         for dtype in ("float64", "float32"):
@@ -209,7 +227,10 @@ def _compared(cell: Cell, name: str, trained: Trained, reference: Trained) -> Co
 
 
 def farthest(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> float:
-    """The largest difference of two sets of numbers; infinite where they have other names or shapes, or one is not finite."""
+    """Return the largest absolute difference between two sets of arrays.
+
+    Infinite if their names or shapes differ, or if a value is not finite.
+    """
     import numpy
 
     if one.keys() != other.keys():
@@ -237,6 +258,6 @@ def _verdict(each: Compared, report: Report) -> str:
         return "split"
     if cell.dtype == "float64":
         return "ok" if max(each.weights, each.losses) <= report.tolerance else "FAR"
-    # Where rounding alone drives the reference to no number at all, nothing can be shown to be near it.
+    # If rounding alone makes the reference NaN or infinite, no run can be shown to be near it.
     is_near = each.weights <= FLOORS * report.floors[each.reference] < math.inf and each.first_loss <= FIRST_LOSS
     return "ok" if is_near else "FAR"

@@ -1,4 +1,4 @@
-"""One run of a script for `distributed parity`: its command, and the weights, losses and times that it left."""
+"""One run of a script for `distributed parity`: its command, and the weights, losses and step times that it produced."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Cell:
     backend: str
     world_size: int
     dtype: str
-    cut: int = 1  # slices of each batch in the one process of a floor; 0: the float64 run itself
+    cut: int = 1  # slices of each batch, for a run that measures rounding; 0: the float64 run itself
 
     def __str__(self) -> str:
         how = f", cut in {self.cut}" if self.cut > 1 else ""
@@ -44,27 +44,30 @@ class Asked:
     script: str
     script_args: tuple[str, ...]
     backends: tuple[str, ...]
-    is_all: bool  # a backend that cannot run is then left out instead of an error
+    is_all: bool  # whether a backend that cannot run is skipped instead of being an error
     world_sizes: tuple[int, ...]
     steps: int
     tolerance: float
     global_batch_size: int | None
-    settings: tuple[str, ...]  # KEY=VALUE, for every run; options of a backend for its own
-    config: DistributedConfig  # what `settings` say
-    directory: Path  # for the run directories
+    settings: tuple[str, ...]  # KEY=VALUE for every run; the options of a backend for its runs only
+    config: DistributedConfig  # `settings` as a configuration
+    directory: Path  # holds the run directories
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What all runs begin with, from the first one: engines, and element types, draw other first weights."""
+    """What all runs start from, taken from the first run.
+
+    Different engines and element types would draw different first weights.
+    """
 
     checkpoint: Path
-    batch: BatchPlan  # whose global size and order every run has
+    batch: BatchPlan  # every run has its global batch size and its order of samples
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a run left."""
+    """What a run produced."""
 
     weights: Mapping[str, numpy.ndarray[Any, Any]]
     losses: Mapping[tuple[str, int], float]  # (split, step) -> loss
@@ -75,10 +78,19 @@ class Trained:
 
 
 def run(asked: Asked, cell: Cell, start: Start | None) -> Trained:
-    """Train, from `start` where there is one. Raises DistributedError in the run's own words where it fails."""
+    """Run the script and return what it produced.
+
+    Args:
+        asked: what to run.
+        cell: the run to make.
+        start: what to start from, or None for the first run.
+
+    Raises:
+        DistributedError: the run failed. The message is that of the run.
+    """
     name = f"{cell.backend}-{cell.world_size}-{cell.dtype}-{cell.cut}"
     directory = asked.directory / name
-    if start is not None:  # as a run that was cut off there, which --resume goes on with
+    if start is not None:  # looks like a run that was stopped there; --resume continues it
         shutil.copytree(start.checkpoint, directory / "checkpoints" / start.checkpoint.name)
     with (asked.directory / f"{name}.log").open("wb+") as output:
         code = run_command(_command(asked, cell, start, directory), output)
@@ -115,13 +127,13 @@ def _command(asked: Asked, cell: Cell, start: Start | None, directory: Path) -> 
 
 
 def is_for(asked: Asked, setting: str, backend: str) -> bool:
-    """Whether `setting` is one of every run, or an option that counts under `backend`."""
+    """Return whether `setting` applies to every run or is an option that applies to `backend`."""
     group = setting.partition(".")[0].strip()
     return group not in GROUPS or group in (*groups_in_use(asked.config, backend), "data")
 
 
 def _failure(code: int, text: str) -> DistributedError:
-    """The run's own words: its error, and of a traceback the last line."""
+    """Return the error with the run's own message, and the last line of a traceback."""
     lines = [line for line in text.splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("error: ")]
     words = said[-1].removeprefix("error: ").partition(" (whole log")[0] if said else f"exit code {code}"
@@ -131,7 +143,7 @@ def _failure(code: int, text: str) -> DistributedError:
 
 
 def read_run(directory: Path) -> Trained:
-    """Weights, losses and times of the run in `directory`."""
+    """Return the weights, losses and step times of the run in `directory`."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     batch = _batch(directory)
     rates = [row["samples_per_second"] for row in rows if row["split"] == "train" and row.get("samples_per_second")]
@@ -161,7 +173,7 @@ def _batch(directory: Path) -> BatchPlan:
 
 
 def weights_of(checkpoint: Path) -> dict[str, numpy.ndarray[Any, Any]]:
-    """Every tensor of the model in a checkpoint, whole, as float64."""
+    """Return every tensor of the model in a checkpoint, whole, as float64."""
     stored, _ = read_tensors(checkpoint / "model")
     return {name: _array(tensor) for name, tensor in stored.items()}
 
@@ -173,6 +185,6 @@ def _array(tensor: StoredTensor) -> numpy.ndarray[Any, Any]:
     import numpy
 
     array = numpy.frombuffer(tensor.read(), _KINDS[tensor.dtype])
-    if tensor.dtype == "BF16":  # the upper half of a float32
+    if tensor.dtype == "BF16":  # bfloat16 is the upper half of a float32
         array = (array.astype("<u4") << 16).view("<f4")
     return array.reshape(tensor.shape).astype("<f8")

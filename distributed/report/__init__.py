@@ -1,4 +1,4 @@
-"""report.html: curves, time split, events and settings of a run, of several, or of a sweep. What is logged while a run lasts belongs to `loggers`."""
+"""report.html: curves, time split, events and settings of runs, or of a sweep. What is logged while a run lasts belongs to `loggers`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ FILE = "report.html"
 
 
 def report_text(paths: Sequence[Path]) -> str:
-    """The page of one run or sweep, or of several runs side by side. Reads files only: the run may still go on.
+    """Return the page of one run or sweep, or of several runs side by side.
 
-    Raises ConfigError for what is no run, ResourceError without bokeh.
+    Only reads files, so a run may still be running.
+
+    Args:
+        paths: run directories, or the directory of one sweep.
+
+    Raises:
+        ConfigError: a path is not a run, or a sweep is combined with other paths.
+        ResourceError: bokeh is not installed.
     """
     from distributed.report import sweep, tables
     from distributed.report.runs import read_run, read_runs
@@ -32,7 +39,10 @@ def report_text(paths: Sequence[Path]) -> str:
 
 
 def write_report(paths: Sequence[Path], output: Path) -> Path:
-    """Write the page of `paths` to `output`, whole or not at all; returns it. Raises as `report_text`."""
+    """Write the page of `paths` to `output` atomically and return `output`.
+
+    Raises ConfigError if it cannot be written, and the errors of `report_text`.
+    """
     text = report_text(paths)
     stage = output.with_name(f".{output.name}.tmp")
     try:
@@ -41,15 +51,15 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"{str(output)!r} cannot be written ({error.strerror}): name another with --output") from None
     finally:
-        with contextlib.suppress(OSError):  # where nothing can be written nothing was left
+        with contextlib.suppress(OSError):  # a directory that cannot be written holds no stage
             stage.unlink(missing_ok=True)
     return output
 
 
 def write_reports_at_end(run: RunDirectory, say: Callable[[str], None]) -> None:
-    """RUN/report.html, and that of each further Trainer of its script, where they have metrics.
+    """Write RUN/report.html, and that of each further Trainer of the script, if they have metrics.
 
-    Nothing that goes wrong here fails a run: `say` gets one line.
+    Errors do not fail the run: `say` gets one line for each.
     """
     from distributed.report.page import is_bokeh_here
 
@@ -64,11 +74,11 @@ def write_reports_at_end(run: RunDirectory, say: Callable[[str], None]) -> None:
             write_report([path], path / FILE)
         except DistributedError as error:
             say(f"no {FILE}: {error}")
-        except Exception as error:  # a fault of ours in what is only a picture of the run
+        except Exception as error:  # a bug in the report must not fail a finished run
             logger.debug("report of %s", path, exc_info=True)
             say(f"no {FILE} of {path} ({type(error).__name__}: {error}): 'distributed report {path}' says more")
 
 
 def _has_metrics(run: RunDirectory) -> bool:
-    """Whether a Trainer came as far as its first log line there."""
+    """Return whether a Trainer wrote its first log line to the run directory."""
     return run.metrics.is_file() and run.metrics.stat().st_size > 0

@@ -1,4 +1,4 @@
-"""Curves of a run, short enough to draw: no peak is lost on the way."""
+"""Shorten the curves of a run for drawing, without losing peaks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from distributed.report.runs import Row
 if TYPE_CHECKING:
     import numpy
 
-STRETCHES = 1000  # of a long curve, each of which keeps its smallest and largest value: about one per pixel
+STRETCHES = 1000  # a long curve keeps the smallest and the largest value of each stretch: about one per pixel
 
 
 def thinned(values: Sequence[Any], stretches: int = STRETCHES) -> list[int]:
-    """Positions of the values to draw, in order: all of up to 2 x `stretches`; of more the first, the last, and of each of
-    `stretches` equal stretches the smallest, the largest and one that is no finite number (None, NaN, infinite)."""
+    """Return the positions of the values to draw, in order.
+
+    Up to 2 x `stretches` values are all drawn. Of more values these are drawn: the first, the last, and of each of
+    `stretches` equal parts the smallest, the largest and one that is not finite (None, NaN, infinite), if any.
+    """
     if len(values) <= 2 * stretches:
         return list(range(len(values)))
     import numpy
@@ -29,7 +32,7 @@ def thinned(values: Sequence[Any], stretches: int = STRETCHES) -> list[int]:
     kept = [
         numpy.where(is_finite, data, math.inf).argmin(1),
         numpy.where(is_finite, data, -math.inf).argmax(1),
-        (~is_finite).argmax(1),  # the first value of a stretch without one
+        (~is_finite).argmax(1),  # the first value that is not finite; 0 if all are
     ]
     starts = numpy.arange(stretches) * length
     return _positions(starts, kept, ~is_finite.all(1), len(values))
@@ -46,19 +49,22 @@ def _positions(
 
 
 def short(value: Any) -> float | None:
-    """A number in six digits, for the page; None where it is no finite one."""
+    """Return a number with six digits, for the page; None if it is not finite."""
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
 def readable(value: float) -> str:
-    """A number in four digits, or as a whole one: `0.1234`, `12,780`."""
+    """Return a number with four digits, or as an integer if it is large: `0.1234`, `12,780`."""
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def points(rows: Sequence[Row], name: str, scale: float = 1.0) -> dict[str, list[float | None]]:
-    """`name` over the rows that have it: columns `step`, `time` and `y`, which is multiplied by `scale`; thinned."""
+    """Return the curve of `name` as columns `step`, `time` and `y`, thinned. `y` is multiplied by `scale`.
+
+    Rows without `name` are left out.
+    """
     having = [row for row in rows if name in row and isinstance(row[name], (int, float, type(None)))]
     return columns(having, thinned([row[name] for row in having]), name, scale)
 
@@ -66,7 +72,7 @@ def points(rows: Sequence[Row], name: str, scale: float = 1.0) -> dict[str, list
 def columns(
     rows: Sequence[Row], positions: Sequence[int], name: str | None = None, scale: float = 1.0
 ) -> dict[str, list[float | None]]:
-    """The rows at `positions` as columns `step`, `time` and, of `name`, `y`."""
+    """Return the rows at `positions` as columns `step`, `time` and, if `name` is given, `y`."""
     taken = [rows[position] for position in positions]
     found = {"step": [short(row["step"]) for row in taken], "time": [short(row["time"]) for row in taken]}
     if name is not None:
@@ -75,5 +81,5 @@ def columns(
 
 
 def num_not_finite(rows: Sequence[Row], name: str) -> int:
-    """How often `name` was NaN or infinite, which the files say as null."""
+    """Return how often `name` was NaN or infinite. The files store these values as null."""
     return sum(1 for row in rows if name in row and row[name] is None)

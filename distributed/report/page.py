@@ -1,4 +1,4 @@
-"""The page around the plots: one HTML file that needs no network. Tables are HTML, the plots are drawn by BokehJS in it."""
+"""The page around the plots: one HTML file that needs no network. Tables are HTML; BokehJS, inside the file, draws the plots."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from distributed.report.panels import Panel
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
-# Nothing may be loaded from anywhere: what the page needs is in it.
+# The page contains all that it needs and may load nothing else.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-# A drawing of three bars, so that the browser asks for no favicon.
+# Three bars. With an icon of its own the page makes the browser request no favicon.
 _ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 8 8'%3E"
     "%3Cpath fill='%230072b2' d='M1 5h1v2H1zM3 3h1v4H3zM5 1h1v6H5z'/%3E%3C/svg%3E"
@@ -29,14 +29,14 @@ _ICON = (
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page: a heading and HTML."""
+    """A part of the page: a heading and its HTML."""
 
     title: str
     body: str
 
 
 def bokeh_scripts() -> str:
-    """BokehJS as it lies in the bokeh package, which is not imported. Raises ResourceError where it is not installed."""
+    """Return BokehJS from the bokeh package, without importing bokeh. Raises ResourceError if it is not installed."""
     spec = importlib.util.find_spec("bokeh")
     places = spec.submodule_search_locations if spec is not None else None
     try:
@@ -49,7 +49,7 @@ def bokeh_scripts() -> str:
 
 
 def is_bokeh_here() -> bool:
-    """Whether `bokeh_scripts` can be read."""
+    """Return whether bokeh is installed."""
     return is_installed("bokeh")
 
 
@@ -61,7 +61,16 @@ def page(
     after: Iterable[Section],
     longest_s: float,
 ) -> str:
-    """The whole file. `under` the title stands a line; `longest_s` is how far the time axis goes, in seconds."""
+    """Return the whole HTML file.
+
+    Args:
+        title: the heading of the page.
+        under: the line below the heading.
+        before: sections above the plots.
+        panels: the plots.
+        after: sections below the plots.
+        longest_s: the length of the time axis in seconds.
+    """
     unit, scale = next((unit, scale) for unit, scale, limit in _UNITS if longest_s <= limit)
     data = {"panels": [dataclasses.asdict(panel) for panel in panels], "time_unit": unit, "time_scale": scale}
     return "\n".join([
@@ -100,12 +109,12 @@ def _own(name: str) -> str:
 
 
 def _inline_json(data: Any) -> str:
-    """For inside a script element, whose end or a comment may be in any string of the user's."""
+    """Return JSON for a script element. User strings may contain `</script` or `<!--`, so `<` is escaped."""
     return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
 
 
 def _inline(text: str) -> str:
-    """A script for inside a script element, which `</script` and `<!--` would end or change."""
+    """Return a script for a script element, with `</` and `<!--` escaped."""
     return text.replace("</", "<\\/").replace("<!--", "<\\!--")
 
 
@@ -115,7 +124,7 @@ def _section(section: Section) -> str:
 
 
 def _groups(panels: Sequence[Panel]) -> Iterable[str]:
-    """The panels under their headings, each with an empty place for its plot."""
+    """Yield the HTML of each group of panels: its heading, and an empty element for each plot."""
     groups = dict.fromkeys(panel.group for panel in panels)
     for group in groups:
         inside = [_place(number, panel) for number, panel in enumerate(panels) if panel.group == group]
@@ -139,7 +148,7 @@ def escape(value: Any) -> str:
 
 
 def facts(values: Mapping[str, str], marks: Mapping[str, str] | None = None) -> str:
-    """Name and value in a box each; `marks` gives some a class."""
+    """Return a box for each name and value. `marks` maps names to CSS classes."""
     boxes = [
         f'<div><dt>{escape(name)}</dt><dd class="{(marks or {}).get(name, "")}">{escape(value)}</dd></div>'
         for name, value in values.items()
@@ -154,7 +163,15 @@ def table(
     best: int | None = None,
     is_tight: bool = False,
 ) -> str:
-    """Rows under a head. `colors`: the palette's number before the first cell of each row; `best`: a row to stress."""
+    """Return an HTML table.
+
+    Args:
+        head: the headings of the columns.
+        rows: the cells, row by row.
+        colors: for each row, the palette number of the swatch in its first cell.
+        best: the number of a row to highlight.
+        is_tight: whether to use the narrow style.
+    """
     lines = []
     for number, row in enumerate(rows):
         swatch = f'<i data-color="{colors[number]}"></i>' if colors else ""
@@ -165,5 +182,5 @@ def table(
 
 
 def folded(summary: str, body: str) -> str:
-    """What is shown after a click."""
+    """Return a section that opens on a click."""
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"

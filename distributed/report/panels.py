@@ -1,4 +1,4 @@
-"""What is drawn of runs, as data: one panel per plot. `page.js` draws them."""
+"""The plots of runs as data, one panel per plot. `page.js` draws them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distributed.report.runs import POSITION, Row, RunData
 Columns = Mapping[str, Sequence[Any]]
 
 PARTS = {"data_s": "data", "compute_s": "compute", "communication_s": "communication", "checkpoint_s": "checkpoint"}
-# A log line's name -> (title, what the axis says).
+# Name in a log line -> (title, label of the axis).
 _NAMED = {
     "loss": ("Loss", "loss"),
     "samples_per_second": ("Throughput", "samples per second"),
@@ -22,7 +22,7 @@ _NAMED = {
     "grad_norm": ("Gradient norm", "norm"),
 }
 _LAST = ("samples_per_second", "learning_rate", "grad_norm")  # after the metrics
-# event -> what the page calls it. The first four cut the curves: they stand in every plot.
+# Event -> its name on the page. Those in BREAKS interrupt training and are marked in every plot.
 BREAKS = {
     "worker_failed": "worker failed",
     "restarted": "restarted",
@@ -37,18 +37,18 @@ EVENTS = {
     "finished": "finished",
 }
 _MANY_RANKS = 8
-_MANY_EVENTS = 1000  # of one kind
+_MANY_EVENTS = 1000  # events of one kind that are drawn
 _MS = 1e3
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One curve, or the points of one kind. `data` has the columns x (or step and time) and y."""
+    """One curve, or the points of one kind. `data` has the columns `x` (or `step` and `time`) and `y`."""
 
-    name: str  # in the legend; clicking there hides all lines of that name
+    name: str  # in the legend; a click on it hides all lines of that name
     color: int  # number in the page's palette, -1: grey
     data: Columns
-    label: str = ""  # of its legend entry, beside the name
+    label: str = ""  # shown in the legend beside the name
     is_dashed: bool = False
     has_points: bool = False
     is_faint: bool = False
@@ -57,22 +57,22 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One plot. `x`: "run" for the page's own axis, step or time, or what the axis says."""
+    """One plot. `x` is "run" for the page's own axis (step or time), or the label of the axis."""
 
     kind: str  # "lines", "areas", "bars", "events" or "parallel"
     title: str
     y: str = ""
     x: str = "run"
     note: str = ""
-    group: str = ""  # the heading that it stands under
+    group: str = ""  # its heading on the page
     is_wide: bool = False
     lines: Sequence[Line] = ()
     marks: Sequence[Mapping[str, Any]] = ()  # vertical lines: step, time, text
-    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of this kind alone
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # data for this kind only
 
 
 def run_panels(runs: Sequence[RunData]) -> list[Panel]:
-    """Everything about one run, or the same of several with their curves in one plot."""
+    """Return all panels about one run, or about several runs with their curves in the same plots."""
     metrics, others = _names(runs)
     cuts = _marks(runs[0]) if len(runs) == 1 else []
     panels = [_metric(runs, name, cuts) for name in metrics]
@@ -88,7 +88,7 @@ def run_panels(runs: Sequence[RunData]) -> list[Panel]:
 
 
 def _names(runs: Sequence[RunData]) -> tuple[list[str], list[str]]:
-    """(metrics, loss first; what else is drawn over the steps)."""
+    """Return (metrics with the loss first, other names that are drawn over the steps)."""
     seen = dict.fromkeys(name for run in runs for row in (*run.train, *run.val) for name in row)
     names = [name for name in seen if name not in POSITION]
     metrics = [name for name in names if name not in _LAST]
@@ -96,7 +96,7 @@ def _names(runs: Sequence[RunData]) -> tuple[list[str], list[str]]:
 
 
 def _metric(runs: Sequence[RunData], name: str, marks: Sequence[Mapping[str, Any]]) -> Panel:
-    """One name of the log lines, training and validation on the same axes."""
+    """Return the panel of one name of the log lines, with training and validation on the same axes."""
     title, unit = _NAMED.get(name, (name[:1].upper() + name[1:].replace("_", " "), name))
     lines = []
     for number, run in enumerate(runs):
@@ -128,7 +128,7 @@ def _last(rows: Sequence[Row], name: str) -> str:
 
 
 def _marks(run: RunData) -> list[dict[str, Any]]:
-    """What cut the training, as vertical lines."""
+    """Return the vertical lines at events that interrupted training."""
     return [
         {"step": event["step"], "time": short(event["time"]), "text": EVENTS[event["event"]]}
         for event in run.events
@@ -137,7 +137,7 @@ def _marks(run: RunData) -> list[dict[str, Any]]:
 
 
 def _events(runs: Sequence[RunData]) -> Panel:
-    """What happened, one line of marks per kind; of several runs one per run."""
+    """Return the panel of events, with one line of marks per kind of event, or per run if there are several."""
     lines = []
     for number, run in enumerate(runs):
         for kind, text in EVENTS.items():
@@ -155,7 +155,7 @@ def _events(runs: Sequence[RunData]) -> Panel:
 
 
 def _about(event: Row) -> str:
-    """One line: what happened, to whom and why."""
+    """Return the tooltip of an event: what happened, and why."""
     detail = event.get("cause") or event.get("checkpoint") or ""
     if event["event"] == "started" and event.get("restart_count"):
         detail = f"attempt {event['restart_count'] + 1}"
@@ -171,7 +171,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _time_split(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
-    """Where the time of an update went, stacked."""
+    """Return the panel of the parts of an update's time, stacked."""
     names = [name for name in PARTS if any(row.get(name) for row in run.times)]
     positions = thinned([row.get("step_s") for row in run.times])
     shares = mean_times(run)
@@ -190,7 +190,7 @@ def _time_split(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
 
 
 def mean_times(run: RunData) -> dict[str, float]:
-    """Seconds of an update by part, meaned over the updates of the run."""
+    """Return the seconds of an update by part, averaged over the updates of the run."""
     weights = []
     before = min((int(event["step"]) for event in run.events if event["event"] == "started"), default=0)
     for row in run.times:
@@ -204,7 +204,7 @@ def mean_times(run: RunData) -> dict[str, float]:
 
 
 def _time_bars(runs: Sequence[RunData]) -> Panel:
-    """The mean of each run, one bar each."""
+    """Return the panel of the mean times of each run, with one bar per run."""
     having = [run for run in runs if run.times]
     means = [mean_times(run) for run in having]
     labels = [run.label for run in having]
@@ -217,13 +217,13 @@ def _time_bars(runs: Sequence[RunData]) -> Panel:
 
 
 def rank_names(run: RunData) -> list[str]:
-    """`rank_0_s`, ... in the order of the ranks."""
+    """Return the names `rank_0_s`, `rank_1_s`, ... in the order of ranks."""
     seen = dict.fromkeys(name for row in run.times for name in row if name.startswith("rank_"))
     return sorted(seen, key=lambda name: (len(name), name))
 
 
 def rank_means(run: RunData) -> dict[str, float]:
-    """Seconds per update of each rank by itself, the slowest first."""
+    """Return the seconds per update of each rank without waiting for others, the slowest first."""
     means = {
         name: statistics.fmean(row[name] for row in run.times if _is_number(row.get(name))) for name in rank_names(run)
     }
@@ -231,7 +231,7 @@ def rank_means(run: RunData) -> dict[str, float]:
 
 
 def _ranks(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
-    """What each rank needed by itself. Of many the slowest ones, and the median of all."""
+    """Return the panel of each rank's time. With many ranks it shows the slowest ones and the median of all."""
     means = rank_means(run)
     if len(means) < 2:
         return Panel("lines", "Time of each rank")
@@ -252,14 +252,14 @@ def _ranks(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
 
 
 def _imbalance_of(values: Mapping[str, float]) -> float:
-    """The slowest over the median of the others."""
+    """Return the time of the slowest rank divided by the median of the others."""
     *others, slowest = sorted(values.values())
     middle = statistics.median(others) if others else 0.0
     return slowest / middle if middle else math.nan
 
 
 def _imbalance(runs: Sequence[RunData]) -> Panel:
-    """How far the slowest rank is behind, for each run of several processes."""
+    """Return the panel of how far the slowest rank is behind, for each run of several processes."""
     lines = []
     for number, run in enumerate(runs):
         names = rank_names(run)
@@ -277,7 +277,7 @@ def _imbalance(runs: Sequence[RunData]) -> Panel:
 
 
 def scaling_panels(runs: Sequence[RunData]) -> list[Panel]:
-    """Throughput and efficiency over the number of processes, where a backend ran on several."""
+    """Return panels of throughput and efficiency over the number of processes, for backends that ran on several."""
     found: dict[str, dict[int, float]] = {}
     for run in runs:
         if run.world_size and run.samples_per_second:
@@ -317,4 +317,4 @@ def scaling_panels(runs: Sequence[RunData]) -> list[Panel]:
     ]
 
 
-_WHOLE = {"is_whole": True}  # the axis counts things
+_WHOLE = {"is_whole": True}  # the axis has integers only

@@ -1,4 +1,4 @@
-"""Reads what a run left in its directory, also while it runs and after it was killed. Loads no framework."""
+"""Read what a run left in its directory, also while it runs and after it was killed. Loads no framework."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from distributed.runs.directory import RunDirectory
 from distributed.runs.summary import read_result
 
 Row = dict[str, Any]
-# What a row says beside metrics.
+# Names in a row that are not metrics.
 POSITION = frozenset({"step", "epoch", "time", "split"})
 
 
 @dataclasses.dataclass(frozen=True)
 class RunData:
-    """One run as its files tell it; times are seconds since its first sign of life."""
+    """One run as read from its files. Times are seconds since its first row or event."""
 
     path: Path
     label: str
     train: Sequence[Row]  # one per log line
     val: Sequence[Row]  # one per validation
-    times: Sequence[Row]  # one per log line: seconds of an update
+    times: Sequence[Row]  # one per log line: the seconds that the parts of an update took
     events: Sequence[Row]  # with the step at which each happened
     result: Mapping[str, Any]
     settings: Mapping[str, Any]
@@ -38,7 +38,7 @@ class RunData:
 
     @property
     def world_size(self) -> int:
-        """Processes, 0 where nobody says."""
+        """Number of processes, 0 if unknown."""
         return int(self.result.get("world_size") or 0)
 
     @property
@@ -51,12 +51,20 @@ class RunData:
 
     @property
     def samples_per_second(self) -> float:
-        """Of the whole run."""
+        """Throughput of the whole run."""
         return float(self.result.get("samples_per_second") or 0.0)
 
 
 def read_run(path: Path, label: str | None = None) -> RunData:
-    """All that `path` tells. Raises ConfigError where it is no run directory, cannot be read or has no metrics yet."""
+    """Return the run in the directory `path`.
+
+    Args:
+        path: a run directory.
+        label: the name of the run on the page; by default the name of the directory.
+
+    Raises:
+        ConfigError: it is not a run directory, cannot be read or has no metrics yet.
+    """
     run = RunDirectory(path)
     _check(run)
     try:
@@ -82,12 +90,12 @@ def read_run(path: Path, label: str | None = None) -> RunData:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunData]:
-    """Several runs, each under the shortest end of its path that tells it from the others."""
+    """Return several runs. Each is labelled with the shortest end of its path that distinguishes it from the others."""
     return [read_run(path, label) for path, label in zip(paths, labels(paths), strict=True)]
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
-    """As many of the last parts of each path as make them differ."""
+    """Return for each path as many of its last parts as make all of them differ."""
     parts = [path.resolve().parts for path in paths]
     if len(set(parts)) < len(parts):
         twice = next(path for path, its in zip(paths, parts, strict=True) if parts.count(its) > 1)
@@ -120,8 +128,10 @@ def _check(run: RunDirectory) -> None:
 
 
 def _read_rows(path: Path, needs: str = "step") -> list[Row]:
-    """The JSON objects of the lines that have `needs`, a time and no step that is no number; others are left out, as half a
-    line of a killed writer."""
+    """Return the JSON objects of the lines that have `needs`, a time and, if they have a step, a numeric one.
+
+    Other lines are left out, such as a line that a killed writer left unfinished.
+    """
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -138,7 +148,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def _parsed(lines: Sequence[bytes]) -> Iterator[Any]:
-    """The value of each line that is JSON. A file without half lines is read at once, which is twice as fast."""
+    """Yield the value of each line that is JSON.
+
+    A file without incomplete lines is parsed at once, which is twice as fast.
+    """
     try:
         yield from json.loads(b"[" + b",".join(lines) + b"]")
         return
@@ -150,7 +163,7 @@ def _parsed(lines: Sequence[bytes]) -> Iterator[Any]:
 
 
 def _placed(events: list[Row], rows: Sequence[Row]) -> list[Row]:
-    """Each event with a step: its own, or the last one that anything before it says."""
+    """Return the events, each with a step: its own, or the last step that is known at its time."""
     known = sorted((each["time"], each["step"]) for each in (*rows, *events) if isinstance(each.get("step"), int))
     position = step = 0
     for event in sorted(events, key=lambda event: float(event["time"])):
@@ -162,7 +175,7 @@ def _placed(events: list[Row], rows: Sequence[Row]) -> list[Row]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """What config.yaml says; nothing where there is none. Raises ConfigError for one that cannot be read."""
+    """Return the content of config.yaml, or nothing if it is missing. Raises ConfigError if it cannot be read."""
     import yaml
 
     try:

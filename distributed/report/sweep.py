@@ -1,4 +1,4 @@
-"""The plots of a sweep: every trial, the parameters together, and which of them matters."""
+"""The plots of a sweep: every trial, all parameters together, and the importance of each."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from distributed.report.runs import read_run
 
 FILE = "sweep.json"
 _NUM_TREES = 100
-_MIN_TRIALS = 8  # below that a forest says nothing
+_MIN_TRIALS = 8  # with fewer trials a random forest is meaningless
 _MAX_CURVES = 60
-_FEW = 5  # values of a parameter that are all written beside its axis
+_FEW = 5  # up to so many values of a parameter are all written beside its axis
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One trial; `value` is the sweep's metric, NaN where it reported none."""
+    """One trial. `value` is the sweep's metric, NaN if the trial reported none."""
 
     id: str
     config: Mapping[str, Any]
@@ -36,7 +36,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """A sweep.json."""
+    """The content of a sweep.json."""
 
     path: Path
     metric: str
@@ -45,7 +45,7 @@ class Sweep:
 
     @property
     def done(self) -> list[Trial]:
-        """The trials with a value, the best first."""
+        """Trials with a value, the best first."""
         sign = -1.0 if self.mode == "max" else 1.0
         return sorted(
             (trial for trial in self.trials if math.isfinite(trial.value)), key=lambda trial: sign * trial.value
@@ -53,13 +53,13 @@ class Sweep:
 
     @property
     def varied(self) -> list[str]:
-        """The parameters that are not the same in all trials."""
+        """Parameters that are not the same in all trials."""
         names = dict.fromkeys(name for trial in self.trials for name in trial.config)
         return [name for name in names if len({repr(trial.config.get(name)) for trial in self.trials}) > 1]
 
 
 def read_sweep(directory: Path) -> Sweep:
-    """The sweep in `directory`. Raises ConfigError where its file cannot be read or names no trials."""
+    """Return the sweep in `directory`. Raises ConfigError if its file cannot be read or lists no trials."""
     path = directory / FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -87,13 +87,13 @@ def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> Trial:
 
 
 def sweep_panels(sweep: Sweep) -> list[Panel]:
-    """Trials in order, their curves, parallel coordinates, importance."""
+    """Return the panels of a sweep: trials in order, their curves, parallel coordinates, importance."""
     panels = [_trials(sweep), _curves(sweep), _parallel(sweep), _importance(sweep)]
     return [dataclasses.replace(panel, group="Sweep") for panel in panels if panel.lines or panel.more]
 
 
 def _trials(sweep: Sweep) -> Panel:
-    """The metric of each trial in the order of the sweep, and the best so far."""
+    """Return the panel of each trial's metric in the order of the sweep, and of the best so far."""
     found = [(number, trial) for number, trial in enumerate(sweep.trials, 1) if math.isfinite(trial.value)]
     numbers = [number for number, _ in found]
     better = max if sweep.mode == "max" else min
@@ -123,7 +123,7 @@ def _trials(sweep: Sweep) -> Panel:
 
 
 def _curves(sweep: Sweep) -> Panel:
-    """The metric over the steps of each trial whose run directory is there; the best in colour."""
+    """Return the panel of the metric over the steps, for trials with a run directory. The best one is coloured."""
     lines = []
     for place, trial in reversed(list(enumerate(sweep.done[:_MAX_CURVES]))):
         data = _curve(sweep.metric, trial)
@@ -143,7 +143,7 @@ def _curve(metric: str, trial: Trial) -> dict[str, list[float | None]] | None:
         return None
     try:
         run = read_run(trial.run_dir)
-    except ConfigError:  # removed, or it ended before its first log line
+    except ConfigError:  # the run was removed, or ended before its first log line
         return None
     is_val = metric.startswith("val_")
     data = points(run.val if is_val else run.train, metric.removeprefix("val_") if is_val else metric)
@@ -154,7 +154,7 @@ def _curve(metric: str, trial: Trial) -> dict[str, list[float | None]] | None:
 
 
 def _parallel(sweep: Sweep) -> Panel:
-    """One line per trial through an axis per parameter; the colour is the metric."""
+    """Return the panel with one line per trial through one axis per parameter. The colour is the metric."""
     trials = sweep.done
     if not trials or not sweep.varied:
         return Panel("parallel", "Parameters")
@@ -170,15 +170,15 @@ def _parallel(sweep: Sweep) -> Panel:
         }
         for trial, place in zip(trials, places, strict=True)
     ]
-    # The worst trials of a sweep are often far off: the colour follows the rank.
+    # The worst trials of a sweep are often outliers, so the colour follows the rank of the metric.
     more = {"axes": axes, "trials": lines, "metric": sweep.metric, "best": short(values[0]), "worst": short(values[-1])}
     note = f"one line per trial; colour: {sweep.metric} by rank, the best is thick"
     return Panel("parallel", "Parameters", note=note, is_wide=True, more=more)
 
 
 def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Where each value lies between 0 and 1, and what is written beside the axis."""
-    numbers = [value for value in values if _is_finite(value)]  # else all are words
+    """Return where each value lies on the axis, from 0 to 1, and the labels of the axis."""
+    numbers = [value for value in values if _is_finite(value)]  # if one is missing, all are treated as words
     if len(numbers) < len(values) or len(set(numbers)) <= 1:
         words = sorted({str(value) for value in values})
         places = [_between(words.index(str(value)), 0, len(words) - 1) for value in values]
@@ -221,7 +221,7 @@ def _value_text(value: Any) -> str:
 
 
 def _importance(sweep: Sweep) -> Panel:
-    """Permutation importance of each parameter under a random forest that predicts the metric."""
+    """Return the panel of each parameter's permutation importance under a random forest that predicts the metric."""
     names, trials = sweep.varied, sweep.done
     title = "Importance of the parameters"
     if len(names) < 2:
@@ -250,7 +250,7 @@ def _importance(sweep: Sweep) -> Panel:
 
 
 def _importances(names: Sequence[str], trials: Sequence[Trial]) -> dict[str, float]:
-    """Shares that sum to 1, all 0 where nothing matters."""
+    """Return the importance of each parameter. They sum to 1, or are all 0 if no parameter matters."""
     from sklearn.ensemble import RandomForestRegressor
     from sklearn.inspection import permutation_importance
 
@@ -258,7 +258,7 @@ def _importances(names: Sequence[str], trials: Sequence[Trial]) -> dict[str, flo
     inputs = [list(row) for row in zip(*table, strict=True)]
     order = sorted(range(len(trials)), key=lambda each: trials[each].value)
     ranks = [0.0] * len(trials)
-    for rank, each in enumerate(order):  # ranks: a diverged trial would outweigh all others
+    for rank, each in enumerate(order):  # ranks instead of values: a diverged trial would outweigh all others
         ranks[each] = float(rank)
     forest = RandomForestRegressor(_NUM_TREES, random_state=0).fit(inputs, ranks)
     drops = permutation_importance(forest, inputs, ranks, n_repeats=10, random_state=0).importances_mean

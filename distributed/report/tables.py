@@ -1,4 +1,4 @@
-"""The three pages, one run, several and a sweep: what stands in words and tables around the plots."""
+"""The pages of one run, several runs and a sweep: the text and tables around the plots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHORT = ".4g"
 
 
 def run_page(run: RunData) -> str:
-    """One run."""
+    """Return the page of one run."""
     return page(
         run.label, _under(run), [Section("", _summary(run))], run_panels([run]),
         [Section("Settings", _settings(run)), Section("What happened", _journal(run))], _longest([run]),
@@ -29,7 +29,7 @@ def run_page(run: RunData) -> str:
 
 
 def compare_page(runs: Sequence[RunData]) -> str:
-    """Several runs side by side."""
+    """Return the page of several runs side by side."""
     return page(
         f"{len(runs)} runs", _written(), [Section("Results", _results(runs)), Section("Settings that differ", _differences(runs))],
         run_panels(runs), [], _longest(runs),
@@ -37,7 +37,7 @@ def compare_page(runs: Sequence[RunData]) -> str:
 
 
 def sweep_page(sweep: Sweep) -> str:
-    """A sweep."""
+    """Return the page of a sweep."""
     return page(
         f"Sweep {sweep.path.resolve().name}", f"{sweep.metric}, {sweep.mode} is best; {_written()}",
         [Section("", _sweep_facts(sweep))], sweep_panels(sweep), [Section("Trials, the best first", _trials(sweep))], 0.0,
@@ -69,7 +69,7 @@ def _summary(run: RunData) -> str:
 
 
 def _figures(run: RunData) -> dict[str, str]:
-    """What is known of: engine, how far, how long, how fast, how good."""
+    """Return the known figures of a run by name: backend, steps, times, throughput and best metrics."""
     result = run.result
     rows = (*run.train, *run.val)
     step = max([row["step"] for row in rows] + [result.get("steps") or 0])
@@ -116,7 +116,7 @@ def _settings(run: RunData) -> str:
 
 
 def _value(value: Any, form: str = "") -> str:
-    """`form` is that of floats, which else have all their digits."""
+    """Return a value as text. `form` is the format of floats; by default they have all their digits."""
     if value is None or value == {}:
         return "-"
     if isinstance(value, bool):
@@ -140,7 +140,7 @@ def _detail(event: Mapping[str, Any]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`0:07:05`: hours, minutes, seconds."""
+    """Return a duration as hours, minutes and seconds: `0:07:05`."""
     total = round(seconds)
     return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
 
@@ -156,7 +156,7 @@ def _results(runs: Sequence[RunData]) -> str:
 
 
 def _differences(runs: Sequence[RunData]) -> str:
-    """One row per setting or hyperparameter that is not the same in all runs."""
+    """Return a table with one row per setting or hyperparameter that is not the same in all runs."""
     every = [{**run.settings, **run.hyperparameters, "script": run.script} for run in runs]
     names = [name for name in dict.fromkeys(name for each in every for name in each) if name not in _PLACES]
     rows = [(name, *(_value(each.get(name)) for each in every)) for name in names]
@@ -185,7 +185,7 @@ def _sweep_facts(sweep: Sweep) -> str:
 
 
 def _trials(sweep: Sweep) -> str:
-    """All, those without a value last."""
+    """Return the table of all trials. Those without a value come last."""
     order: list[Trial] = [*sweep.done, *(trial for trial in sweep.trials if not math.isfinite(trial.value))]
     names = sweep.varied
     rows = [

@@ -1,4 +1,4 @@
-"""For tests of what stands on the adapters (`FakeBackend`), and of an adapter itself (`conformance`). The project's own tests lie in tests/."""
+"""Test doubles for code above the adapters (`FakeBackend`), and checks for an adapter (`conformance`). The project's own tests belong to tests/."""
 
 from distributed.testing.adapter import Adapter
 from distributed.testing.fake import FakeBackend, FakeData, FakeOptions

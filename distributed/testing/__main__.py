@@ -1,8 +1,8 @@
-"""`python -m distributed.testing fsdp:1,2,3 'deepspeed[zero_stage=3]:2'`: the conformance suite for these backends.
+"""`python -m distributed.testing fsdp:1,2,3 'deepspeed[zero_stage=3]:2'` runs the conformance suite on these backends.
 
-Each is NAME, NAME:SIZES or NAME[SETTING=VALUE,...]:SIZES, where SIZES are numbers of processes (by themselves 2 and 3).
-`--checkpoints` prints instead the table of checkpoints that go from each of them to each other.
-Exits with 1 where a check fails, with 2 and 3 as `train` does.
+Each argument is NAME, NAME:SIZES or NAME[SETTING=VALUE,...]:SIZES, where SIZES are numbers of processes (default: 2,3).
+With `--checkpoints` it prints the table of checkpoints that each of them writes and each of them reads.
+Exits with 1 if a check fails, and with 2 or 3 in the same cases as `train`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distributed.testing.travel import Trip, table, travel
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what was asked for; returns the exit code."""
+    """Run the suite, or make the table, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m distributed.testing", description=__doc__)
     parser.add_argument("adapters", nargs="+", metavar="ADAPTER", help="NAME:1,2,3 or NAME[SETTING=VALUE]:1,2,3")
     parser.add_argument("--checkpoints", action="store_true", help="the table of travelling checkpoints as Markdown")
@@ -53,7 +53,7 @@ def _adapter(text: str) -> Adapter:
 
 
 def _checkpoints(ran: Sequence[Ran], references: AllReferences, directory: Path) -> int:
-    """One table for torch modules, and one for each backend that is compared with itself."""
+    """Print one table for torch modules, and one for each backend that has a reference of its own."""
     groups: dict[int, list[Ran]] = {}
     for one in ran:
         groups.setdefault(id(references.of(one.adapter)), []).append(one)
@@ -88,7 +88,7 @@ def _ends(adapters: Sequence[Adapter], directory: Path) -> Iterator[str]:
 
 
 def _tried(name: str, check: Callable[[], object]) -> Iterator[str]:
-    """Say how the check went; its name where it failed."""
+    """Run a check and print its result. Yield its name if it failed."""
     try:
         check()
     except AssertionError as error:

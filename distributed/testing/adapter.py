@@ -1,4 +1,4 @@
-"""One row for each adapter that the conformance suite runs."""
+"""Adapter with the settings and numbers of processes that the conformance suite runs it with."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ _ROW = re.compile(r"(?P<backend>[^\[\]:]+)(\[(?P<settings>[^\[\]]+)\])?(:(?P<siz
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """An adapter and what it is tried with. What it takes, float64 say, the suite asks the adapter itself."""
+    """Backend with the settings and numbers of processes to test it with. What it supports, such as float64, is
+    asked of the backend."""
 
     backend: str
     world_sizes: tuple[int, ...] = (2, 3)
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of every run: {"fsdp.cpu_offload": True}
-    name: str = ""  # for messages and tables; by itself the backend's, with its settings
-    model: str = ""  # the kind of model it trains, "torch" or "keras"; by itself what the backend is for
+    # settings of every run, such as {"fsdp.cpu_offload": True}
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = ""  # name in messages and tables; default: the backend with its settings
+    model: str = ""  # kind of model, "torch" or "keras"; default: what the backend trains
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -36,9 +38,9 @@ class Adapter:
 
     @classmethod
     def parse(cls, text: str) -> Adapter:
-        """The row that `NAME`, `NAME:1,2,3` or `NAME[SETTING=VALUE,...]:1,2,3` describes.
+        """Parse `NAME`, `NAME:1,2,3` or `NAME[SETTING=VALUE,...]:1,2,3`.
 
-        An option of the backend's own needs no group: `deepspeed[zero_stage=3]:2`. ConfigError for anything else.
+        An option of the backend needs no group: `deepspeed[zero_stage=3]:2`. Raises ConfigError for anything else.
         """
         found = _ROW.fullmatch(text)
         backend = found["backend"] if found else text.partition("[")[0].partition(":")[0]
@@ -60,7 +62,7 @@ class Adapter:
 
     @property
     def reference(self) -> Adapter:
-        """One process, which it is compared with: without communication where there is a backend for that."""
+        """Adapter of one process to compare with. It does not communicate if there is such a backend."""
         backend = self._row.alone if self.model == "keras" else default_backend(1)
         return Adapter(backend, (1,), model=self.model)
 
@@ -70,16 +72,17 @@ class Adapter:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it says of itself."""
+        """Capabilities of the backend."""
         return capabilities_of(backend_row(self.backend))
 
     def check(self, **settings: Any) -> None:
-        """ConfigError where it refuses these settings beside its own, ResourceError where a library is missing."""
+        """Raise ConfigError if the adapter refuses these settings together with its own, and ResourceError if a
+        library is missing."""
         given, _ = canonical({"backend": self.backend, **self.settings, **settings})
         make_backend(merge(Typed(), given), ProcessPlan(1, self.world_sizes[0], "cpu", self.backend))
 
     def takes(self, **settings: Any) -> bool:
-        """Whether it can be made with these settings beside its own."""
+        """Return True if the adapter accepts these settings together with its own."""
         try:
             self.check(**settings)
         except ConfigError:
@@ -88,11 +91,11 @@ class Adapter:
 
     @property
     def has_float64(self) -> bool:
-        """Whether it can be measured exactly."""
+        """Whether the adapter supports float64, so that it can be measured exactly."""
         return self.takes(dtype="float64")
 
     def flags(self, world_size: int) -> list[str]:
-        """Of `distributed train`."""
+        """Return the flags of `distributed train` for this adapter."""
         settings = [word for name, value in self.settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
         return ["--backend", self.backend, "--nproc-per-node", str(world_size), *settings]
 

@@ -1,12 +1,14 @@
-"""What every adapter must do, with real processes: `python -m distributed.testing BACKEND`, or one pytest test per check.
+"""Conformance checks for every adapter, with real processes: `python -m distributed.testing BACKEND`, or one pytest
+test per check.
 
     references = train_references(Adapter("fsdp"), directory / "one")
     ran = train_cases(Adapter("fsdp"), 2, directory / "fsdp-2")
     for check in checks_for(ran.adapter).values():
         check(ran, references)
 
-Every check raises AssertionError with what is wrong. Where the engine has float64, the numbers agree within 1e-9 with those of
-one process; else they are no further away than three times what float32 moves that process itself.
+Every check raises AssertionError with what is wrong. If the engine supports float64, the numbers must agree within 1e-9
+with those of one process. Otherwise they may differ by at most three times the change that float32 causes in one
+process.
 """
 
 from __future__ import annotations
@@ -33,17 +35,19 @@ SAME_EVERYWHERE = (
 )  # fmt: skip
 _NUMBERS = ("loss", "val_loss", "again", "predicted", "norms", "measured")
 _SEEDS = range(4)
-_CLIP = 0.05  # of jobs/cases.py
-# A bfloat16 number has 8 binary digits, so that rounding to one moves it by up to 2**-8 of itself. A gradient that went through
-# it is further away than a quarter of that (fp16 moves it an eighth as far, float32 not at all), and no tensor of it further than
-# four times: 1.2 and at most 2.0 times were measured. A gradient that is wrong by two per cent is found out.
+_CLIP = 0.05  # the value that jobs/cases.py uses
+# A bfloat16 number has 8 binary digits, so rounding changes it by at most 2**-8 of itself. A gradient that was rounded
+# differs by more than a quarter of that; fp16 changes it an eighth as much, float32 hardly at all. No tensor differs by
+# more than four times 2**-8: 1.2 on average and at most 2.0 times were measured. A gradient that is wrong by two per
+# cent is detected.
 BF16_ROUNDING = 2.0**-8
 
 Check = Callable[[Ran, References], None]
 
 
 def check_same_numbers(name: str, ran: Ran, references: References) -> None:
-    """Weights, losses, validation, predictions and gradient norms are those of one process on the joint batches."""
+    """Check that weights, losses, validation, predictions and gradient norms equal those of one process on the joint
+    batches."""
     one, many = references.like(ran).case(name), ran.case(name)
     assert one.numbers["steps"] == many.numbers["steps"] > 0, f"{ran}, {name}: another number of updates"
     assert one.numbers["accuracy"] == many.numbers["accuracy"] or ran.dtype == "float32", f"{ran}, {name}: accuracy"
@@ -56,32 +60,33 @@ def check_same_numbers(name: str, ran: Ran, references: References) -> None:
 
 
 def limit_of(ran: Ran, references: References) -> float:
-    """How far a number may be away."""
+    """Return the largest difference that is allowed."""
     return EXACT if ran.dtype == "float64" else FLOORS * _rounding(references)
 
 
 @functools.cache
 def _rounding(references: References) -> float:
-    """What float32 moves one process, at most."""
+    """Return the largest change of the weights that float32 causes in one process."""
     names = same_numbers_for(references.float64.adapter)
     pairs = [(references.float32.case(name), references.float64.case(name)) for name in names]
     return max(farthest(one.weights, other.weights) for one, other in pairs)
 
 
 def check_a_big_batch_may_be_cut(ran: Ran, references: References) -> None:
-    """k micro-batches make the update of one batch."""
+    """Check that k micro-batches make the same update as one batch."""
     one = references.like(ran).case("adamw")
     _near(ran.case("accumulation").weights, one.weights, limit_of(ran, references), f"{ran}: accumulated")
 
 
 def check_scaled_rate(ran: Ran, references: References) -> None:
-    """`lr_scaling` multiplies the rate by global_batch_size / batch_size."""
+    """Check that `lr_scaling` multiplies the learning rate by global_batch_size / batch_size."""
     one = references.like(ran).case("adamw")
     _near(ran.case("scaled-rate").weights, one.weights, limit_of(ran, references), f"{ran}: lr_scaling")
 
 
 def check_clipping(ran: Ran, references: References) -> None:
-    """The norm that is told is the one before clipping, and what is applied has the norm asked for."""
+    """Check that the reported gradient norm is the one before clipping, and that the applied gradient has the
+    requested norm."""
     free, clipped = ran.case("one-update"), ran.case("one-clipped-update")
     (norm,), (told,) = free.numbers["norms"], clipped.numbers["norms"]
     assert norm > 2 * _CLIP and math.isclose(told, norm, rel_tol=1e-5), f"{ran}: norms {norm} and {told}"
@@ -90,8 +95,8 @@ def check_clipping(ran: Ran, references: References) -> None:
 
 
 def check_resume(ran: Ran, references: References) -> None:
-    """Cut off in the middle of an epoch and taken up again, a run ends in the same bits, also of what is measured over the
-    whole epoch."""
+    """Check that a run that was cut off in the middle of an epoch and resumed ends with the same bits. This includes
+    metrics over the whole epoch."""
     whole, resumed = ran.case("whole"), ran.case("resumed")
     assert ran.case("cut-off").numbers["steps"] < whole.numbers["steps"] == resumed.numbers["steps"]
     _near(resumed.weights, whole.weights, 0.0, f"{ran}: resumed")
@@ -99,13 +104,14 @@ def check_resume(ran: Ran, references: References) -> None:
 
 
 def check_nan_is_left_out_everywhere(ran: Ran, references: References) -> None:
-    """A NaN on one rank leaves the update out on all."""
+    """Check that a NaN on one rank skips the update on all ranks."""
     skipped = [rank["skipped"] for rank in ran.case("left-out").ranks]
     assert skipped == [[3]] * ran.world_size, f"{ran}: left out {skipped}"
 
 
 def check_stop_by_one(ran: Ran, references: References) -> None:
-    """A callback that asks on one rank ends training on all after that step, and finds what the context promises."""
+    """Check that a stop requested by a callback on one rank ends training on all ranks after that step, and that the
+    callback finds the model, the optimizer and the run directory in its context."""
     for name, rank in enumerate(ran.case("stopped-by-one").ranks):
         assert rank["stop_reason"] == STOP_REASON, f"{ran}: rank {name} stopped because of {rank['stop_reason']!r}"
         assert all(rank["context"]), f"{ran}: rank {name} found {rank['context']} for model, optimizer and run_dir"
@@ -115,7 +121,8 @@ def check_stop_by_one(ran: Ran, references: References) -> None:
 
 
 def check_bf16(ran: Ran, references: References) -> None:
-    """bfloat16 moves gradients by its rounding alone, and weights as far as in one process; or it is refused."""
+    """Check that bfloat16 changes gradients only by its rounding, and weights as much as in one process. Pass if the
+    adapter refuses bfloat16."""
     if not ran.adapter.takes(mixed_precision="bf16"):
         return
     half, one = ran.case("bf16"), references.float32
@@ -127,7 +134,8 @@ def check_bf16(ran: Ran, references: References) -> None:
 
 
 def check_bf16_gradient(half: Mapping[str, Any], full: Mapping[str, Any], what: str) -> None:
-    """The same gradient with and without bfloat16 by tensor: not the same, and no tensor far away."""
+    """Check that a gradient in bfloat16 differs from the full one, and that no tensor of it differs by more than
+    rounding explains."""
     rounded = _length(half[name] - full[name] for name in full) / _length(full.values())
     assert rounded > BF16_ROUNDING / 4, f"{what}: bf16 moves the gradient by {rounded} of itself: it was not used"
     each = {name: _length([half[name] - full[name]]) / _length([full[name]]) for name in full}
@@ -136,9 +144,10 @@ def check_bf16_gradient(half: Mapping[str, Any], full: Mapping[str, Any], what: 
 
 
 def _gradients(ran: Ran, references: References) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the adapter's in bfloat16, that of one process in float32) of the same update.
+    """Return the adapter's gradient in bfloat16 and the gradient of one process in float32, for the same update.
 
-    Plain SGD at rates 1 and 2 began with the same weights in all of them, so that differences of weights are gradients.
+    All runs use plain SGD with learning rates 1 and 2 and begin with the same weights, so differences of weights are
+    gradients.
     """
     one = references.float32.case("float32-update").weights
     twice, half = references.float32.case("float32-double-update").weights, ran.case("bf16-update").weights
@@ -151,12 +160,13 @@ def _length(tensors: Iterable[Any]) -> float:
 
 
 def check_fp16(ran: Ran, references: References) -> None:
-    """float16 moves the weights by its rounding alone, and the loss scale is the one asked for; or it is refused."""
+    """Check that float16 changes the weights only by its rounding, and that the loss scale is the requested one.
+    Pass if the adapter refuses float16."""
     if not ran.adapter.takes(mixed_precision="fp16"):
         return
     half = ran.case("fp16")
     moved = _apart(half, references.float32.case("float32"))
-    assert 1e-5 < moved < 0.1, f"{ran}: fp16 moves the weights by {moved}"  # float32 itself: about 1e-6
+    assert 1e-5 < moved < 0.1, f"{ran}: fp16 moves the weights by {moved}"  # float32 itself changes them by about 1e-6
     steps = int(half.numbers["steps"])
     checkpoint = Path(half.ranks[0]["run_dir"]) / "checkpoints" / step_name(steps)
     scaler = read_state(checkpoint)[1]["scaler"]
@@ -165,7 +175,8 @@ def check_fp16(ran: Ran, references: References) -> None:
 
 
 def check_recomputed(ran: Ran, references: References) -> None:
-    """Activation checkpointing computes the blocks twice, and changes no bit; or it is refused."""
+    """Check that activation checkpointing computes the blocks twice and changes no bit. Pass if the adapter refuses
+    it."""
     if "recomputed" in refused_cases(ran.adapter):
         return
     kept, recomputed = ran.case("kept"), ran.case("recomputed")
@@ -175,13 +186,14 @@ def check_recomputed(ran: Ran, references: References) -> None:
 
 
 def check_deterministic(ran: Ran, references: References) -> None:
-    """Operations whose result can differ between two runs are refused, on every rank, once it was asked for."""
+    """Check that operations with varying results are refused on every rank once `deterministic` is set."""
     before, asked = ran.case("adamw").ranks, ran.case("repeatable").ranks
     assert not any(rank["deterministic"] for rank in before) and all(rank["deterministic"] for rank in asked), f"{ran}"
 
 
 def check_compiled(ran: Ran, references: References) -> None:
-    """torch.compile makes graphs of the model on every rank, which change no number; or it is refused."""
+    """Check that torch.compile makes graphs of the model on every rank and changes no number. Pass if the adapter
+    refuses it."""
     if not has_compiled(ran.adapter, ran.world_size):
         return
     compiled, plain = ran.case("compiled"), ran.case("repeatable")
@@ -191,7 +203,7 @@ def check_compiled(ran: Ran, references: References) -> None:
 
 
 def check_float32(ran: Ran, references: References) -> None:
-    """In float32 no further away than three times what one process moves when it cuts the same batches."""
+    """Check that float32 results differ by at most three times what cutting the same batches changes in one process."""
     one, cut = references.float32, max(2, ran.world_size)
     moved = max(_apart(ran.case(f"fp32-{seed}"), one.case(f"fp32-{seed}")) for seed in _SEEDS)
     floor = max(_apart(one.case(f"fp32-{seed}-cut-{cut}"), one.case(f"fp32-{seed}")) for seed in _SEEDS)
@@ -202,7 +214,7 @@ def check_float32(ran: Ran, references: References) -> None:
 
 
 def check_one_writer(ran: Ran, references: References) -> None:
-    """All ranks are told the same numbers, and the run directory has each of them once."""
+    """Check that all ranks receive the same numbers, and that the run directory has each of them once."""
     ranks = [rank["logged"] for rank in ran.case("whole").ranks]
     assert all(rank == ranks[0] for rank in ranks), f"{ran}: ranks were told different numbers"
     run_dir = Path(ran.case("whole").ranks[0]["run_dir"])
@@ -213,7 +225,7 @@ def check_one_writer(ran: Ran, references: References) -> None:
 
 
 def _check_times(times: list[dict[str, float]], rows: list[dict[str, Any]], ran: Ran) -> None:
-    """With each log line where its time went, without a rest, and what each rank needed by itself."""
+    """Check that each log line has complete times for its steps, and the time that each rank needed."""
     assert [row["step"] for row in times] == [row["step"] for row in rows if row["split"] == "train"], f"{ran}: times"
     for row in times:
         parts = [row.get(f"{name}_s", 0.0) for name in ("data", "compute", "communication", "checkpoint")]
@@ -229,7 +241,7 @@ def _apart(one: Case, other: Case) -> float:
 
 
 def _finite(case: Case, name: str) -> dict[str, Any]:
-    """The numbers, and where they are none: the norm of an update that was left out is NaN or infinite."""
+    """Return the numbers, and a mask of those that are not finite. The norm of a skipped update is NaN or infinite."""
     import numpy
 
     values = case.numbers[name]
@@ -243,13 +255,14 @@ def _near(found: Mapping[str, Any], wanted: Mapping[str, Any], limit: float, wha
 
 
 def same_numbers_for(adapter: Adapter) -> list[str]:
-    """The cases in which `adapter` must make the numbers of one process: all but those that need what it refuses."""
+    """Return the cases in which `adapter` must reproduce the numbers of one process: all but those that need a
+    setting it refuses."""
     refused = refused_cases(adapter)
     return [name for name in SAME_EVERYWHERE if name not in refused]
 
 
 def checks_for(adapter: Adapter) -> dict[str, Check]:
-    """name -> check(ran, references) of all that `adapter` has to do."""
+    """Return the checks that `adapter` must pass: name -> check(ran, references)."""
     numbers = {
         f"same numbers: {name}": functools.partial(check_same_numbers, name) for name in same_numbers_for(adapter)
     }
@@ -257,8 +270,11 @@ def checks_for(adapter: Adapter) -> dict[str, Check]:
 
 
 def check_over_all_samples(ran: Ran, references: References) -> None:
-    """F1, AUROC, perplexity, a metric that minds the order and one that is found out are those that
-    the predictions of all samples give at once."""
+    """Check that metrics over all samples equal those of the predictions of all samples at once.
+
+    The metrics are F1, AUROC, perplexity, one that depends on the order of the samples, and one that is detected to be
+    no mean.
+    """
     case = ran.case("whole")
     found, expected = ({"metrics": case.numbers[name]} for name in ("found", "expected"))
     _near(found, expected, EXACT if ran.dtype == "float64" else 1e-5, f"{ran}: metrics over all samples")

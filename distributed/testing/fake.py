@@ -1,4 +1,4 @@
-"""For tests of what stands on the adapters: a backend without a framework, and its data."""
+"""Backend without a framework, and its data, for tests of the code above the adapters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from distributed.backends.base import Backend, Key, ShardedData
+from distributed.backends.base import Backend, ShardedData
+from distributed.backends.world import OneProcess
 from distributed.checkpoints.durable import write_file
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
@@ -18,7 +19,7 @@ from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums
 
 @dataclasses.dataclass(frozen=True)
 class FakeOptions:
-    """No options."""
+    """Empty options."""
 
 
 class FakeData(ShardedData):
@@ -39,7 +40,7 @@ class FakeData(ShardedData):
 
 
 class FakeBackend(Backend[FakeOptions]):
-    """One process, one weight: an update adds the sum of its samples. Remembers its calls in `calls`."""
+    """Backend with one process and one weight. An update adds the sum of its samples. `calls` records the calls."""
 
     Options: ClassVar[type[Any]] = FakeOptions
 
@@ -50,7 +51,8 @@ class FakeBackend(Backend[FakeOptions]):
         self.seen: list[float] = []
 
     def setup(self) -> WorkerContext:
-        self.context = WorkerContext(0, 1, 0, 1, 0, "cpu")
+        self.world = OneProcess(WorkerContext(0, 1, 0, 1, 0, "cpu"))
+        self.context = self.world.context
         return self.context
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
@@ -80,24 +82,6 @@ class FakeBackend(Backend[FakeOptions]):
 
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
         return {"loss": [(value * scale, count) for result in results for _, value, scale, count in result.averages]}
-
-    def gradient_norm(self) -> float | None:
-        return None
-
-    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
-        return dict(sums)
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def key_value_store(self) -> Any:
-        return None
-
-    def barrier(self) -> None:
-        return None
 
     def learning_rates(self) -> list[float]:
         return [self.config.learning_rate]

@@ -1,4 +1,5 @@
-"""Ends: in order and many times over, by a rank that dies, and before anything started by a setting that is refused."""
+"""Checks of how a run ends: many runs in a row, a rank that fails or is killed, and settings that are refused before
+the start."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ from distributed.testing.running import Finished, Runner, run_python, train
 def check_starts(
     adapter: Adapter, world_size: int, directory: Path, times: int, run: Runner = run_python
 ) -> list[float]:
-    """`times` starts in a row end with exit 0 and leave nothing; returns how long each took, in seconds."""
+    """Check that `times` runs in a row exit with 0 and print nothing unexpected. Return the duration of each in
+    seconds."""
     config = DistributedConfig(
         **canonical({"backend": adapter.backend, "nproc_per_node": world_size, **adapter.settings})[0]
     )
-    expected = warnings_of(config, plan_processes(config))  # the engine's open ports
+    expected = warnings_of(config, plan_processes(config))  # warnings about open ports of the engine
     seconds = []
     for number in range(times):
         done = train(adapter, world_size, "short.py", directory / str(number), [adapter.model], run)
@@ -43,7 +45,7 @@ def check_starts(
 
 
 def check_exception(adapter: Adapter, world_size: int, directory: Path, run: Runner = run_python) -> Finished:
-    """An exception on one rank ends all, exit 1, and the user's own words are the last thing said."""
+    """Check that an exception on one rank ends all ranks with exit code 1, and that its message is the last line."""
     done = train(adapter, world_size, "short.py", directory, [adapter.model, "raise"], run)
     last = done.output.strip().splitlines()[-1]
     assert done.returncode == 1 and last == "ValueError: this rank has had enough", done.output[-3000:]
@@ -52,7 +54,8 @@ def check_exception(adapter: Adapter, world_size: int, directory: Path, run: Run
 
 
 def check_kill(adapter: Adapter, world_size: int, directory: Path, run: Runner = run_python) -> Finished:
-    """A rank that was killed ends all where nothing is restarted, exit 1, and it is named."""
+    """Check that a killed rank ends all ranks with exit code 1 if nothing is restarted, and that the output names
+    it."""
     killed = dataclasses.replace(adapter, settings={**adapter.settings, "max_restarts": 0})
     done = train(killed, world_size, "short.py", directory, [adapter.model, "kill"], run)
     assert done.returncode == 1, done.output[-3000:]
@@ -61,7 +64,7 @@ def check_kill(adapter: Adapter, world_size: int, directory: Path, run: Runner =
 
 
 def refused_value(name: str) -> Any:
-    """A value of the setting that is not its default."""
+    """Return a value of the setting that is not its default."""
     field, _, wanted = name.partition("=")
     group, _, option = field.rpartition(".")
     rule = rules(group_options(group) if group else DistributedConfig)[option]
@@ -82,7 +85,7 @@ def _another(rule: Rule) -> Any:
 
 
 def check_refusals(adapter: Adapter) -> int:
-    """What the adapter's table refuses is refused with its reason, before anything starts; returns how many."""
+    """Check that each setting in the adapter's table of refusals is refused with its reason. Return their number."""
     refuses = {name: why for name, why in adapter.capabilities.refuses.items() if name != SEVERAL}
     for name, why in refuses.items():
         merged = merge(Typed(), _settings(adapter, name))
@@ -96,7 +99,7 @@ def check_refusals(adapter: Adapter) -> int:
 
 
 def _settings(adapter: Adapter, name: str) -> dict[str, Any]:
-    """The refused setting, with what it needs to be a setting at all."""
+    """Return the refused setting, together with the settings that it depends on."""
     more: dict[str, dict[str, Any]] = {"node_rank": {"num_nodes": 3}, "gpus_per_node": {"nproc_per_node": None}}
     needed = {"nproc_per_node": adapter.world_sizes[0], **more.get(name, {})}
     given, _ = canonical({"backend": adapter.backend, **needed, name.partition("=")[0]: refused_value(name)})
@@ -104,7 +107,7 @@ def _settings(adapter: Adapter, name: str) -> dict[str, Any]:
 
 
 def check_refused_in_a_second(adapter: Adapter, directory: Path, run: Runner = run_python) -> None:
-    """One of them on the command line: exit 2, one line, no worker."""
+    """Check that a refused setting on the command line gives exit code 2 and one line, and starts no worker."""
     name = next((name for name in adapter.capabilities.refuses if name != SEVERAL), None)
     if name is None:
         return

@@ -1,4 +1,4 @@
-"""Starts the suite's scripts on an adapter and reads what they left."""
+"""Start the suite's scripts on an adapter and read their results."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     import numpy
 
 JOBS = Path(__file__).parent / "jobs"
-# What a case needs beside its own kind of model: an adapter whose table refuses that does not run it.
+# Setting that a case needs. An adapter that refuses the setting does not run the case.
 NEEDS = {"recomputed": ("activation_checkpointing", True), "epoch-schedule": ("scheduler_interval", "epoch")}
 _MARK = "DISTRIBUTED_CONFORMANCE"
-# Models this small are slower on several threads, many times so where others use the processors too.
+# Models this small are slower on several threads, many times so if other programs use the processors too.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-_GONE_S = 10.0  # that processes may take to be gone after their command
+_GONE_S = 10.0  # time for processes to end after their command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +39,17 @@ class Finished:
     returncode: int
     output: str  # both streams
     seconds: float
-    cpu_s: float  # of the command and all that it waited for: a limit on it holds on a busy machine too
+    # CPU time of the command and of the processes it waited for; a limit on it holds on a busy machine too
+    cpu_s: float
 
 
-# How a command is run: (arguments of `python`, seconds it may take) -> what came of it. `run_python` is one; a test suite
-# may bring its own.
+# Runs a command: (arguments of `python`, limit in seconds) -> result. `run_python` is the default; a test suite may use
+# its own.
 Runner = Callable[[Sequence[str], float], Finished]
 
 
 def run_python(arguments: Sequence[str], timeout: float) -> Finished:
-    """`python ARGUMENTS`. AssertionError where it takes too long or leaves a process behind."""
+    """Run `python ARGUMENTS`. Raises AssertionError if it takes too long or leaves a process behind."""
     mark, began, cpu_began_s = uuid.uuid4().hex, time.monotonic(), _children_cpu_s()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -62,7 +63,7 @@ def run_python(arguments: Sequence[str], timeout: float) -> Finished:
                 code = process.wait(timeout)
             seconds, cpu_s = time.monotonic() - began, _children_cpu_s() - cpu_began_s
             left = _left(mark, _GONE_S if code is not None else 0.0)
-        finally:  # also where the caller's own time limit strikes
+        finally:  # also if the caller's own time limit ends the wait
             for pid in left or _marked(mark):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -80,7 +81,7 @@ def _children_cpu_s() -> float:
 
 
 def _left(mark: str, patience: float) -> list[int]:
-    """Processes whose environment carries `mark`, once `patience` is over."""
+    """Return processes whose environment contains `mark` after at most `patience` seconds."""
     deadline = time.monotonic() + patience
     while (left := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -93,14 +94,14 @@ def _marked(mark: str) -> list[int]:
         try:
             if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
-        except OSError:  # ended while we looked, or not ours
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What one training left."""
+    """Result of one training."""
 
     weights: Mapping[str, numpy.ndarray[Any, Any]]
     numbers: Mapping[str, numpy.ndarray[Any, Any]]  # losses, metrics, predictions, gradient norms
@@ -109,7 +110,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ran:
-    """One start of a script that trains many cases, in one element type; what they left lies in `directory`."""
+    """One start of a script that trains many cases in one element type. The results are in `directory`."""
 
     adapter: Adapter
     world_size: int
@@ -121,17 +122,17 @@ class Ran:
         return f"{self.adapter} x {self.world_size}"
 
     def case(self, name: str) -> Case:
-        """What case `name` left."""
+        """Return the result of case `name`."""
         return _case(self.directory, name, self.world_size)
 
     @property
     def in_float32(self) -> Ran:
-        """The same start in float32, which has left a `source` at least."""
+        """The same start in float32. It contains at least a `source`."""
         return dataclasses.replace(self, dtype="float32", directory=self.directory.with_name("float32"))
 
     @property
     def source(self) -> Path:
-        """The checkpoint of the training that was cut off in the middle of an epoch."""
+        """Checkpoint of the training that was cut off in the middle of an epoch."""
         (path,) = (self.directory / "source").rglob("step-*")
         return path
 
@@ -149,31 +150,35 @@ def _case(directory: Path, name: str, world_size: int) -> Case:
 def train(
     adapter: Adapter, world_size: int, script: str, directory: Path, arguments: Sequence[str], run: Runner
 ) -> Finished:
-    """`distributed train` for one of the suite's own scripts."""
+    """Run `distributed train` with one of the suite's own scripts."""
     directory.mkdir(parents=True, exist_ok=True)
     command = ["-m", "distributed.cli", "train", "--script", str(JOBS / script), *adapter.flags(world_size)]
     return run([*command, "--run-dir", str(directory / "run"), "--", *arguments], 600)
 
 
 def refused_cases(adapter: Adapter) -> list[str]:
-    """The cases that need what the adapter's table refuses, always or beside its own settings."""
+    """Return the cases that need something that the adapter refuses, in general or with its own settings."""
     return [case for case, (name, value) in NEEDS.items() if _is_refused(adapter, name, value)]
 
 
 def _is_refused(adapter: Adapter, name: str, value: Any) -> bool:
     found = adapter.capabilities
     setting = name if value is True else f"{name}={value}"
-    is_conditional = bool(found.conditions_of(setting)) and not found.missing  # where it is missing, nothing is run
+    is_conditional = bool(found.conditions_of(setting)) and not found.missing  # if a library is missing, nothing is run
     return not found.accepts(setting) or (is_conditional and not adapter.takes(**{name: value}))
 
 
 def has_compiled(adapter: Adapter, world_size: int) -> bool:
-    """Whether the compiled case is among the others: it takes a second or two, so in one number of processes."""
-    return adapter.takes(compile=True) and world_size == min(2, max(adapter.world_sizes))
+    """Return whether the compiled case is among the others.
+
+    It takes a second or two and therefore runs in one number of processes: the smallest above one, if there is one.
+    """
+    chosen = min((size for size in adapter.world_sizes if size > 1), default=1)
+    return adapter.takes(compile=True) and world_size == chosen
 
 
 def train_cases(adapter: Adapter, world_size: int, directory: Path, run: Runner = run_python) -> Ran:
-    """Every case in one start of `world_size` processes."""
+    """Train every case in one start of `world_size` processes."""
     (ran,) = _start(adapter, world_size, directory, ["float64" if adapter.has_float64 else "float32"], run)
     return ran
 
@@ -196,35 +201,37 @@ def _start(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class References:
-    """One process, which all others are compared with."""
+    """Results of one process, with which all others are compared."""
 
     float64: Ran
     float32: Ran
 
     def like(self, ran: Ran) -> Ran:
-        """In the element type of `ran`."""
+        """Return the reference in the element type of `ran`."""
         return self.float64 if ran.dtype == "float64" else self.float32
 
     def sources(self, ran: Sequence[Ran]) -> list[Ran]:
-        """Those of `ran` that are compared with this one, for checkpoints that travel: this one's own stand in front."""
+        """Return the checkpoints that travel: the reference's own first, then those of `ran` that are compared with
+        it."""
         own = self.float64.adapter
         return [self.float64, *(each for each in ran if each.adapter.reference == own != each.adapter)]
 
 
 def train_references(adapter: Adapter, directory: Path, run: Runner = run_python) -> References:
-    """What `adapter` is compared with, in both element types, in one start."""
+    """Train the reference of `adapter` in both element types, in one start."""
     return References(*_start(adapter.reference, 1, directory, ("float64", "float32"), run, reference=True))
 
 
 class AllReferences:
-    """What each adapter is compared with, started once for all that are compared with the same, when first asked for."""
+    """References of all adapters. Each one is trained when it is first needed, and is shared by all adapters with
+    that reference."""
 
     def __init__(self, directory: Path, run: Runner = run_python) -> None:
         self._directory, self._run = directory, run
         self._known: dict[str, References] = {}
 
     def of(self, adapter: Adapter) -> References:
-        """For `adapter`."""
+        """Return the reference of `adapter`."""
         name = f"{adapter.reference}-{adapter.model}"
         if name not in self._known:
             self._known[name] = train_references(adapter, self._directory / name, self._run)

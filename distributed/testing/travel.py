@@ -1,4 +1,5 @@
-"""Checkpoints that go from any adapter and number of processes to any other: what is compared, and the table of it."""
+"""Checkpoints that any adapter and number of processes writes and any other reads: what is compared, and the
+resulting table."""
 
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ from distributed.testing.running import Ran, References, Runner, run_python, tra
 MOMENTS = {
     "torch": {"exp_avg", "exp_avg_sq"},
     "keras": {"momentum", "velocity"},
-}  # Adam's, as the checkpoint calls them
+}  # names of Adam's moments in checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
 class Trip:
-    """A checkpoint of `source` taken up by `target`."""
+    """Result of resuming a checkpoint of `source` on `target`."""
 
     source: Ran
     target: Adapter
     world_size: int
-    changed: tuple[str, ...]  # tensors that came out with other bits
-    state: Mapping[str, Any]  # of state.json: what is different after the trip
-    weights: float  # how far the weights are from those of the uninterrupted run, at the end
+    changed: tuple[str, ...]  # tensors whose bits differ after the trip
+    state: Mapping[str, Any]  # entries of state.json that differ after the trip
+    weights: float  # largest difference of the final weights from those of the uninterrupted run
     limit: float
 
     @property
@@ -54,7 +55,8 @@ def travel(
     references: References,
     run: Runner = run_python,
 ) -> list[Trip]:
-    """All sources' checkpoints in one start of the target; those in float32 where the target has no float64."""
+    """Resume all checkpoints in one run of the target. Checkpoints are in float32 if the target does not support
+    float64."""
     fitting = list(sources) if target.has_float64 else [source.in_float32 for source in sources]
     asked = {
         "model": target.model,
@@ -83,7 +85,7 @@ def _trip(source: Ran, target: Adapter, world_size: int, out: Path, references: 
 
 
 def tensors(checkpoint: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Every tensor of model and optimizer, whole: element type, shape and bytes."""
+    """Return every tensor of model and optimizer, unsharded: element type, shape and bytes."""
     found = {}
     for part in ("model", "optimizer"):
         for name, tensor in read_tensors(checkpoint / part)[0].items():
@@ -92,7 +94,7 @@ def tensors(checkpoint: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def _progress(checkpoint: Path) -> dict[str, Any]:
-    """Where the data stands, the schedule, and the rate of each group of parameters."""
+    """Return the position in the data, the state of the schedule, and the learning rate of each parameter group."""
     state = json.loads((checkpoint / "state.json").read_text())
     found = {name: state["train"][name] for name in ("step", "epoch", "samples_in_epoch", "samples_seen")}
     backend = state["backend"]
@@ -100,15 +102,18 @@ def _progress(checkpoint: Path) -> dict[str, Any]:
 
 
 def _rates(optimizer: Mapping[str, Any]) -> list[Any]:
-    """Of torch's groups; of a Keras optimizer its rate and what a schedule goes by, the number of updates."""
+    """Return the learning rates of torch's parameter groups, or the rate of a Keras optimizer and its number of
+    updates, which a schedule depends on."""
     if "groups" in optimizer:
         return [group["options"]["lr"] for group in optimizer["groups"]]
     return [optimizer["learning_rate"], optimizer["iterations"]]
 
 
 def table(trips: Iterable[Trip]) -> str:
-    """A Markdown table: a row for each adapter that wrote, a column for each that read. A cell holds the farthest of all their
-    numbers of processes, "LOST" where something is wrong."""
+    """Return a Markdown table with a row for each adapter that wrote and a column for each that read.
+
+    A cell holds the largest difference over all numbers of processes, or "LOST" if something was lost.
+    """
     cells: dict[tuple[str, str], list[Trip]] = {}
     for trip in trips:
         cells.setdefault((str(trip.source.adapter), str(trip.target)), []).append(trip)

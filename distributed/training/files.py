@@ -80,7 +80,7 @@ class TrainerFiles:
         self._given, self._typed, self._is_search = setup.handover, setup.typed, setup.is_search
         self._worker, self._plan = setup.worker, setup.plan
         self._backend, self._context, self._report = backend, context, report
-        self._agreement = Agreement(backend, context)
+        self._agreement = Agreement(backend.world, setup.merged.config.timeout_s)
         self._directory: Path | None = None
         self._run: RunDirectory | None = None
         self._is_store_open = False

@@ -81,7 +81,7 @@ def fit(run: Run) -> None:
         _monitors(run), run.metrics, is_validated=run.val is not None, known=state.rows[-1] if state.rows else ()
     )
     if not state.samples_in_epoch:
-        run.backend.begin("train")
+        run.backend.measured.begin("train")
     if run.config.checkpoint_at_start and run.last_saved != (state.step, state.epoch):
         save(run)
     while state.epoch < run.config.epochs and state.stop_reason is None:
@@ -153,7 +153,7 @@ def _check_monitors(run: Run, result: StepResult) -> None:
     the first epoch shows whether it is reported.
     """
     wanted, run.uncertain = run.uncertain, ()
-    trained = dict.fromkeys([*run.backend.collect([result]), *run.backend.names_over_all()])
+    trained = dict.fromkeys([*run.backend.collect([result]), *run.backend.measured.names_over_all()])
     names = names_of(list(trained), is_validated=run.val is not None)
     missing = _missing(run, wanted, names)
     if run.val is not None and run.val.num_samples is not None and any(name.startswith("val_") for name in missing):
@@ -166,7 +166,7 @@ def _check_monitors(run: Run, result: StepResult) -> None:
 
 
 def _missing(run: Run, wanted: Iterable[str], names: Sequence[str]) -> list[str]:
-    several = run.backend.names_over_all()
+    several = run.backend.measured.names_over_all()
     return [name for name in wanted if not is_among(name, names, several)]
 
 
@@ -189,7 +189,7 @@ def _names_of_validation(run: Run) -> list[str]:
     run.val_groups = itertools.chain([first], groups)
     with run.backend.own_generators():
         names = [f"val_{name}" for name in run.backend.collect([run.backend.eval_step(first.micro_batches[0])])]
-    run.backend.begin("val")  # forget what metrics over all samples have kept of it
+    run.backend.measured.begin("val")  # forget what metrics over all samples have kept of it
     return names
 
 
@@ -214,9 +214,9 @@ def _stop(run: Run, reason: str) -> None:
 
 def _agree_on_stop(run: Run, sums: Mapping[str, float] | None = None) -> dict[str, float]:
     """`sums` over all ranks; where a callback of any rank asked to stop, all of them do. A collective."""
-    total = run.backend.reduce({**(sums or {}), STOP: float(bool(run.common_step.reasons))})
+    total = run.backend.world.reduce({**(sums or {}), STOP: float(bool(run.common_step.reasons))})
     if total.pop(STOP):
-        _stop(run, next(reasons[0] for reasons in run.backend.gather(run.common_step.reasons) if reasons))
+        _stop(run, next(reasons[0] for reasons in run.backend.world.gather(run.common_step.reasons) if reasons))
     return total
 
 
@@ -258,22 +258,22 @@ def _log(run: Run, *, is_end: bool = False) -> None:
     _measure_training(run, is_end=is_end or state.samples_in_epoch == run.train.num_samples)
     means |= state.over_all
     means["learning_rate"] = run.backend.learning_rates()[0]
-    if (norm := run.backend.gradient_norm()) is not None:
+    if (norm := run.backend.observer.gradient_norm()) is not None:
         means["grad_norm"] = norm
     state.log_sums = {}
     state.metrics.update(means)
-    context = run.backend.context
+    context = run.backend.world.context
     for callback in run.callbacks:
         callback.on_log(state, "train", means)
     times = run.spent.take(
-        run.backend.waited_s(), context.rank, context.world_size, functools.partial(_agree_on_stop, run)
+        run.backend.observer.waited_s(), context.rank, context.world_size, functools.partial(_agree_on_stop, run)
     )
     for callback in run.callbacks:
         callback.on_times(state, times)
 
 
 def _measure_training(run: Run, *, is_end: bool) -> None:
-    run.state.over_all = run.backend.measure("train", means_of(run.state.epoch_sums), is_end=is_end) or {}
+    run.state.over_all = run.backend.measured.measure("train", means_of(run.state.epoch_sums), is_end=is_end) or {}
     run.is_measured = is_end
 
 
@@ -287,7 +287,7 @@ def _finish_epoch(run: Run) -> bool:
     state.epoch += 1
     state.samples_in_epoch = 0
     state.epoch_sums, state.over_all = {}, {}
-    run.backend.begin("train")
+    run.backend.measured.begin("train")
     run.backend.end_epoch(row)
     _keep_row(run, row)
     for callback in run.callbacks:
@@ -376,7 +376,7 @@ def evaluate(
 
     `groups`: those of `data`, where reading them has begun.
     """
-    backend.begin("val")
+    backend.measured.begin("val")
     sums: dict[str, list[float]] = {}
     window: list[StepResult] = []
 
@@ -393,7 +393,7 @@ def evaluate(
     if window:
         settle()
     means = means_of(sums)
-    over_all = backend.measure("val", means)
+    over_all = backend.measured.measure("val", means)
     return means | over_all if over_all is not None else evaluate(backend, data, enter)
 
 

@@ -227,14 +227,14 @@ def _pickled(fit: RemoteFit) -> bytes:
 
 
 def _request(setup: Setup, merged: MergedConfig, run: RunDirectory, payload: int, resume: bool) -> LaunchRequest:
-    plan, backend = setup.plan, setup.backend
+    plan = setup.plan
     row = row_in_use(merged.config, plan.backend)
     return make_request(
         merged, plan, row, str(run.path), typed=setup.typed, started_lines=[*warnings_of(merged.config, plan), starting_line(plan)],
         payload=f"/proc/self/fd/{payload}", script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
         working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume,
         environ={**row.environ, **environ_of_workers(merged)},
-        launcher=backend.launcher, launcher_options=backend.launcher_options(),
+        launcher=setup.starting.launcher(), launcher_options=setup.starting.launcher_options(merged.config, plan),
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ class Session:
         self.setup, self.backend = setup, setup.backend
         is_shown = setup.is_main_process and not setup.is_search  # whose epochs are no news either
         self._reporter = Reporter(is_shown, setup.merged.config.verbose)
-        self.backend.report = self._reporter
+        self.backend.configure(report=self._reporter)
         raise_kept()  # a Ctrl-C that an import of the script swallowed: the other ranks may have left
         for text in launcher_warnings(setup.worker) if setup.is_main_process else ():
             self._reporter({"kind": "warning", "text": text})
@@ -121,7 +121,7 @@ class Session:
             train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, DataRole.TRAINING)))
             batch = train.batch  # a batch sampler's items set its size
             run = self.files.open_run(in_effect(merged, batch, loader_batch_size))
-            backend.run_dir = run.path
+            backend.configure(run_dir=run.path)
             val = None
             if val_data is not None:
                 val = backend.shard(val_data, self._eval_batch(val_data, batch), DataRole.VALIDATION)
@@ -141,14 +141,14 @@ class Session:
             return self._train(fit, train, val)
 
     def _configure(self, merged: MergedConfig) -> None:
-        self.setup.merged = self.backend.merged = merged
-        self.backend.config = merged.config
+        self.setup.merged = merged
+        self.backend.configure(merged)
         self._reporter.set_verbose(merged.config.verbose)
 
     def _train(self, fit: _Fit, train: Any, val: Any) -> History:
         config, state = self.setup.merged.config, fit.state
         common = CommonStep(
-            self.context.rank, self.context.world_size, self.backend.key_value_store(), f"fit-{next(_fit_numbers)}",
+            self.context.rank, self.context.world_size, self.backend.world.key_value_store(), f"fit-{next(_fit_numbers)}",
             timeout_s=config.timeout_s,
         )  # fmt: skip
         caller = Caller(self.setup.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
@@ -191,7 +191,7 @@ class Session:
         is_of_user = not isinstance(error, Exception) or isinstance(error, DistributedError)
         if self.setup.is_search or is_of_user or not is_out_of_memory(error):
             return error
-        is_cut = self.backend.cuts_weights and self.context.world_size > 1
+        is_cut = self.backend.observer.cuts_weights and self.context.world_size > 1
         return out_of_memory(
             error, self.context.rank, fit.state.step + 1, fit.batch_size, self.setup.merged.config, is_cut=is_cut
         )
@@ -211,7 +211,7 @@ class Session:
     def _close_loggers(self, fit: _Fit) -> None:
         """Ranks with nothing to close wait for the others, however long those take. All ranks."""
         if any(isinstance(callback, Logger) for callback in fit.callbacks):
-            Agreement(self.backend, self.context).on_all(lambda: _close_all(fit.callbacks))
+            Agreement(self.backend.world, self.setup.merged.config.timeout_s).on_all(lambda: _close_all(fit.callbacks))
 
     def _leave_after_signal(self, signum: int) -> None:
         if signum == signal.SIGINT and self.setup.worker is None:
@@ -396,10 +396,10 @@ class Session:
                 outputs = self.backend.predict_step(micro)
                 if micro.num_samples:
                     mine.append((number, self.context.rank, outputs))
-        return self.backend.join_outputs(self.backend.gather(mine))
+        return self.backend.join_outputs(self.backend.world.gather(mine))
 
     def metric_average(self, value: float, name: str) -> float:
-        return self.backend.reduce({name: value})[name] / self.context.world_size
+        return self.backend.world.reduce({name: value})[name] / self.context.world_size
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[Any]:
@@ -440,12 +440,11 @@ class Session:
             return
         self._prepared_for = "evaluation"
         backend, merged = self.backend, self.backend.merged
-        backend.merged = for_evaluation(merged)
-        backend.config = backend.merged.config
+        backend.configure(for_evaluation(merged))
         with backend.own_generators():
             backend.prepare(self.setup.job, batch)
         backend.unwrap()
-        backend.merged, backend.config = merged, merged.config
+        backend.configure(merged)
 
 
 def _one_micro_batch(size: int, data_parallel_size: int) -> BatchPlan:

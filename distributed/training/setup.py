@@ -11,11 +11,12 @@ from typing import Any
 
 from distributed.backends import make_backend
 from distributed.backends.base import Backend
+from distributed.backends.starting import Starting
 from distributed.callbacks import Callback
 from distributed.config.fields import rules
 from distributed.config.merging import MergedConfig, Typed, joined, merge, read_config_file, split_sweep
 from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
-from distributed.config.registry import backend_class, backend_row, groups_in_use, pinned_backend
+from distributed.config.registry import backend_class, backend_row, groups_in_use, pinned_backend, starting_of
 from distributed.config.settings import CHECKPOINTS, MONITORING, DistributedConfig, canonical
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
@@ -62,7 +63,8 @@ class Setup:
         _check_warmup(self.merged)
         loggers.check(self.merged)
         self.backend: Backend[Any] = make_backend(self.merged, self.plan)
-        self.is_fit_in_workers = self.worker is None and self.backend.is_fit_in_workers
+        self.starting: Starting = starting_of(self.plan.backend)
+        self.is_fit_in_workers = self.worker is None and self.starting.is_fit_in_workers(self.plan)
         self.backend.check(self.job, here=not self.is_fit_in_workers)
         self.is_search = False  # whether a search for a rate or a batch size made it
         self.keeps_checkpoints = True  # not where a batch size is tried
@@ -99,7 +101,7 @@ class Setup:
         if self.is_search:
             return None
         trial = current()
-        return trial.report if trial is not None else self.backend.on_epoch
+        return trial.report if trial is not None else self.starting.on_epoch(self.merged.config)
 
     def _read(self, config: Any) -> Typed:
         """What was typed outside the script, over the file that the script names."""

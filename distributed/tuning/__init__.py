@@ -1,1 +1,1 @@
-"""Many trials of one training: what is searched, who proposes values, and what is kept of it. A single value is found by `finders`."""
+"""Searches over many trials of one training: spaces, proposals, schedulers and results. Searches for a single value belong to `finders`."""

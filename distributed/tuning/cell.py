@@ -1,4 +1,4 @@
-"""How far a search is, in an output of a notebook's cell that is replaced as it goes on."""
+"""Progress of a search in the output of a notebook cell, updated in place."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from distributed.tuning.sweep import OPEN, Sweep
 
 
 class CellProgress:
-    """A bar of the trials that have ended, and the best one so far. In the thread that runs the cell."""
+    """Progress bar of the ended trials, with the best trial so far. Its methods must be called in the thread that
+    runs the cell."""
 
     def __init__(self, sweep: Sweep, num_samples: int) -> None:
         self._sweep, self._num_samples = sweep, num_samples
         self._output = CellOutput()
 
     def start(self) -> None:
-        """Before there are trials: the cluster takes seconds."""
+        """Show the bar before the first trial exists. A cluster takes seconds to start."""
         self._show()
 
     def hear(self, line: Mapping[str, Any]) -> None:
-        """A line of the journal, after it was noted."""
+        """Update the bar after `line` was written to the journal."""
         if line["event"] != "row":
             self._show()
 
     def close(self, status: str) -> None:
-        """What came of it stays, whatever the status."""
+        """Show the final state. The bar stays in the notebook whatever the status is."""
         self._show()
 
     def _show(self) -> None:
@@ -42,7 +43,7 @@ class CellProgress:
         return sum(record.status not in (*OPEN, "interrupted") for record in self._sweep.all)
 
     def _text(self) -> str:
-        """`6 of 6 trials: 2 finished, 4 stopped; best val_loss 0.1089 (trial 00005)`."""
+        """Return text such as `6 of 6 trials: 2 finished, 4 stopped; best val_loss 0.1089 (trial 00005)`."""
         sweep, counts = self._sweep, Counter(record.status for record in self._sweep.all)
         text = f"{self._num_ended} of {self._num_samples} trials: "
         text += ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "starting"

@@ -1,4 +1,5 @@
-"""What an earlier process left of a search: proposals that know of its trials, and trials that are still to be run."""
+"""What an earlier process left of a search: the trials that proposals must know of, and the trials that are still to
+be run."""
 
 from __future__ import annotations
 
@@ -11,8 +12,15 @@ from distributed.tuning.sweep import OPEN, score_of
 
 
 def primed(plan: SearchPlan) -> tuple[Proposals, list[tuple[int, Mapping[str, Any]]]]:
-    """The proposals, after what an earlier process asked and heard, and the trials that it leaves to be run: those which did
-    not end, and those which had been proposed before others and not begun."""
+    """Return the proposals and the trials to run first.
+
+    The proposals have been told the trials of an earlier process. The trials to run first are those which did not end,
+    and those which were proposed but never began.
+
+    Returns:
+        `(proposals, waiting)`, where `waiting` holds a pair `(number of the trial, its values)` for each trial to run
+        first.
+    """
     proposals = make_proposals(plan.search, plan.space, plan.seed)
     waiting: list[tuple[int, Mapping[str, Any]]] = []
     earlier = {record.number: record for record in plan.earlier}
@@ -29,5 +37,5 @@ def primed(plan: SearchPlan) -> tuple[Proposals, list[tuple[int, Mapping[str, An
 
 
 def num_begun(plan: SearchPlan) -> int:
-    """Numbers that are given away: up to the highest of an earlier process, though some of them may not have begun."""
+    """Return how many trial numbers an earlier process has used. Trials with lower numbers may not have begun."""
     return max((record.number + 1 for record in plan.earlier), default=0)

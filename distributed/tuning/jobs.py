@@ -1,4 +1,4 @@
-"""What a trial runs: a function of the user's, or a script."""
+"""Jobs of trials: a function of the user, or a script."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from distributed.training.trial import Trial, inside
 from distributed.tuning.mlflow_run import environ_of_trials
 from distributed.tuning.sweep import as_arguments
 
-_POLL_S = 0.2  # between two looks whether all trials are to stop
-_STAMP = r"^\[rank \d+ [\d:]+\] "  # of a line in the log of a rank
+_POLL_S = 0.2  # time between two checks for the stop file
+_STAMP = r"^\[rank \d+ [\d:]+\] "  # start of each line in the log of a rank
 
 
 @dataclasses.dataclass(frozen=True)
 class FunctionJob:
-    """`train_fn(config)`: it returns metrics, or a Trainer in it reports each epoch."""
+    """Job that calls `train_fn(config)`. The function returns metrics, or a Trainer in it reports each epoch."""
 
     train_fn: Callable[[dict[str, Any]], Any]
     seed: int
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of every Trainer in it
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings of every Trainer in the function
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    needs_rows = False  # what it returns may have the metric
+    needs_rows = False  # the returned value may contain the metric
 
     def run(self, trial: Trial, values: Mapping[str, Any], cpus: float) -> Any:
-        """Call it, with the generators of the process seeded; what it prints goes into the trial's log."""
+        """Seed the generators of the process and call the function. Its output goes to the log of the trial."""
         seed_generators(self.seed)
         os.environ.update(self.environ)
         trial = dataclasses.replace(trial, settings=self.settings)
@@ -49,7 +49,8 @@ class FunctionJob:
 
 
 def script_job(typed: Typed, metric: str, mode: str, directory: Path) -> ScriptJob:
-    """The job of a script's trials; each keeps the checkpoint of its best epoch, unless a monitor was typed."""
+    """Return the job of a script's trials. Each trial keeps the checkpoint of its best epoch, unless the user set a
+    monitor."""
     flag = dict(typed.flag)
     if "monitor" not in {**typed.file, **flag}:
         flag |= {"monitor": metric, "monitor_mode": mode}
@@ -61,17 +62,18 @@ def script_job(typed: Typed, metric: str, mode: str, directory: Path) -> ScriptJ
 
 @dataclasses.dataclass(frozen=True)
 class ScriptJob:
-    """A script under `train`: values are its settings where they have such a name, else its arguments."""
+    """Job that runs a script as `train` does. Values with the name of a setting become settings; the others become
+    arguments."""
 
     typed: Typed
     metric: str
     stop_file: str
-    threads: Mapping[str, str]  # what the user's environment says of threads
+    threads: Mapping[str, str]  # thread variables that the user has set
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     needs_rows = True
 
     def typed_with(self, values: Mapping[str, Any]) -> Typed:
-        """What is typed for a trial."""
+        """Return the settings and arguments of a trial with these values."""
         settings, others, _ = split_sweep(values)
         return dataclasses.replace(
             self.typed, flag=joined(self.typed.flag, settings),
@@ -80,7 +82,8 @@ class ScriptJob:
         )  # fmt: skip
 
     def run(self, trial: Trial, values: Mapping[str, Any], cpus: float) -> Any:
-        """Launch its workers and report their epochs until they end. Raises DistributedError with the cause."""
+        """Start the workers and report their epochs until they end. Raises DistributedError with the cause of a
+        failure."""
         from distributed.launcher.start import launch_request
 
         request = launch_request(self.typed_with(values), str(trial.directory))
@@ -101,22 +104,23 @@ class ScriptJob:
             raise self._failure(cause_of(code, run, before, Path(f"{trial.directory}.log")))
 
     def _failure(self, cause: str) -> DistributedError:
-        """The metric is the monitor of the runs too, and they see first that nobody reports it."""
+        """Return the error for a cause. The metric is also the monitor of the runs, so a run notices first that it
+        is not reported."""
         unknown = f"monitor={self.metric!r} is not reported"
         return UnknownMetric(f"metric{cause[7:]}") if cause.startswith(unknown) else TrainingError(cause)
 
     def _share(self, cpus: float) -> None:
-        """The threads of each process: its share of the trial's CPUs, unless the user said."""
+        """Set the number of threads per process to its share of the trial's CPUs, unless the user set it."""
         for name in THREAD_VARIABLES:
             os.environ[name] = self.threads.get(name) or self.threads.get("OMP_NUM_THREADS") or str(max(1, int(cpus)))
 
 
 class UnknownMetric(ConfigError):
-    """No trial will ever have the metric: the search is wrong, not this trial."""
+    """No trial can report the metric: the whole search is wrong, not only this trial."""
 
 
 class _StopWatch:
-    """Stops a trial once the stop file is there: between two epochs nobody else hears of it."""
+    """Stop a trial once the stop file exists. Between two epochs nothing else tells the trial to stop."""
 
     def __init__(self, file: str, stop: Callable[[], None]) -> None:
         self._file, self._stop, self._over = Path(file), stop, threading.Event()
@@ -140,7 +144,8 @@ class _StopWatch:
 
 
 class _Output:
-    """Where a function prints: the log of the trial that runs. A handler of `logging` keeps the stream that it was made with."""
+    """Stream that writes to the log of the running trial. Handlers of `logging` keep a stream, so it must be the
+    same object for all trials."""
 
     log: Any = None
 
@@ -149,7 +154,7 @@ class _Output:
 
 
 class _Actor:
-    """What stays in the process of a trial for the next one."""
+    """State of a trial's process that the next trial uses too."""
 
     server: WorkerServer | None = None
     output: Any = _Output()
@@ -167,7 +172,8 @@ def _worker_server(preload: tuple[str, ...]) -> WorkerServer:
 
 
 def cause_of(code: int, run: RunDirectory, events_before: int, log: Path) -> str:
-    """Why a launcher ended with `code`, in one line: what its journal says, else the last words in its log."""
+    """Return in one line why a launcher ended with `code`: from its journal, otherwise from the last line of its
+    log."""
     if (event := run.last_failure(events_before)) is not None:
         return _told(event, run)
     said = list(_words(log))
@@ -175,7 +181,7 @@ def cause_of(code: int, run: RunDirectory, events_before: int, log: Path) -> str
 
 
 def _told(event: Mapping[str, Any], run: RunDirectory) -> str:
-    """Its cause; where a process just left, with the last thing that it said."""
+    """Return the cause of a failure event. If a process just exited, append its last line of output."""
     cause = str(event["cause"])
     said = list(_words(run.logs / f"rank-{event['rank']}.log")) if " exited with code " in cause else []
     return f"{cause}: {re.sub(_STAMP, '', said[-1])}" if said else cause
@@ -187,6 +193,6 @@ def _words(log: Path) -> Iterator[str]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error as a table has it."""
+    """Return an error as one line for a table."""
     text = " ".join(str(error).split())
     return text if isinstance(error, DistributedError) and text else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -1,4 +1,4 @@
-"""The MLflow run of a sweep, above those of its trials: what was searched, and what came of it."""
+"""The MLflow run of a sweep, which is the parent of the runs of its trials: what was searched, and the result."""
 
 from __future__ import annotations
 
@@ -28,16 +28,21 @@ _FILES = ("sweep.yaml", "sweep.json", "best.yaml", "report.html")
 
 
 class SweepRun:
-    """One search's. Made before it starts, which needs no thread; then `start`, `hear` what was noted, `close`."""
+    """The MLflow run of one search.
+
+    The constructor starts no thread and runs before the search. Then call `start()` once, `hear()` for each line of the
+    journal, and `close()` at the end.
+    """
 
     def __init__(
         self, sweep: Sweep, asked: Mapping[str, Any], experiment: str | None, script: str, warn: Callable[[str], None]
     ) -> None:
-        """`experiment`: what was asked for; else it has the name of `script`, so that its searches share one."""
+        """Choose the experiment: `experiment` if it is given, otherwise the name of `script`, so that all searches
+        of a script share one."""
         self._sweep, self._dir, self._warn = sweep, sweep.directory.absolute(), warn
         self._record, self._uri = Record.chosen(self._dir, experiment, script)
         self._record.tags = {"distributed.run_dir": self._dir.name}
-        self._record.write(self._dir)  # the trials look for it
+        self._record.write(self._dir)  # the trials read this file
         self._asked = dict(_flat({"metric": sweep.metric, "mode": sweep.mode, **asked}))
         self._spool = Spool(self._dir)
         self._sender = Sender(self._dir, self._record, self._spool, self._uri, warn)
@@ -45,14 +50,14 @@ class SweepRun:
         self._is_started = self._is_silent = False
 
     def start(self) -> None:
-        """Begin to tell, and wait for the run: those of the trials stand below it. Imports MLflow."""
+        """Start sending, and wait for the run to exist, because the runs of the trials refer to it. Imports MLflow."""
         mlflow.import_quietly()
         self._before = mlflow.retry_once()
         self._is_started = True
         told = logged_params(self._spool.open())
         now = {metric_name(name): str(value) for name, value in self._asked.items()}
         new = {name: value for name, value in now.items() if told.get(name) != value}
-        if new:  # MLflow changes no parameter: what a resume changed stands beside it
+        if new:  # MLflow does not let a parameter change, so a value that a resume changed is logged under another name
             step = self._num_ended
             values = {f"{name}.from_step_{step}" if name in told else name: value for name, value in new.items()}
             self._put({"kind": "params", "values": values})
@@ -63,7 +68,7 @@ class SweepRun:
             self._sender.warn_once("has not answered yet")
 
     def hear(self, line: Mapping[str, Any]) -> None:
-        """A line of the journal, after it was noted."""
+        """Send the result of a trial that ended. Called with each line after it was written to the journal."""
         if line["event"] != "ended":
             return
         trial = self._sweep.records[line["trial"]]
@@ -75,7 +80,11 @@ class SweepRun:
         self._trials.submit(self._end_trial, trial)
 
     def close(self, status: str) -> None:
-        """After `sweep.json` was written: "FINISHED", "FAILED" or "KILLED"."""
+        """Send the result of the sweep and its files. Call it after `sweep.json` was written.
+
+        Args:
+            status: "FINISHED", "FAILED" or "KILLED".
+        """
         if not self._is_started:
             return
         best = self._sweep.best()
@@ -100,7 +109,8 @@ class SweepRun:
         return sum(trial.status not in OPEN for trial in self._sweep.records.values())
 
     def _end_trial(self, trial: Trial) -> None:
-        """A run for a trial that made none, as its function has no Trainer; an end for one whose process died. In a thread."""
+        """Write a run for a trial that has none, because its function uses no Trainer, and end the run of a trial
+        whose process died. Runs in a thread."""
         directory = self._sweep.trial_dir(trial.number)
         try:
             if not (directory / RECORD).exists():
@@ -116,12 +126,13 @@ class SweepRun:
     def _put(self, entry: Mapping[str, Any]) -> None:
         try:
             self._spool.append(entry)
-        except OSError as error:  # a full disk costs lines, not the search
+        except OSError as error:  # a full disk costs lines of the log, not the search
             logger.warning("%s cannot be written (%s): a line is lost", self._spool.path, error.strerror)
 
 
 def environ_of_trials(merged: MergedConfig) -> dict[str, str]:
-    """What the processes of trials, also on other machines, need to find the store that was named in this one."""
+    """Return the environment variables with which trials, also on other machines, find the tracking URI named in
+    this process."""
     if not is_on_mlflow(merged):
         return {}
     uri = users_uri()
@@ -129,7 +140,7 @@ def environ_of_trials(merged: MergedConfig) -> dict[str, str]:
 
 
 def _write_run(directory: Path, trial: Trial) -> None:
-    """What a trial has to tell that told nothing itself, into its directory."""
+    """Write the run of a trial that logged nothing to MLflow itself into its directory."""
     directory.mkdir(parents=True, exist_ok=True)
     Record.chosen(directory, None, "")[0].write(directory)
     spool = Spool(directory)
@@ -156,7 +167,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Groups as GROUP.NAME, without what is not there; a dimension of the space is one value."""
+    """Yield nested values as GROUP.NAME and leave out empty ones. A dimension of the search space is one value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and prefix != "search_space.":
             yield from _flat(value, f"{prefix}{name}.")
@@ -171,7 +182,7 @@ def _now() -> int:
 def run_of_sweep(
     sweep: Sweep, merged: MergedConfig, script: str, asked: Mapping[str, Any], warn: Callable[[str], None]
 ) -> SweepRun | None:
-    """What shows a whole search of `script` elsewhere, above its trials; None where the settings of its trials ask for nothing."""
+    """Return the MLflow run of a search of `script`, or None if the settings of its trials do not ask for MLflow."""
     if not is_on_mlflow(merged):
         return None
     return SweepRun(sweep, asked, merged.config.mlflow_experiment, Path(script).stem, warn)

@@ -1,4 +1,4 @@
-"""What a search is to do, checked: trials, what each may use, and how many run at once."""
+"""The checked plan of a search: its trials, the resources of each trial, and how many trials run at once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Any, Protocol
 
 from distributed.config.gpus import visible_gpus
 from distributed.errors import ConfigError, ResourceError, nearest
+from distributed.metrics.direction import is_larger_better
 from distributed.training.trial import Trial
 from distributed.tuning.space import Space
 from distributed.tuning.sweep import Record
 
 MODES = ("min", "max")
-CHANCE = ("random", "grid")  # searches that do not learn
-SHARING = ("hyperband", "pbt")  # schedulers whose trials take turns, so that all of them must live at once
-# scheduler -> its options and their defaults. One unit of each is a report: an epoch.
+CHANCE = ("random", "grid")  # searches that do not learn from results
+# schedulers that pause trials in favour of others, so that all trials must exist at once
+SHARING = ("hyperband", "pbt")
+# Maps each scheduler to its options and their defaults. One unit of time is one report, which is an epoch.
 SCHEDULERS: Mapping[str, Mapping[str, float]] = {
     "asha": {"grace_period": 1, "reduction_factor": 3, "max_t": 100_000},
     "hyperband": {"max_t": 81, "reduction_factor": 3},
@@ -28,17 +30,18 @@ Bundle = Mapping[str, float]
 
 
 class Job(Protocol):
-    """What every trial runs. It travels to the trial's process by value."""
+    """Job that every trial runs. It is pickled and sent to the process of the trial."""
 
     needs_rows: bool  # whether each reported row must have the metric
 
     def run(self, trial: Trial, values: Mapping[str, Any], cpus: float) -> Any:
-        """Train with `values`; returns metrics, or None where all were reported. What it raises is the trial's cause."""
+        """Train with `values` and return metrics, or None if all metrics were reported. An exception from it fails
+        the trial."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchPlan:
-    """One search."""
+    """Checked plan of one search."""
 
     directory: Path  # absolute
     job: Job
@@ -46,9 +49,9 @@ class SearchPlan:
     metric: str
     mode: str
     num_samples: int
-    bundles: tuple[Bundle, ...]  # of each trial, taken all at once; the first holds the trial itself
+    bundles: tuple[Bundle, ...]  # resources of each trial, reserved together; the first bundle holds the trial itself
     search: str = "random"
-    gpus_if_any: float = 0.0  # that each trial takes of a cluster that has GPUs
+    gpus_if_any: float = 0.0  # GPUs of each trial if the cluster has any
     scheduler: str | None = None
     scheduler_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seed: int = 0
@@ -56,18 +59,22 @@ class SearchPlan:
     max_failures: int = 0
     address: str | None = None
     earlier: Sequence[Record] = ()
-    scratch: Path | None = None  # for the files of a cluster of its own; whoever names it removes it
+    scratch: Path | None = None  # directory for the files of the search's own cluster; the caller removes it
 
     @property
     def stop_file(self) -> Path:
-        """Where this exists all trials save and leave."""
+        """Path of the stop file. While it exists, all trials save and leave."""
         return self.directory / ".stop"
 
     def num_live(self, there: Bundle, is_own: bool) -> int:
-        """How many trials may live at once in a cluster with the resources `there`. Raises ResourceError where it is none.
+        """Return how many trials may exist at once in a cluster with the resources `there`.
 
-        What is proposed later is proposed better. Where that is not so one more waits, and takes the next free process; but
-        only where resources keep it from running: `is_own` clusters stay as large as they are.
+        A search that learns proposes better values the later it is asked, so no more trials exist than can run. For a
+        search that does not learn, one more trial waits and takes the next free process. It does so only if resources
+        are what keeps it from running: a cluster with `is_own` does not grow.
+
+        Raises:
+            ResourceError: no trial fits into the cluster.
         """
         needs = total(self.bundles)
         check_fits(needs, there, "this machine" if is_own else "the cluster")
@@ -79,7 +86,7 @@ class SearchPlan:
 
 
 def check_scheduler(name: str | None, options: Mapping[str, Any]) -> tuple[str | None, dict[str, float]]:
-    """The scheduler and its options, with its defaults. Raises ConfigError."""
+    """Return the name of the scheduler and its options, completed with their defaults. Raises ConfigError."""
     if not isinstance(options, Mapping):
         raise ConfigError(f"scheduler_options is a {type(options).__name__}: write {{'grace_period': 2}}")
     if name in (None, "none", "fifo"):
@@ -121,8 +128,11 @@ def _check_ends(name: str, options: Mapping[str, float]) -> None:
 
 
 def check_pairing(scheduler: str | None, search: str, max_concurrent: int | None = None) -> None:
-    """Raises ConfigError for a search that would learn from values which the scheduler changes, and for a limit that it
-    could not keep."""
+    """Raise ConfigError if the scheduler does not fit the search.
+
+    The search must not learn from values which the scheduler changes, and the scheduler must be able to keep
+    `max_concurrent`.
+    """
     if max_concurrent is not None and scheduler in SHARING:
         raise ConfigError(
             f"max_concurrent={max_concurrent} has no effect with scheduler={scheduler!r}, whose trials take turns: drop it, or"
@@ -134,16 +144,30 @@ def check_pairing(scheduler: str | None, search: str, max_concurrent: int | None
         )
 
 
-def check_metric(metric: Any, mode: Any) -> None:
-    """Raises ConfigError where they cannot be what is optimised."""
+def mode_of(metric: Any, mode: Any) -> str:
+    """Return "min" or "max": `mode`, or the direction that the name of `metric` says if `mode` is None.
+
+    Raises ConfigError if `metric` is no name, if `mode` is neither, or if the name says no direction.
+    """
     if not isinstance(metric, str) or not metric:
         raise ConfigError(f"metric={metric!r} is no name: say what is optimised, such as metric='val_loss'")
+    if mode is None:
+        is_larger = is_larger_better(metric)
+        if is_larger is None:
+            raise ConfigError(f"nothing says whether a small or a large {metric!r} is best: set the mode, min or max")
+        return "max" if is_larger else "min"
     if mode not in MODES:
         raise ConfigError(f"mode={mode!r} is not known: choose min or max, what is best of {metric}")
+    return str(mode)
 
 
 def bundles_of(resources: Any, gpus: float = 0.0) -> tuple[Bundle, ...]:
-    """What a trial takes, as bundles: a dict is one, a list of dicts are several, a placement group factory has its own."""
+    """Return the resources of a trial as bundles, as Ray Tune's placement groups have them.
+
+    Args:
+        resources: a dict (one bundle), a list of dicts (several bundles), or a placement group factory.
+        gpus: GPUs that are added to the first bundle.
+    """
     given = getattr(resources, "bundles", resources)
     if not isinstance(given, (Mapping, list, tuple, type(None))):
         raise ConfigError(f"resources_per_trial is a {type(given).__name__}: write {{'cpu': 1}}, or a list of such")
@@ -167,18 +191,18 @@ def _bundle(each: Any) -> Bundle:
 
 
 def total(bundles: Sequence[Bundle]) -> dict[str, float]:
-    """All of them together."""
+    """Return the sum of all bundles."""
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
     return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
 
 
 def here() -> dict[str, float]:
-    """What this machine has."""
+    """Return the resources of this machine."""
     return {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(visible_gpus())}
 
 
 def check_fits(needs: Bundle, there: Bundle, where: str) -> None:
-    """Raises ResourceError where a trial needs more than there is: it would wait for ever."""
+    """Raise ResourceError if a trial needs more than `there` has. Such a trial would wait for ever."""
     for name, amount in needs.items():
         if amount > there.get(name, 0.0):
             raise ResourceError(

@@ -1,4 +1,5 @@
-"""Who says what the next trial tries: `ask` gives values, `tell` hears what came of them (a score, the smaller the better)."""
+"""Search algorithms: `ask` proposes the values of the next trial, and `tell` receives its score. A smaller score is
+better."""
 
 from __future__ import annotations
 
@@ -14,24 +15,29 @@ from distributed.tuning.space import Dimension, Space, constants, draw, searched
 
 SEARCHES = ("random", "grid", "optuna", "bayesopt")
 _NEEDED = {"optuna": "optuna", "bayesopt": "bayes_opt"}
-_FIRST_AT_RANDOM = 5  # before there is anything to model
+_FIRST_AT_RANDOM = 5  # random trials before the Gaussian process is fitted
 
 
 class Proposals(Protocol):
-    """What every search can do."""
+    """Interface of every search algorithm."""
 
     def ask(self) -> dict[str, Any]:
-        """The next trial's values."""
+        """Return the values of the next trial."""
 
     def tell(self, values: Mapping[str, Any], score: float) -> None:
-        """What came of values that were asked for."""
+        """Take in the score of values that `ask` returned."""
 
     def repeat(self, values: Mapping[str, Any], score: float | None) -> None:
-        """An earlier process asked, for what now are `values`, and was told `score`, if the trial had come to an end."""
+        """Replay a proposal of an earlier process. `score` is None if its trial had not ended."""
 
 
 def check_search(search: str, space: Space, num_samples: int | None) -> int:
-    """The number of trials. Raises ConfigError or ResourceError for what cannot be."""
+    """Return the number of trials.
+
+    Raises:
+        ConfigError: the search is not known, or does not fit the space or the number.
+        ResourceError: a library is not installed.
+    """
     if search not in SEARCHES:
         raise ConfigError(
             f"search={search!r} is not known{nearest(search, SEARCHES)}: choose one of {', '.join(SEARCHES)}"
@@ -71,7 +77,7 @@ def _check_grid(space: Space, num_samples: int | None) -> int:
 
 
 def make_proposals(search: str, space: Space, seed: int) -> Proposals:
-    """The search of that name. The same seed, asked and told the same, proposes the same."""
+    """Return the search algorithm of that name. Given the same seed and the same scores it proposes the same values."""
     if search == "grid":
         return _Grid(space)
     if search == "optuna":
@@ -87,14 +93,14 @@ class _Random:
         return draw(self._space, self._state)
 
     def tell(self, values: Mapping[str, Any], score: float) -> None:
-        """Chance does not learn."""
+        """Ignore the score: random proposals do not learn."""
 
     def repeat(self, values: Mapping[str, Any], score: float | None) -> None:
         self.ask()
 
 
 class _Grid:
-    """Every combination once, the last name changing fastest."""
+    """Every combination once. The last name changes fastest."""
 
     def __init__(self, space: Space) -> None:
         self._names = list(space)
@@ -104,7 +110,7 @@ class _Grid:
         return dict(zip(self._names, next(self._rest), strict=True))
 
     def tell(self, values: Mapping[str, Any], score: float) -> None:
-        """All combinations run."""
+        """Ignore the score: all combinations run."""
 
     def repeat(self, values: Mapping[str, Any], score: float | None) -> None:
         self.ask()
@@ -119,7 +125,7 @@ class _Optuna:
         self._optuna, self._constants = optuna, constants(space)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._distributions = {name: _distribution(optuna, each) for name, each in searched(space).items()}
-        # Trials that run count as bad ones (constant_liar): else several at once try the same.
+        # Count running trials as bad ones (constant_liar). Otherwise concurrent trials would try the same values.
         sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         self._study = optuna.create_study(direction="minimize", sampler=sampler)
         self._running: list[tuple[dict[str, Any], Any]] = []
@@ -137,11 +143,11 @@ class _Optuna:
         if own is not None:
             self._running.remove(own)
             self._study.tell(own[1], score if is_number else None, state=None if is_number else states.FAIL)
-        elif is_number:  # asked for by an earlier process
+        elif is_number:  # proposed by an earlier process
             self._add(params, score)
 
     def repeat(self, values: Mapping[str, Any], score: float | None) -> None:
-        # Asked and forgotten: else the same seed would begin with the same proposals again.
+        # Draw a proposal and discard it. Otherwise the same seed would begin with the same proposals again.
         self._study.tell(self._study.ask(self._distributions), state=self._optuna.trial.TrialState.FAIL)
         if score is not None and math.isfinite(score):
             self._add({name: values[name] for name in self._distributions}, score)
@@ -160,7 +166,7 @@ def _distribution(optuna: Any, each: Dimension) -> Any:
 
 
 class _BayesOpt:
-    """A Gaussian process over the unit cube (bayesian-optimization), after a few trials at random."""
+    """A Gaussian process over the unit cube (bayesian-optimization), after a few random trials."""
 
     def __init__(self, space: Space, seed: int) -> None:
         from bayes_opt import BayesianOptimization
@@ -185,7 +191,7 @@ class _BayesOpt:
 
         self._told += 1
         point = {name: min(1.0, max(0.0, each.unit(values[name]))) for name, each in self._searched.items()}
-        with contextlib.suppress(NotUniqueError):  # it has settled there
+        with contextlib.suppress(NotUniqueError):  # the point has been registered before
             self._optimizer.register(point, -score)
 
     def repeat(self, values: Mapping[str, Any], score: float | None) -> None:

@@ -1,4 +1,4 @@
-"""What a trial left: its checkpoints, and a trainer with them."""
+"""Results of a trial: its checkpoints, and a trainer with their weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from distributed.training.remote import take_up
 
 
 def checkpoint_of(run_dir: Path, epoch: Any = None) -> Path | None:
-    """The checkpoint of that epoch's end in a run directory, else the newest one; None where it has none."""
+    """Return the checkpoint from the end of `epoch` in a run directory, or the newest one. Return None if there is
+    none."""
     sound = [
         info for info in list_checkpoints(run_dir / "checkpoints") if info.manifest is not None and not info.problem
     ]
@@ -21,7 +22,7 @@ def checkpoint_of(run_dir: Path, epoch: Any = None) -> Path | None:
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of all epochs that the newest checkpoint of a run knows of."""
+    """Return the rows of all epochs that the newest checkpoint of a run contains."""
     newest = checkpoint_of(run_dir)
     return [] if newest is None else [dict(row) for row in read_state(newest)[0].rows]
 

@@ -1,4 +1,5 @@
-"""A sweep of a script from the command line: checked, run below a subreaper that ends all its processes, shown and written down."""
+"""A sweep of a script from the command line: check it, run it below a subreaper that ends all its processes, show
+and record it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,6 @@ from distributed.launching.script import check_script
 from distributed.launching.stopping import Signals
 from distributed.launching.subreaper import Report, Subreaper
 from distributed.loggers.registry import check_directories, check_libraries
-from distributed.metrics.direction import is_larger_better
 from distributed.runs.directory import choose_run_dir
 from distributed.runs.processes import STOP_SIGNALS
 from distributed.tuning.jobs import script_job
@@ -34,10 +34,10 @@ from distributed.tuning.plan import (
     SearchPlan,
     bundles_of,
     check_fits,
-    check_metric,
     check_pairing,
     check_scheduler,
     here,
+    mode_of,
     total,
 )
 from distributed.tuning.proposals import check_search, make_proposals
@@ -49,14 +49,14 @@ from distributed.tuning.table import Table
 if TYPE_CHECKING:
     from distributed.tuning.mlflow_run import SweepRun
 
-_LEAVING_S = 90.0  # for trials to save and leave after a stop; then all is killed
-_SHOWN = 5  # proposals of a dry run
-_BETWEEN = math.sqrt(2) - 1  # of a way: at no whole number where the ends are such
+_LEAVING_S = 90.0  # time for trials to save and leave after a stop; then all processes are killed
+_SHOWN = 5  # number of proposals that a dry run shows
+_BETWEEN = math.sqrt(2) - 1  # position within a range that is no integer if the ends are integers
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What the command line says of the search."""
+    """Flags of the search on the command line."""
 
     search_space: str | None
     metric: str = "val_loss"
@@ -74,7 +74,7 @@ class Asked:
 
 
 class Sweeping:
-    """One sweep. The constructor refuses what cannot be; nothing is started or written before `run`."""
+    """One sweep. The constructor raises ConfigError for what cannot run. Nothing is started or written before `run`."""
 
     def __init__(self, typed: Typed, asked: Asked) -> None:
         if typed.script is None:
@@ -84,8 +84,7 @@ class Sweeping:
         if asked.resume and asked.run_dir is None:
             raise ConfigError("--resume needs the sweep to go on with: add --run-dir DIR")
         self._asked = asked
-        self.mode = asked.mode or ("min" if is_larger_better(asked.metric) is False else "max")
-        check_metric(asked.metric, self.mode)
+        self.mode = mode_of(asked.metric, asked.mode)
         check_script(typed.script)
         self.space = read_space(asked.search_space)
         self.num_samples = check_search(asked.search, self.space, asked.num_samples)
@@ -100,18 +99,19 @@ class Sweeping:
         self.typed = self._job.typed
         self.bundles = self._bundles()
         self.at_once = self._concurrency()
-        if self._is_here:  # what every trial would be refused for; of other machines only they know
+        if self._is_here:  # checks that would fail in every trial; they are unknown for other machines
             launch_request(self._job.typed_with(self._first), None)
         engine().check_here(self._plan())
 
     def _of_trials(self, typed: Typed) -> tuple[Typed, str | None]:
-        """What every trial is given, and the cluster that they run on."""
+        """Return what every trial is given, and the address of the cluster that runs the trials."""
         address = {**typed.file, **typed.flag}.get("address")
         file, flag = ({n: v for n, v in layer.items() if n != "address"} for layer in (typed.file, typed.flag))
         return dataclasses.replace(typed, file=file, flag=flag), address
 
     def _bundles(self) -> tuple[Mapping[str, float], ...]:
-        """All that a trial takes lies on one node: its processes are children of the trial."""
+        """Return the resources of a trial. They must be on one node, because its processes are children of the
+        trial."""
         plan = plan_processes(merge(self.typed, {}).config)
         if plan.num_nodes > 1:
             raise ConfigError(f"num_nodes={plan.num_nodes} is not for trials, which run on one node each: drop it")
@@ -127,7 +127,7 @@ class Sweeping:
 
     def _concurrency(self) -> int | None:
         if not self._is_here:
-            return None  # known when it is joined
+            return None  # known after joining the cluster
         there, needs = here(), total(self.bundles)
         check_fits(needs, there, "this machine")
         fit = min(int(there[name] / amount + 1e-9) for name, amount in needs.items() if amount)
@@ -146,7 +146,7 @@ class Sweeping:
     # ------------------------------------------------------------------ what is shown
 
     def start_lines(self) -> list[str]:
-        """What will run."""
+        """Return lines that describe what will run."""
         each = " and ".join(f"{amount:g} {name}" for name, amount in total(self.bundles).items() if amount)
         once = "" if self.at_once is None else f", {self.at_once} at once"
         scheduler = f", scheduler {self.scheduler}" if self.scheduler else ""
@@ -157,7 +157,7 @@ class Sweeping:
         ]  # fmt: skip
 
     def dry_run_lines(self) -> list[str]:
-        """The plan and its first proposals."""
+        """Return lines with the plan and its first proposals."""
         proposals = make_proposals(self._asked.search, self.space, merge(self.typed, {}).config.seed)
         lines = []
         for number in range(min(_SHOWN, self.num_samples)):
@@ -169,7 +169,7 @@ class Sweeping:
     # ------------------------------------------------------------------ the run
 
     def run(self) -> int:
-        """To the end; returns the exit code."""
+        """Run the sweep until it ends and return the exit code."""
         asked = {
             "script": Path(str(self.typed.script)).name, "script_args": list(self.typed.script_args),
             "settings": {**self.typed.file, **self.typed.flag}, "search_space": _space_text(str(self._asked.search_space)),
@@ -209,7 +209,14 @@ class Sweeping:
 
 
 def check_names(space: Space, typed: Typed) -> tuple[dict[str, Any], list[str]]:
-    """Values of a first trial of a script, and notices. ConfigError for settings that cannot be searched, or are typed too."""
+    """Check the names of a script's search space.
+
+    Returns:
+        `(first, notices)`: values of a first trial, and lines for the user.
+
+    Raises:
+        ConfigError: a setting cannot be searched, or is given as a flag too.
+    """
     first = {name: _some(each)[0] for name, each in space.items()}
     settings, others, notices = split_sweep(first)
     known = rules(DistributedConfig)
@@ -231,7 +238,7 @@ def check_names(space: Space, typed: Typed) -> tuple[dict[str, Any], list[str]]:
 
 
 def _some(each: Dimension) -> tuple[Any, ...]:
-    """Values that it may have: all, the ends, or one that a library draws."""
+    """Return some values of a dimension: all of them, its ends, or one drawn by a library."""
     if each.sampler is not None:
         import numpy
 
@@ -240,7 +247,7 @@ def _some(each: Dimension) -> tuple[Any, ...]:
 
 
 def _check_values(name: str, each: Dimension) -> None:
-    """ConfigError for a value that the setting of this name, where it is one, cannot have."""
+    """Raise ConfigError if the dimension contains a value that the setting of this name cannot have."""
     for value in _some(each):
         DistributedConfig(**split_sweep({name: value})[0])
     if each.kind in ("uniform", "loguniform"):
@@ -261,7 +268,7 @@ def _check_argument_names(names: Iterable[str]) -> None:
 
 
 def _check_once(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """ConfigError where two of `names` are one setting, such as lr and learning_rate."""
+    """Raise ConfigError if two of `names` are the same setting, such as lr and learning_rate."""
     named: dict[str, str] = {}
     for given, name in zip(settings, names, strict=True):
         for setting, value in given.items():
@@ -276,13 +283,13 @@ def _space_text(path: str) -> Any:
 
 
 def _work(plan: SearchPlan, report: Report) -> None:
-    """The search, in the subreaper's child."""
+    """Run the search in the subreaper's child."""
     try:
         engine().search(plan, lambda line: report({"line": json.loads(json.dumps(line, default=str))}))
         report({"end": 0})
     except DistributedError as error:
         report({"end": error.exit_code, "error": str(error)})
-    except BaseException as error:  # the top frame of a process: who waits must hear of it, whatever it is
+    except BaseException as error:  # the top frame of a process: the parent must receive every error
         lines = [line for line in str(error).splitlines() if line.strip()]
         said = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
         report({"end": 3, "error": f"the search failed ({said}): see {plan.directory / 'search.log'}"})
@@ -299,12 +306,12 @@ class _End:
 
     @property
     def status(self) -> str:
-        """In MLflow's words."""
+        """Status of the run in MLflow."""
         return "KILLED" if self.signum else "FINISHED" if self.exit_code == 0 else "FAILED"
 
 
 class _Watch:
-    """Reads what the search says, and passes a stop on to it."""
+    """Read the reports of the search, and pass a stop request on to it."""
 
     def __init__(
         self,
@@ -335,12 +342,12 @@ class _Watch:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def _stops(self, numbers: list[int]) -> bool:
-        """Take in signals; True where nobody is waited for any longer."""
+        """Handle signals. Return True if the search is not waited for any longer."""
         for number in (each for each in numbers if each in STOP_SIGNALS):
             if self._end.signum:
                 return True
             self._end.signum = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-            if all(record.status != "running" for record in self._sweep.all):  # nobody has anything to save
+            if all(record.status != "running" for record in self._sweep.all):  # no trial has anything to save
                 return True
             self._deadline = time.monotonic() + _LEAVING_S
             self._plan.stop_file.touch()
@@ -348,7 +355,7 @@ class _Watch:
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def _hear(self) -> bool:
-        """What the search said; False once it has ended."""
+        """Handle the reports of the search. Return False once it has ended."""
         reports = self._subreaper.read()
         for report in reports or ():
             if "line" in report:

@@ -1,4 +1,4 @@
-"""Runs a search and keeps its journal."""
+"""Running a search plan with its engine, and writing the journal of the search."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 from distributed.tuning.plan import SearchPlan
 from distributed.tuning.sweep import Sweep
 
-_ENGINE = "distributed.tuning.ray.search"  # whose `search` runs a plan, and `check_here` refuses what cannot be
+_ENGINE = "distributed.tuning.ray.search"  # `search` runs a plan; `check_here` refuses a plan that cannot run
 
 
 def engine() -> Any:
-    """The module that runs plans."""
+    """Return the module that runs search plans."""
     return importlib.import_module(_ENGINE)
 
 
 def run_search(plan: SearchPlan, sweep: Sweep, show: Callable[[Mapping[str, Any]], object] = lambda line: None) -> None:
-    """Run `plan` in this process; each line of the journal is written, then shown. Raises DistributedError."""
+    """Run `plan` in this process. Each line of the journal is written first, then passed to `show`. Raises
+    DistributedError."""
 
     def listen(line: Mapping[str, Any]) -> None:
         note_line(sweep, line)
@@ -28,7 +29,7 @@ def run_search(plan: SearchPlan, sweep: Sweep, show: Callable[[Mapping[str, Any]
 
 
 def note_line(sweep: Sweep, line: Mapping[str, Any]) -> None:
-    """One line into the journal; sweep.json follows where a trial came to its end."""
+    """Append one line to the journal. Rewrite sweep.json if the line ends a trial."""
     detail = {name: value for name, value in line.items() if name not in ("trial", "event")}
     sweep.note(line["trial"], line["event"], **detail)
     if line["event"] == "ended":

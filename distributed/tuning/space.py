@@ -1,4 +1,5 @@
-"""A search space: names and what each may be. In YAML `{loguniform: [1e-4, 1e-1]}`; in code also the domains of a search library."""
+"""Search spaces: names and their possible values. In YAML a value is written `{loguniform: [1e-4, 1e-1]}`; in code
+it may also be a domain of a search library."""
 
 from __future__ import annotations
 
@@ -19,22 +20,25 @@ _EXAMPLE = "learning_rate: {loguniform: [1e-4, 1e-1]}"
 
 @dataclasses.dataclass(frozen=True)
 class Dimension:
-    """What one name may be. `kind`: "uniform", "loguniform", "randint" (the upper end excluded), "choice", "constant", or
-    "sampler" for a domain that only its own library can draw from."""
+    """Possible values of one name.
+
+    `kind` is "uniform", "loguniform", "randint" (the upper end excluded), "choice", "constant", or "sampler" for a
+    domain that only its own library can draw from.
+    """
 
     kind: str
     low: float = 0.0
     high: float = 0.0
     values: tuple[Any, ...] = ()
-    sampler: Callable[[Any], Any] | None = None  # of kind "sampler": (numpy RandomState) -> a value
+    sampler: Callable[[Any], Any] | None = None  # for kind "sampler": numpy RandomState -> value
 
     @property
     def is_searched(self) -> bool:
-        """Whether there is anything to choose."""
+        """Whether there is more than one value."""
         return self.kind != "constant"
 
     def at(self, unit: float) -> Any:
-        """The value at `unit`, from 0 to 1, of the way through the dimension."""
+        """Return the value at position `unit`, from 0 to 1, of the dimension."""
         if self.kind == "uniform":
             return self.low + unit * (self.high - self.low)
         if self.kind == "loguniform":
@@ -44,7 +48,7 @@ class Dimension:
         return self.values[min(int(unit * len(self.values)), len(self.values) - 1)]
 
     def unit(self, value: Any) -> float:
-        """About where `value` lies: what `at` turns into it again."""
+        """Return a position of `value`, from which `at` returns the value again."""
         if self.kind == "uniform":
             return float((value - self.low) / (self.high - self.low))
         if self.kind == "loguniform":
@@ -54,17 +58,17 @@ class Dimension:
         return (self.values.index(value) + 0.5) / len(self.values)
 
     def inside(self, value: Any) -> Any:
-        """`value`, or the nearest one that the dimension holds."""
+        """Return `value`, or the nearest value within the dimension."""
         if self.kind in ("uniform", "loguniform"):
             return min(max(value, self.low), self.high)
         return min(max(int(value), int(self.low)), int(self.high) - 1) if self.kind == "randint" else value
 
     def recalled(self, written: Any) -> Any:
-        """The value of a choice that a journal has as `written`."""
+        """Return the choice that a journal contains as `written`."""
         return next((each for each in self.values if _text(each) == _text(written)), written)
 
     def grid(self) -> tuple[Any, ...] | None:
-        """All values, where they can be counted."""
+        """Return all values, or None if they cannot be counted."""
         if self.kind == "randint":
             return tuple(range(int(self.low), int(self.high)))
         return self.values or None
@@ -92,7 +96,8 @@ def read_space(path: str | os.PathLike[str]) -> dict[str, Dimension]:
 
 
 def make_space(content: Any, where: str = "search_space") -> dict[str, Dimension]:
-    """The space that `content` describes. Raises ConfigError where it is none, or nothing in it is to be searched."""
+    """Return the space that `content` describes. Raises ConfigError if it is no space, or if it contains only
+    constants."""
     if not isinstance(content, Mapping) or not content:
         what = "is empty" if not content else f"is a {type(content).__name__}"
         raise ConfigError(f"{where} {what}: give each name its values, as {_EXAMPLE}")
@@ -118,7 +123,7 @@ def _dimension(where: str, value: Any) -> Dimension:
 
 
 def _written(where: str, value: Mapping[str, Any]) -> Dimension:
-    """`{kind: arguments}`."""
+    """Return the dimension of `{kind: arguments}`."""
     if len(value) != 1:
         raise ConfigError(f"{where} has {len(value)} kinds: write one of {', '.join(_KINDS)}, as {{uniform: [0, 1]}}")
     ((kind, arguments),) = value.items()
@@ -163,13 +168,13 @@ _KINDS: Mapping[str, Callable[[str, Any], Dimension]] = {
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads `1e-4` as text: it is a number here."""
+    """Return text such as `1e-4` as a number. YAML 1.1 reads it as text."""
     is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
     return float(value) if is_number else value
 
 
 def _of_library(where: str, domain: Any, sample: Callable[..., Any]) -> Dimension:
-    """A domain of the search library, by what it says of itself; any other is asked for each value."""
+    """Return the dimension of a search library's domain. A domain of unknown kind is asked for each value."""
     categories = getattr(domain, "categories", None)
     if categories is not None:
         return _choice(where, list(categories))
@@ -186,7 +191,7 @@ def _of_library(where: str, domain: Any, sample: Callable[..., Any]) -> Dimensio
 
 
 def draw(space: Space, state: Any) -> dict[str, Any]:
-    """One value for each name, from a numpy RandomState."""
+    """Return one value for each name, drawn from a numpy RandomState."""
     return {
         name: each.values[0]
         if not each.is_searched
@@ -198,16 +203,16 @@ def draw(space: Space, state: Any) -> dict[str, Any]:
 
 
 def constants(space: Space) -> dict[str, Any]:
-    """What every trial has."""
+    """Return the values that all trials share."""
     return {name: each.values[0] for name, each in space.items() if not each.is_searched}
 
 
 def searched(space: Space) -> dict[str, Dimension]:
-    """What is to be chosen."""
+    """Return the dimensions that are searched."""
     return {name: each for name, each in space.items() if each.is_searched}
 
 
 def size_of_grid(space: Space) -> int | None:
-    """How many combinations there are; None where they cannot be counted."""
+    """Return the number of combinations, or None if they cannot be counted."""
     grids: Sequence[tuple[Any, ...] | None] = [each.grid() for each in space.values()]
     return None if None in grids else math.prod(len(grid or ()) for grid in grids)

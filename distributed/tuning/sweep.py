@@ -1,10 +1,10 @@
-"""The files of a sweep: a journal of all trials, and what came of them as `sweep.json` and `best.yaml`.
+"""Files of a sweep: a journal of all trials, and the result as `sweep.json` and `best.yaml`.
 
-DIR/sweep.yaml      what was asked for
-DIR/trials.jsonl    the journal: one line for each thing that happened, from which everything else is made
-DIR/trials/00000/   the run directory of a trial; 00000.log beside it is what it wrote
-DIR/sweep.json      metric, mode, each trial with its configuration and metrics, the best one
-DIR/best.yaml       the best trial's settings, for `train --config`
+DIR/sweep.yaml      configuration of the search
+DIR/trials.jsonl    journal with one line for each event; everything else is made from it
+DIR/trials/00000/   run directory of a trial; 00000.log beside it holds the output of the trial
+DIR/sweep.json      metric, mode, each trial with its configuration and metrics, the best trial
+DIR/best.yaml       settings of the best trial, for `train --config`
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from distributed.runs.directory import RunDirectory
 from distributed.tuning.space import Space
 
 Row = Mapping[str, Any]
-OPEN = ("running", "waiting")  # of a trial that has not come to its end
+OPEN = ("running", "waiting")  # states of a trial that has not ended
 
 
 @dataclasses.dataclass
 class Record:
-    """What is known of a trial."""
+    """State of one trial, as the journal describes it."""
 
     number: int
     config: dict[str, Any]
-    status: str = "running"  # "finished", "stopped" (early), "failed", "interrupted"; "waiting" before it goes on
+    status: str = "running"  # or "finished", "stopped" (early), "failed", "interrupted", "waiting" (to be continued)
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    configs: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of each row, as schedulers change them
+    # the values of each row; a scheduler may change them between rows
+    configs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     error: str | None = None
-    seconds: float = 0.0  # of work
-    cloned: int | None = None  # the trial whose state it took over last
-    since: float | None = None  # when it last began to work
+    seconds: float = 0.0  # time during which it was running
+    cloned: int | None = None  # number of the trial whose state it took over last
+    since: float | None = None  # when it last began to run, in seconds since the epoch
 
     @property
     def name(self) -> str:
@@ -48,16 +49,16 @@ class Record:
 
     @property
     def epochs(self) -> int:
-        """Epochs that it trained, or reports where nothing counts epochs."""
+        """Number of epochs that were trained, or of reports if no report counts epochs."""
         return max((int(row.get("epoch", number + 1)) for number, row in enumerate(self.rows)), default=0)
 
     def best_row(self, metric: str, mode: str) -> dict[str, Any] | None:
-        """The row in which the metric was best."""
+        """Return the row with the best value of the metric, or None if no row has a finite one."""
         best = self._best_index(metric, mode)
         return None if best is None else self.rows[best]
 
     def best_config(self, metric: str, mode: str) -> dict[str, Any]:
-        """The values with which it was best, or those of now."""
+        """Return the values with which the metric was best, or the present values if no row has the metric."""
         best = self._best_index(metric, mode)
         return self.config if best is None else self.configs[best]
 
@@ -72,7 +73,8 @@ def _recalled(config: Mapping[str, Any], space: Space) -> dict[str, Any]:
 
 
 def score_of(row: Row, metric: str, mode: str) -> float:
-    """The metric as a number of which the smallest is best; infinity where it is missing or not a number."""
+    """Return the metric as a score of which the smallest is best. It is infinity if the metric is missing or not
+    finite."""
     value = row.get(metric)
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         return math.inf
@@ -80,12 +82,12 @@ def score_of(row: Row, metric: str, mode: str) -> float:
 
 
 class Sweep:
-    """All trials of one search, in memory and on disk. One process writes."""
+    """All trials of one search, in memory and on disk. Only one process may write."""
 
     def __init__(self, directory: Path, metric: str, mode: str) -> None:
         self.directory, self.metric, self.mode = directory, metric, mode
         self.records: dict[int, Record] = {}
-        self.run = RunDirectory(directory)  # held while trials run
+        self.run = RunDirectory(directory)  # locked while trials run
 
     @property
     def journal(self) -> Path:
@@ -93,24 +95,24 @@ class Sweep:
 
     @property
     def all(self) -> list[Record]:
-        """The trials of now. A thread that shows them meets no change while it looks."""
+        """Copy of the list of trials. A thread that displays them can iterate over it while trials are added."""
         return list(self.records.values())
 
     def trial_dir(self, number: int) -> Path:
-        """The run directory of a trial."""
+        """Return the run directory of a trial."""
         return self.directory / "trials" / f"{number:05d}"
 
     # ------------------------------------------------------------------ what happens
 
     def note(self, number: int, event: str, **detail: Any) -> None:
-        """Something happened to a trial: "started", "row", "ended"."""
+        """Apply an event of a trial and append it to the journal. `event` is "started", "row", "retried" or "ended"."""
         line = {"trial": number, "event": event, "time": time.time(), **detail}
         self.apply(line)
         with self.journal.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, default=str) + "\n")
 
     def apply(self, line: Mapping[str, Any]) -> None:
-        """Take in one line of the journal; none of a trial whose beginning was lost."""
+        """Apply one line of the journal. Ignore a line of a trial whose "started" line was lost."""
         number, event = line["trial"], line["event"]
         if event == "started":
             record = self.records.setdefault(number, Record(number, dict(line["config"])))
@@ -130,13 +132,13 @@ class Sweep:
             record.status, record.error = line["status"], line.get("error")
 
     def read(self) -> None:
-        """What an earlier process wrote. Trials that it did not end go on."""
+        """Read the journal of an earlier process. Trials that did not end are marked as waiting."""
         content = self.journal.read_text(encoding="utf-8", errors="replace") if self.journal.exists() else ""
         for text in content.splitlines():
-            # Half a line of a killed writer is no JSON, and another hand may have written any.
+            # The last line may be cut off if its writer was killed, and users may have edited the file.
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self.apply(json.loads(text))
-        if content and not content.endswith("\n"):  # what is written next is a line of its own
+        if content and not content.endswith("\n"):  # so that the next line begins on a new line
             with self.journal.open("a", encoding="utf-8") as file:
                 file.write("\n")
         for record in self.records.values():
@@ -145,7 +147,7 @@ class Sweep:
                 record.status = "waiting"
 
     def recall(self, space: Space) -> None:
-        """Values as the space has them: of a journal that was read they are those of JSON."""
+        """Replace values that were read from JSON by the equal values of the space."""
         for record in self.all:
             record.config = _recalled(record.config, space)
             record.configs = [_recalled(config, space) for config in record.configs]
@@ -153,11 +155,11 @@ class Sweep:
     # ------------------------------------------------------------------ what came of it
 
     def score(self, record: Record) -> float:
-        """The best value that it reached; the smaller the better, infinity where it reached none."""
+        """Return the best score of a trial. Smaller is better; it is infinity if the trial reported no finite value."""
         return min((score_of(row, self.metric, self.mode) for row in record.rows), default=math.inf)
 
     def best(self) -> Record | None:
-        """The trial that reached the best value; one that failed afterwards counts where no other has a value."""
+        """Return the trial with the best value. A failed trial counts only if no other trial has a value."""
         known = [record for record in self.records.values() if self.score(record) < math.inf]
         return min(
             known, key=lambda record: (record.status == "failed", self.score(record), record.number), default=None
@@ -165,13 +167,13 @@ class Sweep:
 
     @property
     def trial_hours(self) -> float:
-        """Hours of work, all trials together."""
+        """Hours of work of all trials together."""
         now = time.time()
         working = sum(now - since for record in self.all if (since := record.since) is not None)
         return (sum(record.seconds for record in self.all) + working) / 3600
 
     def summary(self) -> dict[str, Any]:
-        """The content of sweep.json."""
+        """Return the content of sweep.json."""
         best = self.best()
         trials = [self._summary_of(self.records[number]) for number in sorted(self.records)]
         return {
@@ -189,11 +191,15 @@ class Sweep:
         return content | ({} if record.error is None else {"error": record.error})
 
     def write(self) -> None:
-        """sweep.json, whole or not at all."""
+        """Write sweep.json atomically."""
         replace_text(self.directory / "sweep.json", json.dumps(self.summary(), indent=1, default=str) + "\n")
 
     def write_best(self, typed: Typed) -> Path | None:
-        """best.yaml: `typed`, what all trials had, with the values of the best one. None where no trial has a value."""
+        """Write best.yaml: the settings in `typed`, which all trials share, with the values of the best trial.
+
+        Returns:
+            The path of the file, or None if no trial has a value.
+        """
         import yaml
 
         best = self.best()
@@ -218,14 +224,14 @@ class Sweep:
         return (record.best_row(self.metric, self.mode) or {}).get(self.metric)
 
     def interrupt(self) -> None:
-        """Trials that did not come to their end were cut off."""
+        """Mark trials that did not end as interrupted."""
         for record in self.records.values():
             if record.status in OPEN:
                 self.note(record.number, "ended", status="interrupted")
 
 
 def _sources(typed: Typed, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Who said what, as in a run's config.yaml: what was swept is as strong as a flag."""
+    """Return the source of each setting, as in the config.yaml of a run. Values of the search space count as flags."""
     sources: dict[str, str] = {}
     for layer, given in (("file", typed.file), ("flag", {**typed.flag, **settings})):
         for name, value in given.items():
@@ -236,7 +242,7 @@ def _sources(typed: Typed, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def as_arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """What is no setting, as a script's arguments: `--name value`."""
+    """Return values that are no settings as arguments of a script: `--name value`."""
     return tuple(word for name, value in values.items() for word in (f"--{name}", _text(value)))
 
 
@@ -247,7 +253,7 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for both."""
+    """Return `value`, or None if it is NaN or infinite, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -263,9 +269,17 @@ def _as_yaml(value: Any) -> Any:
 
 
 def open_sweep(directory: Path, metric: str, mode: str, asked: Mapping[str, Any], resume: bool) -> Sweep:
-    """The sweep in `directory`, held by this process; where `resume` says so with what an earlier one left.
+    """Open the sweep in `directory` and lock the directory. With `resume`, read the journal of an earlier process.
 
-    `asked` is what makes it this sweep and no other. Raises ConfigError where the directory holds another one.
+    Args:
+        directory: run directory of the sweep.
+        metric: name of the metric that is optimised.
+        mode: "min" or "max".
+        asked: configuration of the search. A resume must have the same one.
+        resume: whether to continue a sweep that was cut off.
+
+    Raises:
+        ConfigError: the directory holds another sweep, or none to resume.
     """
     import yaml
 
@@ -285,7 +299,7 @@ def open_sweep(directory: Path, metric: str, mode: str, asked: Mapping[str, Any]
     sweep.run.lock()
     sweep.read()
     (directory / "trials").mkdir(exist_ok=True)
-    for record in sweep.records.values():  # what a trial reported and nobody wrote down is to come again
+    for record in sweep.records.values():  # reports that did not reach the journal are to be sent again
         last = sweep.trial_dir(record.number).with_name(f"{record.name}.last.json")
         last.unlink(missing_ok=True)
         if record.rows:
@@ -307,8 +321,9 @@ def _asked_before(file: Path) -> Mapping[str, Any]:
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
-    """A sweep that goes on is the same one, of as many trials or more."""
-    for name in {**now, **before}:  # as typed: what follows from another comes behind it
+    """Raise ConfigError if a resumed sweep has another configuration. Its number of trials may only grow."""
+    # in the order in which they were typed, because later settings follow from earlier ones
+    for name in {**now, **before}:
         one, other = before.get(name), now.get(name)
         if name == "num_samples":
             if int(one or 0) > int(other or 0):
@@ -328,6 +343,6 @@ def _short(value: Any) -> str:
 
 
 def scores(sweep: Sweep) -> Sequence[tuple[Record, float | None]]:
-    """Every trial in order, with its score once it has come to an end."""
+    """Return every trial in order of its number, with its score, or with None if it has not ended."""
     records = [sweep.records[number] for number in sorted(sweep.records)]
     return [(record, None if record.status in OPEN else sweep.score(record)) for record in records]

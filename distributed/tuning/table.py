@@ -1,4 +1,4 @@
-"""The trials of a sweep on the screen: a live table on a terminal, else a line for each trial that ends."""
+"""Trials of a sweep on standard output: a live table on a terminal, otherwise one line for each trial that ends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from distributed.loggers.wording import duration, number
 from distributed.tuning.sweep import Record, Sweep
 
 _GAP = "  "
-_ROOM = 8  # lines of a terminal that are not for trials
+_ROOM = 8  # lines of the terminal that are reserved for other output
 
 
 class Table:
-    """Shows a sweep while it runs. Standard output."""
+    """Show a sweep on standard output while it runs."""
 
     def __init__(self, sweep: Sweep, num_samples: int, lines: list[str]) -> None:
         self._sweep, self._num_samples = sweep, num_samples
@@ -40,15 +40,15 @@ class Table:
         self._live.start()
 
     def say(self, line: str) -> None:
-        """A line that stays."""
-        with contextlib.suppress(OSError):  # a terminal or a pipe that has gone: the search goes on
+        """Print a line that stays above the live table."""
+        with contextlib.suppress(OSError):  # the terminal or the pipe was closed: the search continues
             if self._live is not None:
                 self._console.print(line, markup=False, highlight=False, emoji=False)
             else:
                 print(line, flush=True)  # noqa: T201 - the display of a command
 
     def show(self, line: Mapping[str, Any]) -> None:
-        """Something happened, and is in the sweep already."""
+        """Show the event of a journal line. The sweep must already contain it."""
         record = self._sweep.records[line["trial"]]
         if line["event"] == "retried":
             self.say(f"trial {record.name}  failed and goes on: {line['error']}")
@@ -56,7 +56,7 @@ class Table:
             self.say(self.line_of(record))
 
     def line_of(self, record: Record) -> str:
-        """`trial 00003  finished  12 epochs  val_loss 0.041  learning_rate=0.003`."""
+        """Return text such as `trial 00003  finished  12 epochs  val_loss 0.041  learning_rate=0.003`."""
         epochs = f"{record.epochs} epoch{'s' * (record.epochs != 1)}"
         parts = [f"trial {record.name}", record.status, epochs, *self._metric(record), in_words(self._config(record))]
         return _GAP.join([*parts, *([record.error] if record.error else [])])
@@ -69,7 +69,7 @@ class Table:
         return record.best_config(self._sweep.metric, self._sweep.mode)
 
     def _table(self, caption: bool = True) -> Any:
-        """All trials, the best first."""
+        """Return a table of all trials, the best first."""
         from rich.table import Table as Rich
 
         sweep = self._sweep
@@ -108,7 +108,11 @@ class Table:
         return f"{len(self._sweep.records)} of {self._num_samples} trials: {words or 'none yet'}; {hours}"
 
     def close(self, best: Path | None) -> None:
-        """What came of it."""
+        """Stop the live table, then print all trials, the counts and the best trial.
+
+        Args:
+            best: path of best.yaml, or None if no trial has a value.
+        """
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -120,7 +124,8 @@ class Table:
 
 
 def _num_fitting(rows: Sequence[Sequence[str]], width: int) -> int:
-    """How many columns have room. What a trial tries comes last, and stands in the lines that stay too."""
+    """Return how many columns fit into `width` characters. The values of a trial are the last columns, so they are
+    dropped first; the printed lines show them too."""
     widths = [max(map(len, column)) + len(_GAP) for column in zip(*rows, strict=True)]
     if sum(widths) - len(_GAP) <= width:
         return len(widths)
@@ -128,5 +133,5 @@ def _num_fitting(rows: Sequence[Sequence[str]], width: int) -> int:
 
 
 def in_words(config: Mapping[str, Any]) -> str:
-    """`learning_rate=0.003 batch_size=32`."""
+    """Return text such as `learning_rate=0.003 batch_size=32`."""
     return " ".join(f"{name}={number(value)}" for name, value in config.items())

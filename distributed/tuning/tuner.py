@@ -1,4 +1,4 @@
-"""DistributedTuner: many trainings of one function, each with other values, and the best of them."""
+"""DistributedTuner: train one function many times with different values, and keep the best result."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from distributed.launching.engines import seed_generators
 from distributed.launching.script import check_script
 from distributed.loggers.notebook import in_notebook
 from distributed.loggers.registry import check_directories, check_libraries
-from distributed.metrics.direction import is_larger_better
 from distributed.runs.directory import choose_run_dir, script_name
 from distributed.training.trial import Trial, inside
 from distributed.tuning.cell import CellProgress
 from distributed.tuning.jobs import FunctionJob, ScriptJob, script_job
 from distributed.tuning.mlflow_run import environ_of_trials, run_of_sweep
-from distributed.tuning.plan import SHARING, SearchPlan, bundles_of, check_metric, check_pairing, check_scheduler, total
+from distributed.tuning.plan import SHARING, SearchPlan, bundles_of, check_pairing, check_scheduler, mode_of, total
 from distributed.tuning.proposals import check_search
 from distributed.tuning.results import checkpoint_of, taken_up
 from distributed.tuning.search import engine, run_search
@@ -42,30 +41,38 @@ logger = logging.getLogger(__name__)
 
 
 class DistributedTuner:
-    """Searches for the values with which `train_fn` does best.
+    """Search for the values with which `train_fn` gives the best metric.
+
+    This process runs the search; trials run in processes of Ray.
 
     Args:
-        train_fn: `train_fn(config)`: it returns metrics (a dict, or the metric itself), or trains with a `Trainer`, which
-            reports each epoch by itself. Runs in processes of Ray. Or the path of a script, which runs as under `train`:
-            values are its settings where they have such a name, else its arguments.
-        search_space: name -> a list to choose from, `{"loguniform": [1e-4, 1e-1]}`, `{"uniform": [...]}`, `{"randint": [...]}`,
-            a domain of Ray Tune, or a constant.
-        num_gpus: GPUs that all trials together use (default: those that are visible, or those of the cluster).
-        trials_per_gpu: trials that share one GPU.
-        metric, mode: what is optimised, and whether "min" or "max" is best (default: what the name says). A trial counts with
-            the best value that it reached.
-        seed: of the proposals, and of each trial's generators.
-        resources_per_trial: `{"cpu": 2}`, or a list of such, one for the trial and one for each of its processes.
-        scheduler: "asha", "hyperband", "pbt", or None: every trial runs to its end. `scheduler_options` are that one's.
+        train_fn: a function `train_fn(config)`, or the path of a script. A function returns metrics (a dict, or the
+            metric itself), or trains with a `Trainer`, which reports each epoch. A script runs as under `train`: values
+            with the name of a setting become settings, the others become arguments.
+        search_space: maps each name to a list of choices, `{"loguniform": [1e-4, 1e-1]}`, `{"uniform": [...]}`,
+            `{"randint": [...]}` (upper end excluded), a domain of Ray Tune, or a constant.
+        metric: name of the metric that is optimised. A trial counts with the best value that it reached.
+        mode: "min" or "max" (default: the direction that the name of the metric implies).
+        num_gpus: number of GPUs that all trials together use (default: all visible ones, or those of the cluster).
+        trials_per_gpu: number of trials that share one GPU.
+        seed: seed of the proposals, and of the generators of each trial.
+        resources_per_trial: resources such as `{"cpu": 2}`, or a list of such dicts, one for the trial and one for each
+            of its processes.
+        scheduler: "asha", "hyperband", "pbt", or None to run every trial to its end.
+        scheduler_options: options of the scheduler, such as `{"grace_period": 2}`. One unit of time is an epoch.
         search: "random", "grid", "optuna" or "bayesopt".
-        max_concurrent: trials at once (default: as many as there is place for).
-        max_failures: how often a trial that crashed goes on from its newest checkpoint.
-        run_dir: where the trials go (default: `runs/<script>-<time>-<id>`); with `resume` a sweep that was cut off goes on.
-        address: a Ray cluster to join, HOST:PORT (default: the one that this process is connected to, else one of its own).
-        settings: fields of DistributedConfig for every trial, such as `mlflow_tracking=True`. What a Trainer in `train_fn` says
-            itself is stronger; what a script says is weaker.
+        max_concurrent: number of trials that run at once (default: as many as the resources allow).
+        max_failures: how often a crashed trial restarts from its newest checkpoint.
+        run_dir: directory of the trials (default: `runs/<script>-<time>-<id>`).
+        resume: whether to continue the sweep in `run_dir`.
+        address: a Ray cluster to join, HOST:PORT (default: the one that this process is connected to, otherwise a new
+            local one).
+        settings: fields of DistributedConfig for every trial, such as `mlflow_tracking=True`. Arguments of a Trainer in
+            `train_fn` take precedence over them; they take precedence over those in a script.
 
-    Raises ConfigError or ResourceError for what cannot be, before any trial starts.
+    Raises:
+        ConfigError: an argument is wrong. Checked before any trial starts.
+        ResourceError: a library or GPU is missing. Checked before any trial starts.
     """
 
     def __init__(
@@ -95,8 +102,7 @@ class DistributedTuner:
             raise ConfigError(
                 f"train_fn is a {type(train_fn).__name__}: pass a function of one argument, the trial's values, or a script"
             )
-        mode = mode or ("min" if is_larger_better(str(metric)) is False else "max")
-        check_metric(metric, mode)
+        mode = mode_of(metric, mode)
         if resume and run_dir is None:
             raise ConfigError("resume=True needs the sweep to go on with: add run_dir")
         self.train_fn, self.metric, self.mode = train_fn, metric, mode
@@ -124,11 +130,19 @@ class DistributedTuner:
         self._sweep: Sweep | None = None
 
     def tune(self, num_samples: int | None = None) -> dict[str, Any]:
-        """Run that many trials (None: all combinations of search="grid"); returns the best one's values.
+        """Run the trials and return the values of the best one.
 
-        Raises TrainingError where every trial fails, with the first one's cause, ConfigError where nobody reports the metric,
-        and KeyboardInterrupt after Ctrl-C, TrainingInterrupted (an exit with 143) after SIGTERM, both when the trials have saved
-        and `sweep.json` is written.
+        Args:
+            num_samples: number of trials. None runs all combinations of search="grid".
+
+        Returns:
+            The values of the best trial, by name.
+
+        Raises:
+            TrainingError: every trial failed. The message has the cause of the first failure.
+            ConfigError: `num_samples` does not fit the search, or no trial reported the metric.
+            KeyboardInterrupt: Ctrl-C. The trials have saved, and `sweep.json` is written.
+            TrainingInterrupted: SIGTERM (exit code 143). The trials have saved, and `sweep.json` is written.
         """
         number = check_search(self._search, self.space, num_samples)
         directory = Path(self._run_dir if self._run_dir is not None else choose_run_dir(script_name())).absolute()
@@ -139,7 +153,7 @@ class DistributedTuner:
             max_concurrent=self._max_concurrent, max_failures=self._max_failures, address=self._address,
             gpus_if_any=self._gpus_if_any,
         )  # fmt: skip
-        engine().check_here(plan)  # before there is a directory, which would be in the way of the corrected call
+        engine().check_here(plan)  # before the directory is created, which would refuse the corrected call
         check_directories(self._merged())
         sweep = open_sweep(directory, self.metric, self.mode, self._asked(number), self._resume)
         sweep.recall(self.space)
@@ -174,7 +188,7 @@ class DistributedTuner:
         return merge(Typed(), {}, sweep=self._settings)
 
     def _listeners(self, sweep: Sweep, number: int) -> list[SweepRun | CellProgress]:
-        """Who shows the search while it goes on."""
+        """Return the displays and logs that follow the search."""
         cell = CellProgress(sweep, number) if in_notebook() else None
         script = script_name() if callable(self.train_fn) else os.fspath(self.train_fn)
         tracked = run_of_sweep(sweep, self._merged(), script, self._asked(number), logger.warning)
@@ -192,12 +206,12 @@ class DistributedTuner:
 
     @property
     def run_dir(self) -> Path:
-        """Where the trials lie."""
+        """Directory of the sweep. Available after `tune()`."""
         return self._done().directory
 
     @property
     def results(self) -> Any:
-        """One row per trial, the best first: a pandas DataFrame, or a list of dicts where pandas is not installed."""
+        """One row per trial, the best first: a pandas DataFrame, or a list of dicts if pandas is not installed."""
         sweep = self._done()
         rows = [_row(sweep, record) for record in sorted(sweep.records.values(), key=sweep.score)]
         try:
@@ -208,13 +222,13 @@ class DistributedTuner:
 
     @property
     def best_params(self) -> dict[str, Any]:
-        """The values of the best trial."""
+        """Values of the best trial."""
         sweep = self._done()
         return dict(self._best().best_config(sweep.metric, sweep.mode))
 
     @property
     def best_checkpoint(self) -> Path:
-        """The checkpoint of the best trial's best epoch, or its newest one where that was not kept."""
+        """Checkpoint from the best epoch of the best trial, or its newest one if that epoch's was not kept."""
         sweep, best = self._done(), self._best()
         row = best.best_row(self.metric, self.mode) or {}
         found = checkpoint_of(sweep.trial_dir(best.number), row.get("epoch"))
@@ -223,9 +237,13 @@ class DistributedTuner:
         return found
 
     def best_trainer(self) -> Any:
-        """The Trainer that `train_fn` makes with the best values, its model with the weights of `best_checkpoint`.
+        """Return the Trainer that `train_fn` makes with the best values, with the weights of `best_checkpoint`.
 
-        `train_fn` is called in this process, up to its `fit`, which does not train.
+        Calls `train_fn` in this process, up to its `fit`, which does not train.
+
+        Raises:
+            ConfigError: the job is a script, the best trial saved no checkpoint, or `train_fn` calls no `fit` of a
+                Trainer.
         """
         if not callable(self.train_fn):
             raise ConfigError("best_trainer() is of a function: a script's best run lies at best_checkpoint")
@@ -252,7 +270,7 @@ class DistributedTuner:
 
 
 class _Made(BaseException):
-    """Carries a Trainer out of the function that was to train it."""
+    """Carries a Trainer out of the function that would train it."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__("a trainer was made")
@@ -264,8 +282,12 @@ def _made(trainer: Any) -> None:
 
 
 def _checked(settings: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
-    """Settings of all trials, by their names; `own` are those of the tuner. Raises ConfigError, and ResourceError where a
-    logger's library is missing."""
+    """Return the settings of all trials by their canonical names. `own` are the arguments of the tuner.
+
+    Raises:
+        ConfigError: a setting is unknown or cannot be shared by trials.
+        ResourceError: the library of a logger is missing.
+    """
     named, _ = canonical(settings, own)
     if "checkpoint_dir" in named:
         raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
@@ -274,14 +296,14 @@ def _checked(settings: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
 
 
 def _check_names(space: Space, settings: Mapping[str, Any]) -> None:
-    """What the command refuses to search of a script."""
+    """Apply the checks of the command line to the search space of a script."""
     from distributed.tuning.scripts import check_names
 
     check_names(space, Typed(flag=settings))
 
 
 def _check_numbers(**given: Any) -> None:
-    """Raises ConfigError for what is no whole number, or too small. Two of them may be left out."""
+    """Raise ConfigError for a value that is no integer or too small. `num_gpus` and `max_concurrent` may be None."""
     for name, value in given.items():
         if value is None and name in ("num_gpus", "max_concurrent"):
             continue
@@ -293,8 +315,11 @@ def _check_numbers(**given: Any) -> None:
 def _gpus(
     num_gpus: int | None, trials_per_gpu: int, resources: Any, is_here: bool, processes: int
 ) -> tuple[float, int | None]:
-    """(the GPUs that each trial of so many processes has beside its `resources`, the trials at once that follow from
-    `num_gpus`). Of a cluster nothing is known yet."""
+    """Return the GPUs of each trial besides its `resources`, and the number of concurrent trials that follows from
+    `num_gpus`.
+
+    A trial has `processes` processes. The resources of a cluster are not known yet.
+    """
     if isinstance(trials_per_gpu, bool) or not isinstance(trials_per_gpu, int) or trials_per_gpu < 1:
         raise ConfigError(
             f"trials_per_gpu={trials_per_gpu!r} is less than 1: set 1, or more for trials that share a GPU"
@@ -321,7 +346,7 @@ def _gpus_in(resources: Any) -> float:
 
 
 def _trials_on(num_gpus: int, each: float) -> int:
-    """How many trials of `each` GPUs all of them hold."""
+    """Return how many trials with `each` GPUs fit on `num_gpus`."""
     if num_gpus < each:
         raise ConfigError(
             f"num_gpus={num_gpus} is less than the {each:g} GPU that resources_per_trial gives a trial: set num_gpus to as many"
@@ -349,7 +374,7 @@ def _row(sweep: Sweep, record: Record) -> dict[str, Any]:
 
 
 def _written(each: Any) -> Any:
-    """A dimension as YAML has it."""
+    """Return a dimension as YAML represents it."""
     if each.kind == "constant":
         return each.values[0]
     if each.kind == "choice":
@@ -359,7 +384,11 @@ def _written(each: Any) -> Any:
 
 @contextlib.contextmanager
 def _stopping(stop_file: Path) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM have the trials save and leave; a second Ctrl-C ends this process as usual. Gives a list of what came."""
+    """Turn Ctrl-C and SIGTERM into the stop file, so that trials save and leave. A second Ctrl-C raises
+    KeyboardInterrupt.
+
+    Yields the list of received signals.
+    """
     seen: list[int] = []
     stop_file.unlink(missing_ok=True)
     if threading.current_thread() is not threading.main_thread():

@@ -207,7 +207,9 @@ def test_interrupted_it_writes_what_there_is(start, place, cluster):
 
 
 def test_a_metric_that_nobody_reports_ends_all_at_once(run_cli, place, cluster):
-    done = run_cli(command(place, "--metric", "val_los", "--address", cluster), timeout=90, cwd=place, env=OPEN)
+    done = run_cli(
+        command(place, "--metric", "val_los", "--mode", "min", "--address", cluster), timeout=90, cwd=place, env=OPEN
+    )
     assert done.returncode == 2, done.output
     (error,) = done.stderr.splitlines()
     assert error.startswith(

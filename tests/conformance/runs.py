@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 JOB = Path(__file__).parent / "jobs" / "resume.py"
 STEPS = 21  # 3 epochs of 103 samples, 16 an update
+FULL = pytest.mark.full  # of a parameter that only `make test-full` runs
 CLOCKS = {"total_time", "train_time_s", "samples_per_second", "time"}
+
+
+class OnFirstUse(dict[Any, Any]):
+    """Values that `make(key)` returns, each made when it is first asked for: a start of workers that no test needs is left out."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self._make = make
+
+    def __missing__(self, key: Any) -> Any:
+        self[key] = value = self._make(key)
+        return value
 
 
 def arguments(

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.conformance.jobs import zero as job
-from tests.conformance.runs import arguments, assert_same, events
+from tests.conformance.runs import FULL, OnFirstUse, arguments, assert_same, events
 from tests.conftest import needs_backend
 
 JOBS = Path(__file__).parent / "jobs"
@@ -27,8 +27,9 @@ def _is_installed():
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory, run_cli_once):
     """(backend, world size) -> (what every rank saw, the directory of the weights)."""
-    found = {}
-    for backend, world in (("single", 1), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)):
+
+    def start(key):
+        backend, world = key
         out = tmp_path_factory.mktemp(f"{backend}-{world}")
         command = ["train", "--script", str(JOBS / "zero.py"), "--backend", backend, "--nproc-per-node", str(world)]
         done = run_cli_once([*command, "--run-dir", str(out / "run"), "--", str(out), backend], timeout=280)
@@ -36,8 +37,9 @@ def worlds(tmp_path_factory, run_cli_once):
         assert not any(word in done.output for word in ("[WARNING]", "[INFO]", "Warning", "DeepSpeed info")), (
             done.output
         )
-        found[backend, world] = ([json.loads((out / f"{rank}.json").read_text()) for rank in range(world)], out)
-    return found
+        return [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)], out
+
+    return OnFirstUse(start)
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def test_every_stage_gives_the_numbers_of_one_process(worlds, seen, floor, stage
     assert bool(here["skipped"]) == (case in ("sgd-nan", "sgd-nothing-counts"))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=FULL), 2, pytest.param(3, marks=FULL)])
 @pytest.mark.parametrize("stage", [*job.STAGES, *job.OFFLOADED])
 def test_any_number_of_processes_and_offloading_change_no_number(worlds, floor, stage, world):
     assert moved(worlds, f"{stage}-sgd-pair", "sgd-pair", world) <= 3 * floor
@@ -91,12 +93,12 @@ def test_frozen_parameters_and_several_groups(worlds, floor, stage, case):
     assert moved(worlds, f"{case}-{stage}", case) <= 3 * floor
 
 
-def test_the_optimizer_state_is_cut_over_the_processes(worlds):
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=FULL)])
+def test_the_optimizer_state_is_cut_over_the_processes(worlds, world):
     whole = worlds["deepspeed", 2][0][0]["zero-0/sgd"]["state_held"][-1]
     for stage in [*ZEROS, *job.OFFLOADED]:
-        for world in (2, 3):
-            held = [rank[f"{stage}/sgd-pair"]["state_held"][-1] for rank in worlds["deepspeed", world][0]]
-            assert sum(held) >= whole and max(held) < whole / world * 1.1, (stage, world)
+        held = [rank[f"{stage}/sgd-pair"]["state_held"][-1] for rank in worlds["deepspeed", world][0]]
+        assert sum(held) >= whole and max(held) < whole / world * 1.1, stage
 
 
 def test_in_stage_3_the_parameters_are_empty_between_their_uses(seen):
@@ -156,9 +158,13 @@ def test_what_zero_cannot_cut_is_refused(seen):
     assert "both say what the optimizer is" in seen["two-optimizers"]["error"]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_killed_at_any_moment_a_run_ends_in_the_same_bits(run_cli_once, tmp_path, stage):
-    faults = [["step", 5, 1], ["save", 3, 0], ["step", 9, 0], ["validation", 3, 1]]
+FAULTS = [["step", 5, 1], ["save", 3, 0], ["step", 9, 0], ["validation", 3, 1]]
+
+
+@pytest.mark.parametrize(
+    ("stage", "faults"), [(3, FAULTS[:2]), *(pytest.param(stage, FAULTS, marks=FULL) for stage in (1, 3))]
+)
+def test_killed_at_any_moment_a_run_ends_in_the_same_bits(run_cli_once, tmp_path, stage, faults):
     for name, struck in (("clean", []), ("hurt", faults)):
         (tmp_path / name).mkdir()
         options = ["--backend", "deepspeed", "--set", f"deepspeed.zero_stage={stage}"]
@@ -169,13 +175,14 @@ def test_killed_at_any_moment_a_run_ends_in_the_same_bits(run_cli_once, tmp_path
     assert_same(tmp_path / "hurt", tmp_path / "clean")
 
 
-def test_checkpoints_travel_without_losing_a_bit(run_cli_once, tmp_path):
+@pytest.mark.parametrize("worlds", [(3,), pytest.param((1, 2), marks=FULL)], ids=str)
+def test_checkpoints_travel_without_losing_a_bit(run_cli_once, tmp_path, worlds):
     """From one process of `single` through every stage and back: each takes up the state, has it cut, and writes it again."""
     script = [str(JOBS / "zero_travel.py"), "--run-dir"]
     begin = ["train", "--script", script[0], "--backend", "single", "--run-dir", str(tmp_path / "first")]
     assert run_cli_once([*begin, "--", str(tmp_path / "single"), "begin"], timeout=180).returncode == 0
     reference = tensors(tmp_path / "single")
-    for world in (1, 2, 3):
+    for world in worlds:
         command = ["train", "--script", script[0], "--backend", "deepspeed", "--nproc-per-node", str(world)]
         out = tmp_path / f"on-{world}"
         done = run_cli_once(
@@ -198,6 +205,7 @@ def tensors(saved):
     return weights | state
 
 
+@FULL  # test_every_backend.py takes checkpoints of two stages to every backend
 @pytest.mark.parametrize(("backend", "world"), [("single", 1), ("pytorch-ddp", 2), ("fsdp", 2), ("deepspeed", 3)])
 def test_a_checkpoint_of_deepspeed_goes_on_anywhere(run_cli_once, tmp_path, travelled, backend, world):
     whole, half = travelled

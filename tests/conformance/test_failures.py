@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from tests.conformance.runs import FULL
+
 JOB = Path(__file__).parent / "jobs" / "failures.py"
 pytestmark = pytest.mark.timeout(300)
 
@@ -98,30 +100,44 @@ def test_a_rank_that_stays_away_is_waited_for_no_longer_than_timeout_s(fail):
     assert "2000ms" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("bad-setting", "gradient_clipping=-1 must be greater than 0: give one, such as gradient_clipping=1"),
-        ("bad-directory", "checkpoint_dir '/dev/null' is no directory: name another with --checkpoint-dir"),
-        ("loader-disagrees", "batch_size=4 in Trainer is not the loader's batch_size=8: drop one of them"),
-        ("no-length", "train_data: Endless has __getitem__ but no length: add __len__"),
-        ("shuffled-stream", "shuffle=True cannot order a stream: shuffle inside the data set, or drop shuffle"),
-        ("no-parameters", "the model has no parameter that requires a gradient"),
-        ("no-data", "fit() got no training data: pass a DataLoader or a dataset"),
-        (
-            "other-model",
-            "is of another model: it lacks 0.weight, 0.bias and 2 more; this model lacks its bias, weight: build",
-        ),
-        (
-            "other-shape",
-            "other shapes: weight is [3, 6] there, [4, 6] here, bias is [3] there, [4] here: build the model as it",
-        ),
-    ],
-)
-def test_a_mistake_in_the_script_is_one_line_and_exit_2(fail, case, message):
+MISTAKES = {
+    "bad-setting": "gradient_clipping=-1 must be greater than 0: give one, such as gradient_clipping=1",
+    "bad-directory": "checkpoint_dir '/dev/null' is no directory: name another with --checkpoint-dir",
+    "loader-disagrees": "batch_size=4 in Trainer is not the loader's batch_size=8: drop one of them",
+    "no-length": "train_data: Endless has __getitem__ but no length: add __len__",
+    "shuffled-stream": "shuffle=True cannot order a stream: shuffle inside the data set, or drop shuffle",
+    "no-parameters": "the model has no parameter that requires a gradient",
+    "no-data": "fit() got no training data: pass a DataLoader or a dataset",
+    "other-model": "is of another model: it lacks 0.weight, 0.bias and 2 more; this model lacks its bias, weight: build",
+    "other-shape": "other shapes: weight is [3, 6] there, [4, 6] here, bias is [3] there, [4] here: build the model as it",
+}
+
+
+@pytest.fixture(scope="module")
+def mistaken(run_cli_once, tmp_path_factory):
+    """For each rank: mistake -> the error that it got. One start makes all mistakes that need no checkpoint, one after another."""
+    out = tmp_path_factory.mktemp("mistakes")
+    command = ["train", "--script", JOB, "--nproc-per-node", "2", "--run-dir", out / "run", "--", "mistakes", out]
+    done = run_cli_once(command, timeout=120)
+    assert done.returncode == 0, done.output[-3000:]
+    return [json.loads((out / f"mistakes-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case", [case for case in MISTAKES if not case.startswith("other-")])
+def test_a_mistake_in_the_script_is_refused_on_every_rank(mistaken, case):
+    for found in mistaken:
+        assert "Error: " in found[case] and MISTAKES[case] in found[case] and "\n" not in found[case]
+
+
+# Found before the fit, on the main process alone, and when the checkpoint is read.
+ALONE = ("bad-setting", "bad-directory", "other-model", "other-shape")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in ALONE else FULL) for case in MISTAKES])
+def test_a_mistake_in_the_script_is_one_line_and_exit_2(fail, case):
     done = fail(case, 2)
     errors = [line for line in lines(done) if line.startswith("error: ")]
-    assert len(errors) == 1 and errors[0] == lines(done)[-1] and message in errors[0]
+    assert len(errors) == 1 and errors[0] == lines(done)[-1] and MISTAKES[case] in errors[0]
     assert "Traceback" not in done.output
     assert done.within(3 + 4)  # the start of two processes is in it, and a first training of another model
 

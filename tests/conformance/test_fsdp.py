@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from distributed.backends.fsdp import FSDPBackend
 from distributed.errors import ConfigError
-from tests.conformance.runs import arguments, assert_same, events
+from tests.conformance.runs import FULL, arguments, assert_same, events
 
 JOB = Path(__file__).parent / "jobs" / "sharded.py"
 EXACT = ["layers", "hidden", "object", "whole", "classes", "size", "kept", "offload", "recompute"]
@@ -127,8 +127,11 @@ def make(options):
     return FSDPBackend(merged, merged.config.options("fsdp"), ProcessPlan(1, 2, "cpu", "fsdp"))
 
 
-def test_killed_at_any_moment_a_sharded_run_ends_in_the_same_bits(run_cli_once, tmp_path):
-    faults = [["step", 5, 1], ["save", 3, 0], ["save", 5, 1], ["step", 9, 0], ["validation", 3, 1], ["step", 16, 1]]
+FAULTS = [["step", 5, 1], ["save", 3, 0], ["save", 5, 1], ["step", 9, 0], ["validation", 3, 1], ["step", 16, 1]]
+
+
+@pytest.mark.parametrize("faults", [FAULTS[2:4], pytest.param(FAULTS, marks=FULL)], ids=len)
+def test_killed_at_any_moment_a_sharded_run_ends_in_the_same_bits(run_cli_once, tmp_path, faults):
     for name, struck in (("clean", []), ("hurt", faults)):
         (tmp_path / name).mkdir()
         done = run_cli_once(arguments(tmp_path / name, struck, "--backend", "fsdp"), timeout=100)
@@ -138,6 +141,7 @@ def test_killed_at_any_moment_a_sharded_run_ends_in_the_same_bits(run_cli_once, 
     assert_same(tmp_path / "hurt", tmp_path / "clean")
 
 
+@FULL  # test_every_backend.py takes a checkpoint of each of them to each of them
 def test_a_checkpoint_goes_on_under_any_backend_and_number_of_processes(run_cli_once, tmp_path):
     flags = ["--global-batch-size", "16", "--dtype", "float64"]
     kinds = {"single": ("single", 1), "ddp": ("pytorch-ddp", 2), "fsdp-2": ("fsdp", 2), "fsdp-3": ("fsdp", 3)}

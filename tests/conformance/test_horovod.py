@@ -16,7 +16,7 @@ from distributed import HorovodTrainer
 from distributed.backends.horovod import HorovodBackend
 from distributed.errors import ConfigError
 from tests.conformance.jobs.recording import distance, read
-from tests.conformance.runs import arguments, assert_same, events
+from tests.conformance.runs import FULL, arguments, assert_same, events
 from tests.conftest import needs_backend
 
 HERE = Path(__file__).parent
@@ -107,9 +107,12 @@ def test_a_timeline_that_nobody_prepared_is_refused_and_costs_nothing(seen):
 # ------------------------------------------------------------------ faults and checkpoints
 
 
-def test_killed_at_any_moment_a_run_of_three_ends_in_the_same_bits(run_cli_once, tmp_path):
+FAULTS = [["step", 5, 1], ["save", 3, 0], ["step", 9, 0], ["validation", 3, 1], ["step", 16, 1]]
+
+
+@pytest.mark.parametrize("faults", [FAULTS[:2], pytest.param(FAULTS, marks=FULL)], ids=len)
+def test_killed_at_any_moment_a_run_of_three_ends_in_the_same_bits(run_cli_once, tmp_path, faults):
     """Three terms sum up to the same only where they always come in the same order."""
-    faults = [["step", 5, 1], ["save", 3, 0], ["step", 9, 0], ["validation", 3, 1], ["step", 16, 1]]
     for name, struck in (("clean", []), ("hurt", faults)):
         (tmp_path / name).mkdir()
         flags = ["--backend", "horovod", "--global-batch-size", "16"]

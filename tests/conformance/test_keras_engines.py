@@ -19,7 +19,7 @@ from distributed.config.registry import row_in_use
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.state import Job
-from tests.conformance.runs import events
+from tests.conformance.runs import FULL, events
 from tests.conftest import needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "keras_jobs" / "engines.py"
@@ -39,7 +39,11 @@ ENGINES = {
     "horovod": (2, ["horovod"], "horovod-tensorflow-2", (*SAME, "arrived")),
     "ray": (2, ["ray", "--set", "ray.cpus_per_worker=0.5"], "single", ("compiled", "empty-slices", "arrived")),
 }  # fmt: skip
-OTHERS = [name for name in ENGINES if name != "single"]
+OTHERS = [
+    pytest.param(name, marks=FULL if name in ("horovod-tensorflow-1", "horovod-tensorflow-3") else ())
+    for name in ENGINES
+    if name != "single"
+]
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -111,6 +115,7 @@ def test_a_killed_rank_costs_no_bit(ran):
     assert distance(cases["killed"][0], cases["unhurt"][0]) == 0
 
 
+@FULL
 def test_three_processes_give_the_same_bits_in_every_run(ran):
     cases = ran("horovod-tensorflow-3")[1]
     assert distance(cases["float32"][0], cases["float32-again"][0]) == 0

@@ -110,7 +110,7 @@ def test_a_run_is_complete_at_mlflow_and_nothing_lies_in_the_working_directory(o
     assert steps(client, record.run_id, "loss") == list(range(1, 17)) == steps(client, record.run_id, "time/step_s")
     result = json.loads((runs / "one" / "result.json").read_text())
     lines = [json.loads(line) for line in (runs / "one" / "metrics.jsonl").read_text().splitlines()]
-    newest = [line for line in lines if "loss" in line][-1]
+    newest = [line for line in lines if line["split"] == "train"][-1]
     for name in ("loss", "accuracy", "samples_per_second"):
         assert run.data.metrics[name] == pytest.approx(newest[name]), name
     for name in ("val_loss", "val_accuracy", "learning_rate"):

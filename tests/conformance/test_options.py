@@ -42,7 +42,7 @@ def worlds(tmp_path_factory, run_cli_once):
                 "--",
                 str(out),
             ],
-            timeout=120,
+            timeout=240,  # on a busy machine
         )
         assert done.returncode == 0, done.output[-3000:]
         found[world] = (read(out, world), done.stdout + done.stderr)
@@ -312,7 +312,7 @@ def test_checkpoints_come_when_asked_and_go_where_asked(seen):
 
 
 def test_checkpoints_by_the_clock_never_keep_training_from_going_on(seen):
-    assert seen["by-time"]["steps"] == 240 and len(steps_of(seen["by-time"])) > 1
+    assert seen["by-time"]["steps"] == 80 and len(steps_of(seen["by-time"])) > 1
 
 
 def test_the_newest_checkpoints_are_kept_and_the_best(seen):

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from distributed import Trainer
 from distributed.errors import CheckpointError
-from tests.conformance.runs import STEPS, arguments, assert_same, digests, events, newest, samples
+from tests.conformance.runs import FULL, STEPS, arguments, assert_same, digests, events, newest, samples
 from tests.conftest import poll
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,7 +54,7 @@ def trials(seed: int) -> list[list[object]]:
     ]
 
 
-@pytest.mark.parametrize(("seed", "workers"), [(1, 0), (2, 2)])
+@pytest.mark.parametrize(("seed", "workers"), [pytest.param(1, 0, marks=FULL), (2, 2)])
 def test_a_killed_worker_changes_no_bit(run_cli, tmp_path, clean, seed, workers):
     faults = trials(seed)
 
@@ -99,7 +99,7 @@ def test_a_killed_launcher_leaves_nobody_and_a_resume_changes_no_bit(start, tmp_
     assert_same(tmp_path, clean)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=FULL), 3])
 def test_another_number_of_processes_goes_on_with_the_same_updates(
     run_cli, run_cli_once, start, tmp_path, world, elastic
 ):

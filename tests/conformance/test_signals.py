@@ -14,7 +14,7 @@ import time
 import pytest
 
 from distributed.launching.stopping import Stop
-from tests.conformance.runs import STEPS, arguments, assert_same, digests, events, newest, samples
+from tests.conformance.runs import FULL, STEPS, arguments, assert_same, digests, events, newest, samples
 
 pytestmark = pytest.mark.timeout(300)
 SLOWLY = {"SLOW": "0.03"}  # seconds of a micro-batch: a signal needs some steps to be agreed on
@@ -50,7 +50,7 @@ def check_stopped(done, out, code):
     ("fault", "code", "latest"),
     [
         (["TERM-launcher-step", 4, 1], 143, 12),
-        (["INT-launcher-validation", 3, 0], 130, 14),
+        pytest.param(["INT-launcher-validation", 3, 0], 130, 14, marks=FULL),
         (["USR1-launcher-data", 1, 1], 143, 7),  # while the first batch is being read
         (["TERM-step", 8, 1], 143, 16),  # one worker only
         (["INT-launcher-save", 5, 0], 130, 12),  # in the middle of a checkpoint

@@ -478,7 +478,7 @@ def test_a_checkpoint_goes_on_in_torch_and_on_two_devices_and_comes_back(run_cli
         return load_file(tmp_path / f"{name}.safetensors")
 
     needs_backend("tensorflow")
-    whole = train("whole", "tensorflow")  # ten updates of two epochs
+    whole = train("whole", "tensorflow", world=1)  # ten updates of two epochs
     here = train("here", "tensorflow", "--max-steps", "3")
     there = train("there", "pytorch-ddp", "--max-steps", "5", "--resume-from-checkpoint", tmp_path / "here")
     source = ["--resume-from-checkpoint", tmp_path / "there"]

@@ -127,8 +127,12 @@ def test_a_population_goes_on_from_its_best_members(found):
     assert max(facts["losses"]) < 0.6, facts["losses"]  # a rate of 1e-6 alone would still be where it began
 
 
-def test_hyperband_ends_with_its_best(found):
-    facts = found["hyperband"]
+@pytest.mark.full
+def test_hyperband_ends_with_its_best(run_python):
+    needs_backend("ray")
+    with tempfile.TemporaryDirectory(prefix="tuner-") as out:
+        done = run_python([str(JOB), out, "hyperband"], timeout=300)
+    facts = json.loads(done.stdout.splitlines()[-1])["hyperband"]
     assert facts["best"]["lr"] in (0.3, 0.2) and max(facts["epochs"]) == 9 and min(facts["epochs"]) < 9
 
 

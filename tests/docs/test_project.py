@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 import distributed
 from distributed.config.registry import REGISTRY
@@ -73,24 +74,77 @@ def test_continuous_integration_skips_no_backend():
     assert line.split(",") == list(REGISTRY)
 
 
-def test_demo_installs_once_and_again_when_a_pin_moves(tmp_path):
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+
+
+def test_the_workflow_fits_its_schema(run_python):
+    pytest.importorskip("check_jsonschema")
+    check = ["-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+
+    done = run_python([*check, str(WORKFLOW)])
+
+    assert done.returncode == 0, done.output
+
+
+def test_the_workflow_runs_all_checks_on_one_python_and_the_unit_tests_on_later_ones():
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    check, unit = jobs["check"], jobs["unit"]
+    script = (ROOT / ".ci" / "run").read_text()
+
+    assert check["container"]["image"].startswith("python:3.11-")
+    assert "make check" in [step.get("run") for step in check["steps"]]
+    assert check["env"]["REQUIRE_BACKENDS"] == re.search(r"REQUIRE_BACKENDS=(\S+)", script).group(1)
+    assert unit["strategy"]["matrix"]["python"] == ["3.12", "3.13"]
+    assert unit["steps"][-1]["run"].endswith("tests/unit")
+
+
+TRAIN = "train --script examples/train.py --backend pytorch-ddp --nproc-per-node 2"
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """Return what `make TARGET` would run, as a function of the target, in a copy of the files that the rules name."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    (tmp_path / ".venv").mkdir()
     env = {"PATH": os.environ["PATH"]}  # without what an outer make passes on
 
-    def plan() -> str:
-        command = ["make", "-n", "demo"]
+    def run(target: str) -> str:
+        command = ["make", "-n", target]
         return subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
 
-    train = "train --script examples/train.py --backend pytorch-ddp --nproc-per-node 2"
-    fresh = plan()
-    assert "pip install" in fresh
-    assert train in fresh
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / ".installed").touch()
-    assert "pip install" not in plan()
-    assert train in plan()
-    later = (tmp_path / ".venv" / ".installed").stat().st_mtime + 10
-    os.utime(tmp_path / "constraints.txt", (later, later))
-    assert "pip install" in plan()
+    return run
+
+
+def installs(text: str) -> list[str]:
+    """Return the extras of each `pip install -e`."""
+    return re.findall(r"pip install .* -e '\.\[([\w,-]+)\]'", text)
+
+
+def test_the_demo_installs_what_it_needs_and_the_rest_comes_with_other_targets(plan, tmp_path):
+    assert installs(plan("demo")) == ["torch,plot,report,examples"]
+    (tmp_path / ".venv" / ".demo").touch()
+
+    assert installs(plan("demo")) == []
+    assert TRAIN in plan("demo")
+    assert all(installs(plan(target)) == ["all"] for target in ("test", "check", "format", "bench"))
+
+
+@pytest.mark.parametrize("moved", ["constraints.txt", "pyproject.toml"])
+def test_a_moved_pin_or_requirement_installs_again(plan, tmp_path, moved):
+    stamps = [tmp_path / ".venv" / name for name in (".demo", ".installed")]
+    for stamp in stamps:
+        stamp.touch()
+    assert [installs(plan(target)) for target in ("demo", "test")] == [[], []]
+
+    later = stamps[1].stat().st_mtime + 10
+    os.utime(tmp_path / moved, (later, later))
+
+    assert [installs(plan(target)) for target in ("demo", "test")] == [["torch,plot,report,examples"], ["all"]]
+
+
+def test_the_full_installation_serves_the_demo(tmp_path):
+    (rule,) = re.findall(r"^\$\(DEMO_STAMP\) \$\(STAMP\): .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+
+    assert rule.splitlines()[-1] == "\ttouch $(DEMO_STAMP) $@"

@@ -17,12 +17,12 @@ def _in_a_directory_of_its_own(tmp_path, monkeypatch):
     yield
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.set_sync_debug_mode("default")  # whatever failed within one
+        torch.cuda.set_sync_debug_mode("default")  # also if a test failed in another mode
 
 
 @pytest.fixture
 def gpu():
-    """Skips in a rehearsal what a CPU has not, with the reason that is asked for: `gpu("CUDA's allocator")`."""
+    """Skip a test in a rehearsal if it needs what a CPU lacks, for example `gpu("CUDA's allocator")`."""
 
     def needs(what: str) -> None:
         if os.environ.get("GPU_REHEARSAL") == "cpu":

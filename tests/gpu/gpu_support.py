@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from distributed import Callback, History, Trainer
 
 REHEARSAL = os.environ.get("GPU_REHEARSAL") == "cpu"
-DEVICE = "cpu" if REHEARSAL else "cuda"  # the setting `device`
+DEVICE = "cpu" if REHEARSAL else "cuda"  # value of the setting `device`
 JOBS = Path(__file__).resolve().parent / "jobs"
 SAMPLES, WIDTH, CLASSES = 384, 16, 4
-TOO_MUCH = 1 << 47 if REHEARSAL else 1 << 42  # bytes that nobody has
+TOO_MUCH = 1 << 47 if REHEARSAL else 1 << 42  # more bytes than any machine has
 
 
 class Block(nn.Module):
-    """A residual block with dropout."""
+    """Residual block with dropout."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A few blocks, and a BatchNorm where buffers are wanted. The same weights every time."""
+    """A few blocks, and a BatchNorm if buffers are wanted. The initial weights are always the same."""
 
     def __init__(self, *, width: int = 64, dropout: float = 0.0, has_norm: bool = False) -> None:
         super().__init__()
@@ -55,13 +55,13 @@ class Net(nn.Module):
 
 
 def data(samples: int = SAMPLES) -> TensorDataset:
-    """Inputs whose largest entry says the class."""
+    """Return inputs and classes. The class is the index of the largest of the first entries."""
     inputs = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
     return TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
 
 
 def loader(samples: int = SAMPLES) -> DataLoader[Any]:
-    """The data in batches of 32 in pinned memory, shuffled by our seed."""
+    """Return the data in shuffled batches of 32 in pinned memory."""
     return DataLoader(data(samples), batch_size=32, shuffle=True, pin_memory=not REHEARSAL)
 
 
@@ -70,29 +70,30 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def trainer(model: nn.Module, **settings: Any) -> Trainer:
-    """A Trainer of one process, on the device."""
+    """Return a Trainer of one process on the device."""
     return Trainer(model, **{"nproc_per_node": 1, "device": DEVICE, "verbose": False, "optimizer": sgd, **settings})
 
 
 def checkpoint(history: History) -> Path:
-    """The newest checkpoint of a run."""
+    """Return the newest checkpoint of a run."""
     found: Path = max(Path(history.run_dir, "checkpoints").glob("step-*"))
     return found
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies on the CPU."""
+    """Return copies of the weights on the CPU."""
     return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two entries."""
+    """Return the largest difference between two entries."""
     assert one.keys() == other.keys()
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
 def resumed(make: Callable[[], nn.Module], until: int = 20, stop: int = 11, **settings: Any) -> tuple[Any, Any, Any]:
-    """(weights without a stop, weights of a run that stopped and went on, its checkpoint at the stop)."""
+    """Return the weights of a run without a stop, the weights of a run that stopped and resumed, and its checkpoint
+    at the stop."""
     straight = make()
     trainer(straight, max_steps=until, epochs=9, **settings).fit(loader())
     halted = make()
@@ -104,7 +105,7 @@ def resumed(make: Callable[[], nn.Module], until: int = 20, stop: int = 11, **se
 
 
 def run_job(name: str, *flags: str, processes: int = 1, timeout: float = 120) -> tuple[int, str]:
-    """(exit code, output) of `train --script jobs/NAME`, which ends within `timeout` seconds or is killed."""
+    """Run `train --script jobs/NAME` and return its exit code and output. It is killed after `timeout` seconds."""
     command = [sys.executable, "-m", "distributed.cli", "train", "--script", str(JOBS / name), "--device", DEVICE]
     command += ["--nproc-per-node", str(processes), "--run-dir", "run", *flags]
     process = subprocess.Popen(
@@ -128,12 +129,12 @@ def run_job(name: str, *flags: str, processes: int = 1, timeout: float = 120) ->
 
 
 def saved(name: str) -> dict[str, torch.Tensor]:
-    """What a job left under this name."""
+    """Return the tensors that a job saved under this name."""
     return dict(load_file(name))
 
 
 class During(Callback):
-    """Enters a context after one update and leaves it after another."""
+    """Enter a context after one update and leave it after another."""
 
     def __init__(self, context: Any, first: int, last: int) -> None:
         self._context, self._first, self._last = context, first, last
@@ -146,7 +147,7 @@ class During(Callback):
 
 
 class SyncMode:
-    """What CUDA calls that make the host wait do within: "error" or "warn"."""
+    """Context in which CUDA calls that make the host wait raise ("error") or warn ("warn")."""
 
     def __init__(self, mode: str) -> None:
         self._mode = mode

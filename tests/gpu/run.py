@@ -1,6 +1,8 @@
-"""`make test-gpu`: the tests of tests/gpu and the benchmark of a GPT, with the Python of the machine and nothing installed.
+"""`make test-gpu`: run the tests of tests/gpu and the GPT benchmark without installing anything.
 
-GPU_REHEARSAL=cpu runs what can be run without a GPU, to try out the tests. Such a run says nothing about GPUs.
+The tests run with the Python of the machine. With GPU_REHEARSAL=cpu those that need no GPU run, to try out the tests.
+Such a run says nothing about GPUs.
+
 Exit codes: 0 everything passed, 1 a test or a goal failed, 2 a package is missing, 3 there is no GPU.
 """
 
@@ -18,9 +20,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 REHEARSAL = os.environ.get("GPU_REHEARSAL") == "cpu"
-BUDGET_S = 1800.0 if REHEARSAL else 470.0  # eight minutes, less the end of them
-BENCHMARK_S = 150.0  # of these, for the benchmark
-_MODULES = {"PyYAML": "yaml"}  # distributions that are imported by another name
+BUDGET_S = 1800.0 if REHEARSAL else 470.0  # eight minutes with some reserve
+BENCHMARK_S = 150.0  # part of the budget for the benchmark
+_MODULES = {"PyYAML": "yaml"}  # module names of distributions that are imported by another name
 
 
 def main() -> int:
@@ -42,7 +44,7 @@ def main() -> int:
         str(HERE),
     ]
     code = _run(tests, environ, BUDGET_S - BENCHMARK_S)
-    if len(sys.argv) > 1:  # some tests were chosen
+    if len(sys.argv) > 1:  # only some tests were selected
         return code
     benchmark = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *(["--quick"] if REHEARSAL else [])]
     code = _run(benchmark, environ, BUDGET_S - (time.monotonic() - began)) or code
@@ -53,7 +55,7 @@ def main() -> int:
 
 
 def _problem() -> tuple[int, str] | None:
-    """(exit code, one line) for what stands in the way."""
+    """Return the exit code and one line of text if the tests cannot run."""
     if sys.version_info < (3, 11):  # noqa: UP036  (the machine's own may be any)
         return 2, f"{sys.executable} is Python {sys.version.split()[0]}: set GPU_PYTHON to 3.11 or newer"
     sys.path.insert(0, str(ROOT))
@@ -72,7 +74,7 @@ def _problem() -> tuple[int, str] | None:
 
 
 def _requirements() -> list[str]:
-    """The distributions that the package cannot do without."""
+    """Return the distributions that the package requires."""
     import tomllib  # Python 3.11
 
     content = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -94,7 +96,8 @@ def _about() -> str:
 
 
 def _environ() -> dict[str, str]:
-    """This checkout first on the path, whatever the working directory; no launcher's variables."""
+    """Return the environment of the tests: this checkout is first on the path, and variables of launchers are
+    removed."""
     foreign = re.compile(r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_|TORCHELASTIC_|SLURM_|DISTRIBUTED_)")
     kept = {name: value for name, value in os.environ.items() if not foreign.match(name)}
     path = [str(ROOT), str(HERE), *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
@@ -107,7 +110,7 @@ def _run(command: list[str], environ: dict[str, str], limit_s: float) -> int:
     try:
         return process.wait(max(limit_s, 1.0))
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # pytest ends what it has started, and says where it was
+        process.send_signal(signal.SIGINT)  # pytest ends the processes that it started and reports where it was
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:

@@ -15,14 +15,14 @@ NCCL = "gloo" if REHEARSAL else "nccl"
 
 @pytest.fixture(scope="module")
 def alone():
-    """The weights of one process without a group."""
+    """Return the weights of one process without a group."""
     model = Net()
     trainer(model, optimizer=sgd, **GLOBAL).fit(data())
     return weights(model)
 
 
 def facts() -> list[dict]:
-    """What the ranks wrote."""
+    """Return what the ranks wrote."""
     return [json.loads(path.read_text()) for path in sorted(Path().glob("facts-*.json"))]
 
 

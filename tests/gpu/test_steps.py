@@ -9,13 +9,13 @@ import torch
 from gpu_support import CLASSES, During, Net, SyncMode, data, loader, trainer
 from torch import nn
 
-FIRST, LAST = 6, 18  # the updates after which the look begins and ends
+FIRST, LAST = 6, 18  # the updates after which the check begins and ends
 SAMPLES = 24 * 32  # one epoch, with a log line at its end only
 QUIET = {"epochs": 1, "log_every_n_steps": 1000}
 
 
 def in_pairs(outputs, targets):
-    """A loss as (sum, count)."""
+    """Return a loss as (sum, count)."""
     return nn.functional.cross_entropy(outputs, targets, reduction="sum"), float(len(targets))
 
 

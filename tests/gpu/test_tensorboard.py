@@ -1,4 +1,4 @@
-"""What the GPU is doing, in TensorBoard's files."""
+"""Memory and load of the GPU in TensorBoard's files."""
 
 from __future__ import annotations
 

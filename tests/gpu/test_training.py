@@ -1,4 +1,4 @@
-"""One process on one GPU: its numbers, its precisions, and a resume bit for bit."""
+"""One process on one GPU: its numbers, its precisions, and a bit-identical resume."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_dropout_draws_from_the_generator_of_the_gpu(gpu):
     torch.cuda.manual_seed(99)
     before = torch.cuda.get_rng_state()
     trainer(model, max_steps=20, epochs=9, resume_from_checkpoint=str(kept)).fit(loader())
-    assert distance(weights(model), going_on) == 0.0  # whatever the process had drawn
-    assert torch.equal(torch.cuda.get_rng_state(), before)  # which goes on as if nobody had trained
+    assert distance(weights(model), going_on) == 0.0  # whatever the process drew before
+    assert torch.equal(torch.cuda.get_rng_state(), before)  # training left the generator of the process unchanged
 
 
 def test_bf16_computes_in_bf16_and_keeps_weights_in_float32():
@@ -82,7 +82,7 @@ def test_bf16_computes_in_bf16_and_keeps_weights_in_float32():
 
 
 class Scales(Callback):
-    """Which updates were left out."""
+    """Record which updates were skipped."""
 
     def __init__(self):
         self.left_out = []
@@ -99,7 +99,7 @@ def test_an_overflow_of_fp16_is_left_out_and_a_resume_is_exact():
     straight, going_on, kept = resumed(lambda: Net(dropout=0.1), until=40, callbacks=[scales], **settings)
     assert distance(straight, going_on) == 0.0
     assert all(torch.isfinite(value).all() for value in straight.values())
-    halves = len(scales.left_out) // 2  # of the run without a stop, then of the two parts
+    halves = len(scales.left_out) // 2  # the first half is of the run without a stop, the second of the two parts
     assert scales.left_out[:halves] == scales.left_out[halves:]
     assert scales.left_out[0] == 1 and any(step > 11 for step in scales.left_out)
     content = json.loads((kept / "state.json").read_text())
@@ -179,4 +179,4 @@ def test_a_context_is_entered_and_left_at_its_steps():
 
     context = Context()
     trainer(Net(), epochs=1, callbacks=[During(context, 2, 4)]).fit(loader())
-    assert context.said == "in out"  # on which the tests of waiting rest
+    assert context.said == "in out"  # the tests of waiting depend on this

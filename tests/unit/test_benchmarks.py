@@ -50,7 +50,7 @@ def rows_of(table: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-@pytest.mark.parametrize("workload", ["mlp", "gpt"])
+@pytest.mark.parametrize("workload", ["mlp", pytest.param("gpt", marks=pytest.mark.full)])
 def test_trainer_and_hand_written_loop_end_in_identical_weights(run_python, workload, tmp_path):
     done = run_python([str(BENCHMARKS / "overhead.py"), "--workload", workload, "--quick"], timeout=240, cwd=tmp_path)
 
@@ -163,7 +163,13 @@ def test_overhead_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, 
     import overhead
 
     timed = turns_of(**turns)
-    result = {"turns": timed, "digests": dict(zip(timed, digests, strict=True)), "about": "", "turn_steps": 5}
+    result = {
+        "turns": timed,
+        "digests": dict(zip(timed, digests, strict=True)),
+        "about": "",
+        "turn_steps": 5,
+        "metric_s": 0.0,
+    }
     stores = []
     monkeypatch.setattr(overhead, "measure", lambda name, quick, store: stores.append(store) or result)
     monkeypatch.setattr(sys, "argv", ["overhead.py", "--workload", *flags.split()])

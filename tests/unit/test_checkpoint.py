@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from distributed.backends.world import OneProcess
 from distributed.checkpoints import durable, manifest
 from distributed.checkpoints import store as checkpoint
 from distributed.checkpoints.manifest import NewerFormatError, list_checkpoints, resolve, verify
@@ -32,10 +33,11 @@ from distributed.state import TrainState, WorkerContext
 
 
 class BytesBackend:
-    """One rank of a backend whose model is a few bytes. `world` lets several in threads agree."""
+    """One rank of a backend whose model is a few bytes. `threads` lets several agree."""
 
-    def __init__(self, rank: int = 0, world: World | None = None) -> None:
-        self.rank, self.world, self.plan = rank, world, ProcessPlan(1, world.size if world else 1, "cpu", "bytes")
+    def __init__(self, rank: int = 0, threads: Threads | None = None) -> None:
+        self.rank, self.plan = rank, ProcessPlan(1, threads.size if threads else 1, "cpu", "bytes")
+        self.world = OneProcess(WorkerContext(0, 1, 0, 1, 0, "cpu")) if threads is None else OneOf(rank, threads)
         self.weights, self.extra, self.loaded = b"\x01\x02\x03\x04" * 64, {"groups": []}, None
         self.before_save: Callable[[], None] = lambda: None
         self.config = DistributedConfig(timeout_s=5)
@@ -56,17 +58,25 @@ class BytesBackend:
         tensors, _ = read_raw(directory / "model" / "model.safetensors")
         self.loaded = (bytes(tensors[0].read()), state)
 
+
+class OneOf:
+    """One rank's view of `threads`."""
+
+    def __init__(self, rank: int, threads: Threads) -> None:
+        self.rank, self.threads = rank, threads
+        self.context = WorkerContext(rank, threads.size, rank, threads.size, 0, "cpu")
+
     def reduce(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return self.world.reduce(self.rank, sums) if self.world else dict(sums)
+        return self.threads.reduce(self.rank, sums)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        return self.world.share(self.rank, value)[src] if self.world else value
+        return self.threads.share(self.rank, value)[src]
 
-    def key_value_store(self) -> World | None:
-        return self.world
+    def key_value_store(self) -> Threads:
+        return self.threads
 
 
-class World:
+class Threads:
     """Collectives and a store between threads; a rank that waits for the dead fails after 10 s."""
 
     def __init__(self, size: int) -> None:
@@ -110,9 +120,9 @@ class Rig:
         return [event["message"] for event in self.events]
 
 
-def rig(directory: Path, rank: int = 0, world: World | None = None, **options: Any) -> Rig:
-    backend, events = BytesBackend(rank, world), []
-    size = world.size if world else 1
+def rig(directory: Path, rank: int = 0, threads: Threads | None = None, **options: Any) -> Rig:
+    backend, events = BytesBackend(rank, threads), []
+    size = threads.size if threads else 1
     given = {"keep_latest_k": 3, "keep_best": True, "monitor": "val_loss", "monitor_mode": "min"} | options
     context = WorkerContext(rank, size, rank, size, 0, "cpu")
     return Rig(CheckpointStore(directory, backend, context=context, report=events.append, **given), backend, events)
@@ -562,8 +572,8 @@ def _error_of(action: Callable[[], Any]) -> str:
 def _on_ranks(
     directory: Path, size: int, failing: int | None, fault: Callable[[], None], action: Callable[[Rig], Any]
 ) -> tuple[list[Rig], list[Any]]:
-    world = World(size)
-    rigs = [rig(directory, rank, world) for rank in range(size)]
+    threads = Threads(size)
+    rigs = [rig(directory, rank, threads) for rank in range(size)]
     if failing is not None:
         rigs[failing].backend.before_save = fault
     results: list[Any] = [None] * size

@@ -11,12 +11,14 @@ import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
+from distributed.backends.world import OneProcess
 from distributed.checkpoints import tensor_file
 from distributed.checkpoints.store import CheckpointStore
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
 from distributed.cli.__main__ import main
 from distributed.cli.checkpoint import app
 from distributed.config.plan import ProcessPlan
+from distributed.config.settings import DistributedConfig
 from distributed.errors import CheckpointError, ConfigError
 from distributed.state import TrainState, WorkerContext
 
@@ -28,6 +30,8 @@ class OneFile:
     """The parts of a backend that a save needs."""
 
     plan = ProcessPlan(1, 2, "cpu", "pytorch-ddp")
+    config = DistributedConfig()
+    world = OneProcess(WorkerContext(0, 2, 0, 2, 0, "cpu"))
 
     def save(self, directory: Path) -> dict[str, Any]:
         (directory / "model").mkdir()
@@ -36,15 +40,6 @@ class OneFile:
             directory / "model" / "model.safetensors", tensors, {"aliases": '{"head.weight": "embed.weight"}'}
         )
         return {}
-
-    def reduce(self, sums: Any) -> Any:
-        return sums
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        return value
-
-    def key_value_store(self) -> Any:
-        return None
 
 
 @pytest.fixture

@@ -16,11 +16,12 @@ import pytest
 
 import distributed
 from distributed.config.merging import Typed, config_yaml, merge, read_config_file, split_sweep
-from distributed.config.plan import in_effect, plan_batch, plan_processes
+from distributed.config.plan import ProcessPlan, in_effect, plan_batch, plan_processes
 from distributed.config.registry import REGISTRY
 from distributed.config.settings import ALIASES, DistributedConfig, canonical
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.request import Handover
+from distributed.testing import FakeBackend, FakeOptions
 from distributed.trainer import Trainer
 from tests.conftest import clean_environment
 
@@ -367,6 +368,19 @@ def test_all_three_may_be_typed_where_the_batch_size_is_the_largest_slice():
 def processes(gpus=0, **given):
     plan = plan_processes(DistributedConfig(**given), lambda: gpus)
     return plan.backend, plan.num_nodes, plan.nproc_per_node, plan.device
+
+
+def test_axes_share_the_processes_and_the_data_axis_counts_the_replicas():
+    plan = ProcessPlan(2, 4, "cpu", "pytorch-ddp")
+    assert plan.axes == {"data": 8} and plan.data_parallel_size == plan.world_size == 8
+    plan = ProcessPlan(2, 4, "cpu", "pytorch-ddp", {"data": 4, "tensor": 2})
+    assert list(plan.axes) == ["data", "tensor"] and (plan.data_parallel_size, plan.world_size) == (4, 8)
+    assert dataclasses.replace(plan, device="cuda").axes == plan.axes and hash(plan) is not None
+    assert ProcessPlan(1, 2, "cpu", "pytorch-ddp", {"tensor": 2}).data_parallel_size == 1
+    with pytest.raises(ConfigError, match="data 4 x tensor 3 = 12 processes are not the 8 of the run"):
+        ProcessPlan(2, 4, "cpu", "pytorch-ddp", {"data": 4, "tensor": 3})
+    adapter = FakeBackend(merge(Typed(), {}), FakeOptions(), ProcessPlan(1, 4, "cpu", "fake", {"data": 2, "tensor": 2}))
+    assert plan_batch(adapter.merged, adapter.data_parallel_size).global_batch_size == 2 * adapter.config.batch_size
 
 
 def test_processes_follow_the_machine_unless_they_are_given():

@@ -15,7 +15,9 @@ from distributed.backends._torch.gradients import Gradients
 from distributed.backends._torch.loading import shard
 from distributed.backends._torch.nested import move
 from distributed.backends._torch.objective import Loss
+from distributed.backends._torch.passes import Passes
 from distributed.backends._torch.precision import Precision
+from distributed.backends._torch.update import Update
 from distributed.backends.out_of_memory import out_of_memory
 from distributed.backends.single import SingleBackend
 from distributed.backends.torch_base import NoOptions
@@ -145,19 +147,18 @@ def test_what_follows_a_backward_pass_makes_nobody_wait(clipping):
     with fake_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Event", Arrives)
         backend.device = gpu
-        backend._parameters = [parameter(gpu, 2, 3), parameter(gpu, 3)]
-        backend.optimizer = torch.optim.AdamW(backend._parameters)
-        backend._update = backend.precision.updating(backend.optimizer)
-        backend._gradients = backend._make_gradients()
-        backend._looks_later = backend._may_look_later()
+        optimizer = torch.optim.AdamW([parameter(gpu, 2, 3), parameter(gpu, 3)])
+        passes = Passes(backend, None)
+        patch.setattr(backend, "passes", passes)
+        update = Update(backend, optimizer, backend.update.schedule)
         loss = Loss(torch.ones((), device=gpu), None)
-        backend._start_counting([Loss(loss.value, 4.0), Loss(loss.value, 2.0)])
-        assert backend._total.is_cuda
-        backend._finish_update(Group([], 4, 0), [loss], StepResult([]))
-        assert backend._unread is not None
-        backend._looks_later = False
+        passes.start_counting([Loss(loss.value, 4.0), Loss(loss.value, 2.0)])
+        assert passes._total.is_cuda
+        update.finish(Group([], 4, 0), [loss], StepResult([]))
+        assert update._unread is not None
+        update._looks_later = False
         with pytest.raises(HostWaits):
-            backend._finish_update(Group([], 4, 4), [loss], StepResult([]))
+            update.finish(Group([], 4, 4), [loss], StepResult([]))
 
 
 @pytest.mark.parametrize(
@@ -165,10 +166,10 @@ def test_what_follows_a_backward_pass_makes_nobody_wait(clipping):
     [({}, True), ({"nan_policy": "warn"}, True), ({"nan_policy": "skip"}, False), ({"mixed_precision": "fp16"}, False)],
 )
 def test_only_where_no_update_is_left_out_nobody_waits_to_know(settings, may):
-    backend = prepared(**settings)
-    assert not backend._looks_later
-    backend._gradients.device = torch.device("cuda", 0)
-    assert backend._may_look_later() is may
+    update = prepared(**settings).update
+    assert not update._looks_later
+    update._gradients.device = torch.device("cuda", 0)
+    assert update._may_look_later() is may
 
 
 class Spoilt(torch.utils.data.Dataset):
@@ -190,7 +191,7 @@ def steps(tmp_path, bad=None, looks_later=True, **settings):
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
     settings = {"nproc_per_node": 1, "device": "cpu", "batch_size": 4, "shuffle": False, "verbose": False, **settings}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SingleBackend, "_may_look_later", lambda self: looks_later)
+        patch.setattr(Update, "_may_look_later", lambda self: looks_later)
         patch.chdir(tmp_path)
         trainer = Trainer(net, checkpoint_dir=str(tmp_path / "kept"), **settings)
         said = ""

@@ -84,6 +84,6 @@ class World(world.HorovodWorld):
         self._hvd = types.SimpleNamespace(cross_size=lambda: 2)
         self.told: Any = None
 
-    def broadcast(self, value: Any, src: int) -> Any:
+    def broadcast(self, value: Any, src: int = 0) -> Any:
         self.told = value if self.context.rank == src else self.told
         return self.told

@@ -80,7 +80,7 @@ def watched(model, monitor):
         best = trainer.fit(TensorDataset(x, y), *([TensorDataset(x, y)] if monitor.startswith("val_") else [])).best_metrics
         return best[monitor] == max(row[monitor] for row in trainer.history.rows)
     except ConfigError as error:
-        return f"{error}, after update {trainer.backend._step}"
+        return f"{error}, after update {trainer.backend.update.step}"
 found["monitors"] = [
     [watched(model, monitor) for monitor in ("val_auc", "auc", "val_mae", "val_aux")] for model in (compiled(), compiled)
 ]

@@ -137,7 +137,7 @@ def test_a_callback_ends_training_from_any_hook(hook):
 def test_a_stop_in_on_train_end_is_told_to_have_no_effect():
     run = make(samples=20, callbacks=[Stops("on_train_end", 10)], val=FakeData(3, BATCH))
     told = []
-    run.backend.report = told.append
+    run.backend.configure(report=told.append)
     fit(run)
     assert [event["kind"] for event in told] == ["warning"]
     assert told[0]["text"].startswith("stop('enough') in on_train_end has no effect: training has ended")
@@ -199,7 +199,8 @@ def stop_on_rank_1(callback, pause_s=0.0, **settings):
 
     def rank_of(rank):
         run = make(samples=20, callbacks=[callback] if rank else [], **{"log_every_n_steps": 1, **settings})
-        run.backend.context = WorkerContext(rank, 2, rank, 2, 0, "cpu")
+        world = run.backend.world
+        world.context = WorkerContext(rank, 2, rank, 2, 0, "cpu")
         run.common_step = CommonStep(rank, 2, store, "fit", poll_s=0.01)
         called = []
 
@@ -216,8 +217,8 @@ def stop_on_rank_1(callback, pause_s=0.0, **settings):
             meeting.wait()
             return step(group)
 
-        run.backend.train_step, run.backend.gather = train_step, gather
-        run.backend.reduce = lambda sums: {name: sum(each[name] for each in gather(dict(sums))) for name in sums}
+        run.backend.train_step, world.gather = train_step, gather
+        world.reduce = lambda sums: {name: sum(each[name] for each in gather(dict(sums))) for name in sums}
         try:
             fit(run)
         finally:
@@ -474,7 +475,7 @@ def test_times_say_what_waiting_for_data_and_saving_took(monkeypatch, saves):
 
 def test_a_store_gives_back_what_the_loop_saved(tmp_path):
     run = make(epochs=2)
-    context = run.backend.context
+    context = run.backend.world.context
     store = CheckpointStore(
         tmp_path,
         run.backend,

@@ -52,7 +52,7 @@ class Rank:
     def __init__(self, rank, world, reduce, functions, said):
         self.rank, self.world, self.ranks = rank, world, Ranks(rank, world, reduce)
         self.wholes = Wholes(
-            ENGINE, self.ranks, rank=rank, world_size=world, is_presharded=False, warn=lambda text: None, keeping_generators=alone
+            ENGINE, self.ranks, is_presharded=False, warn=lambda text: None, keeping_generators=alone
         )  # fmt: skip
         self.averages = Averages(
             functions, torch.device("cpu"), wholes=self.wholes, notice=said.append if rank == 0 else lambda text: None

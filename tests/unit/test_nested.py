@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from transformers import BatchEncoding
-from transformers.modeling_outputs import CausalLMOutput
 
 from distributed.backends._torch.nested import move
 
@@ -56,8 +54,6 @@ def doubled(batch: Any) -> Any:
         ([torch.ones(2)], lambda batch: batch[0]),
         (Triple(torch.ones(2), None, "z"), lambda batch: batch.x),
         (Pair({"deep": (torch.ones(2),)}, "name"), lambda batch: batch.x["deep"][0]),
-        (BatchEncoding({"x": torch.ones(2)}), lambda batch: batch.x),
-        (CausalLMOutput(logits=torch.ones(2)), lambda batch: batch.logits),
         (collections.defaultdict(list, x=torch.ones(2)), lambda batch: batch["x"]),
         (collections.UserDict(x=torch.ones(2)), lambda batch: batch["x"]),
     ],
@@ -67,6 +63,14 @@ def test_a_batch_keeps_its_type_and_is_not_changed_itself(batch: Any, inner: Any
     moved = doubled(batch)
     assert type(moved) is type(batch)
     assert inner(moved).dtype == torch.float64 and inner(batch).dtype == torch.float32
+
+
+def test_batches_and_outputs_of_hugging_face_keep_their_type() -> None:
+    transformers = pytest.importorskip("transformers")
+    encoding = transformers.BatchEncoding({"x": torch.ones(2)})
+    output = transformers.modeling_outputs.CausalLMOutput(logits=torch.ones(2))
+    test_a_batch_keeps_its_type_and_is_not_changed_itself(encoding, lambda batch: batch.x)
+    test_a_batch_keeps_its_type_and_is_not_changed_itself(output, lambda batch: batch.logits)
 
 
 def test_other_fields_stay() -> None:

@@ -155,7 +155,7 @@ def test_what_an_evaluation_found_out_holds_for_the_fit_after_it_and_is_not_said
     history = trainer.fit(DATA, DATA)
     said = capsys.readouterr()
     assert (said.out + said.err).count("metric 'f1' gives another value when its batch is split") == 1
-    measured = trainer.backend._averages.measured
+    measured = trainer.backend.measured
     assert measured.form == {"f1": False}
     once = trainer_of(tmp_path, "once", metrics={"f1": over_all(f1)}).fit(DATA, DATA)
     assert [row["f1"] for row in history.rows] == [
@@ -391,6 +391,8 @@ def test_a_step_returns_what_metrics_are_called_with(tmp_path):
     assert row["val_right"] == pytest.approx(float(accuracy(outputs, Y)), abs=1e-7) and {"f1", "mse"} <= row.keys()
     with pytest.raises(ConfigError, match=r"return its arguments from training_step"):
         trainer_of(tmp_path, "other", training_step=step, metrics=metrics | {"auc": over_all(f1)}).fit(DATA)
+    with pytest.raises(ConfigError, match=r"metric 'hits' has no targets .* return its value from training_step"):
+        trainer_of(tmp_path, "third", training_step=step, metrics=metrics | {"hits": accuracy}).fit(DATA)
 
 
 # ------------------------------------------------------------------ several ranks, in one process
@@ -403,12 +405,12 @@ class Ranks:
     lock = threading.Lock()
 
     def __init__(self, rank, world, reduce):
-        self.rank, self.world, self.reduce = rank, world, reduce
+        self.rank, self.world_size, self.reduce = rank, world, reduce
 
     def gather(self, value):
         Ranks.boxes[self.rank] = value
         self.reduce({"met": 1.0})
-        found = [Ranks.boxes[rank] for rank in range(self.world)]
+        found = [Ranks.boxes[rank] for rank in range(self.world_size)]
         self.reduce({"read": 1.0})
         return found
 
@@ -421,7 +423,7 @@ def on_wholes(world, metrics, work, warned=None):
 
     def run(rank, reduce):
         made = Wholes(
-            ENGINE, Ranks(rank, world, reduce), rank=rank, world_size=world, is_presharded=False,
+            ENGINE, Ranks(rank, world, reduce), is_presharded=False,
             warn=(warned if warned is not None else []).append, keeping_generators=alone,
         )  # fmt: skip
         for name, metric in metrics.items():

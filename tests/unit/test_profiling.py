@@ -47,7 +47,9 @@ def profiling_of(tmp_path, profiler, rank=0, **schedule):
     fit = types.SimpleNamespace(
         merged=MergedConfig(config, dict.fromkeys(settings, "code")), run=RunDirectory(tmp_path), report=told.append,
         context=WorkerContext(rank, 2, rank, 2, 0, "cpu"),
-        backend=types.SimpleNamespace(profiler=lambda directory, warmup, active: profiler),
+        backend=types.SimpleNamespace(
+            observer=types.SimpleNamespace(profiler=lambda directory, warmup, active: profiler)
+        ),
     )  # fmt: skip
     return Profiling(fit), told
 

@@ -17,9 +17,9 @@ import pytest
 from distributed.backends import make_backend
 from distributed.backends._ray import joining
 from distributed.backends._ray.cluster import Cluster, check_cpus, check_place
+from distributed.backends._ray.starting import _connected
 from distributed.backends.ddp import DDPBackend
 from distributed.backends.fsdp import FSDPBackend
-from distributed.backends.ray import _connected
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import backend_row, groups_in_use, missing_libraries

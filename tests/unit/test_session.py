@@ -350,7 +350,7 @@ def test_a_monitor_of_validation_that_no_data_is_given_for_can_never_come():
     runner = trainer(None, EarlyStopping("val_f1", mode="max"), epochs=9)
     with pytest.raises(ConfigError, match="'val_f1' is not reported: choose one of loss"):
         runner.fit(DATA)
-    assert runner.backend._step == 1
+    assert runner.backend.update.step == 1
 
 
 def test_the_look_at_a_batch_of_validation_counts_for_nothing_else(monkeypatch):
@@ -413,7 +413,7 @@ def test_accuracy_is_no_monitor_where_targets_are_no_classes():
         ConfigError, match="'val_accuracy' is not reported: choose one of val_loss, loss, learning_rate"
     ):
         runner.fit(data, data)
-    assert runner.backend._step == 1
+    assert runner.backend.update.step == 1
 
 
 def test_the_monitor_of_a_callback_is_checked_too():
@@ -421,11 +421,11 @@ def test_the_monitor_of_a_callback_is_checked_too():
     runner = Trainer(torch.nn.Linear(2, 2), **settings)
     with pytest.raises(ConfigError, match="'val_f1' is not reported"):
         runner.fit(DATA, DATA)
-    assert runner.backend._step == 1
+    assert runner.backend.update.step == 1
     runner = Trainer(torch.nn.Linear(2, 2), training_step=step_of_loss, **settings)
     with pytest.raises(ConfigError, match="'val_f1' is not reported"):
         runner.fit(DATA, DATA)
-    assert runner.backend._step == 3  # a training_step could have reported it until then
+    assert runner.backend.update.step == 3  # a training_step could have reported it until then
 
 
 class Running:
@@ -445,7 +445,7 @@ def test_a_function_with_an_update_of_its_own_gives_one_value():
     )  # fmt: skip
     with pytest.raises(ConfigError, match="'val_running_f1' is not reported"):
         runner.fit(DATA, DATA)
-    assert runner.backend._step == 1
+    assert runner.backend.update.step == 1
 
 
 def test_every_fit_in_this_process_leaves_a_report(tmp_path):

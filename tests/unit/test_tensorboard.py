@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from distributed.backends.world import OneProcess
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.config.settings import DistributedConfig
@@ -20,6 +21,7 @@ from distributed.errors import ConfigError, ResourceError
 from distributed.loggers import event_file, system, tensorboard
 from distributed.loggers.event_file import EventFile, cut, files_in
 from distributed.loggers.histograms import Histograms
+from distributed.loggers.observer import Observer
 from distributed.loggers.registry import check
 from distributed.runs.directory import RunDirectory
 from distributed.state import TrainState, WorkerContext
@@ -28,8 +30,9 @@ from tests import event_files
 CONTEXT = WorkerContext(0, 1, 0, 1, 0, "cpu")
 
 
-class Graph:
-    keeps_batch = False
+class Graph(Observer):
+    def __init__(self):
+        super().__init__(1)
 
     def graph(self):
         from tensorboard.compat.proto.graph_pb2 import GraphDef
@@ -50,7 +53,8 @@ def merged(**settings):
 def logger(directory, told=None, backend=Graph, **settings):
     fit = types.SimpleNamespace(
         run=RunDirectory(directory), merged=merged(**{"tensorboard": True, **settings}), plan=ProcessPlan(1, 1, "cpu", "fake"),
-        batch=BatchPlan(4, 1, 1, 4), context=CONTEXT, backend=backend(), report=(told if told is not None else []).append,
+        batch=BatchPlan(4, 1, 1, 4), context=CONTEXT,
+        backend=types.SimpleNamespace(observer=backend()), report=(told if told is not None else []).append,
     )  # fmt: skip
     boards.append(tensorboard.TensorBoard(fit))
     return boards[-1]
@@ -119,8 +123,10 @@ def test_what_comes_again_after_a_resume_is_cut(tmp_path, state, train, val):
 def test_a_run_killed_before_its_first_log_line_has_its_graph_after_the_resume(tmp_path):
     run(tmp_path, TrainState(), [])
     board = run(tmp_path, TrainState(), [2])
-    assert board._fit.backend.keeps_batch and event_files.graph(event_files.read(tmp_path / "tensorboard")) == ["model"]
-    assert not run(tmp_path, TrainState(step=2), [4])._fit.backend.keeps_batch
+    assert board._fit.backend.observer.keeps_batch and event_files.graph(
+        event_files.read(tmp_path / "tensorboard")
+    ) == ["model"]
+    assert not run(tmp_path, TrainState(step=2), [4])._fit.backend.observer.keeps_batch
 
 
 @pytest.mark.parametrize("state", [TrainState(step=4, epoch=1), TrainState()])
@@ -281,7 +287,8 @@ def test_a_file_in_the_place_of_the_library_is_named(monkeypatch, tmp_path):
     ],
 )
 def test_a_histogram_counts_every_value_however_near_they_are(values):
-    backend = types.SimpleNamespace(cuts_weights=False, context=CONTEXT, local_values=lambda: [("weights/w", values)])
+    observer = types.SimpleNamespace(cuts_weights=False, local_values=lambda: [("weights/w", values)])
+    backend = types.SimpleNamespace(observer=observer, world=OneProcess(CONTEXT))
     written = []
     writer = types.SimpleNamespace(write=lambda values, step: written.extend(values))
     Histograms(types.SimpleNamespace(backend=backend), writer).on_epoch_end(TrainState(), {})

@@ -33,9 +33,9 @@ from distributed.tuning.plan import (
     SearchPlan,
     bundles_of,
     check_fits,
-    check_metric,
     check_pairing,
     check_scheduler,
+    mode_of,
     total,
 )
 from distributed.tuning.proposals import check_search, make_proposals
@@ -465,9 +465,14 @@ def test_a_refused_search_leaves_no_directory_in_the_way(tmp_path):
 
 def test_what_is_optimised_must_have_a_name_and_a_direction():
     with pytest.raises(ConfigError, match="choose min or max"):
-        check_metric("loss", "lowest")
+        mode_of("loss", "lowest")
     with pytest.raises(ConfigError, match="say what is optimised"):
-        check_metric("", "min")
+        mode_of("", "min")
+    assert (mode_of("val_loss", None), mode_of("val_f1", None), mode_of("val_f1", "min")) == ("min", "max", "min")
+    with pytest.raises(
+        ConfigError, match="nothing says whether a small or a large 'val_niceness' is best: set the mode"
+    ):
+        mode_of("val_niceness", None)
 
 
 def test_trials_at_work_are_not_ended_by_others_that_fail(tmp_path):

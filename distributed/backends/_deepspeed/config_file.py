@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed config beside our settings: read, checked, and made one with them. Loads nothing heavy."""
+"""A user's DeepSpeed config: read, check and merge it with our settings. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-# What DeepSpeed's words mean in ours. None: DeepSpeed's value says nothing of ours.
+# Maps DeepSpeed's entries to our settings. A converter returns None if the value implies no setting.
 _OURS: Mapping[Path_, tuple[str, Callable[[Any], Any]]] = {
     ("train_micro_batch_size_per_gpu",): ("batch_size", _whole),
     ("train_batch_size",): ("global_batch_size", _whole),
@@ -31,7 +31,7 @@ _OURS: Mapping[Path_, tuple[str, Callable[[Any], Any]]] = {
     ("fp16", "initial_scale_power"): ("scaler_init_scale", lambda value: 2.0 ** int(value)),
     ("fp16", "loss_scale_window"): ("scaler_growth_interval", int),
 }
-# The sections and entries that have an effect here.
+# Sections and entries that have an effect with this backend.
 _ZERO = {
     "stage", "offload_optimizer", "offload_param", "allgather_bucket_size", "allgather_partitions", "contiguous_gradients",
     "ignore_unused_parameters", "overlap_comm", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients",
@@ -53,7 +53,8 @@ _ADAM = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam"}
 
 
 def read(given: Any) -> Any:
-    """A dict, the path of a JSON file or a `deepspeed.DeepSpeedConfig`, as a plain dict. Anything else comes back."""
+    """Return a dict, the content of a JSON file or of a `deepspeed.DeepSpeedConfig` as a plain dict. Return any
+    other value unchanged."""
     given = getattr(given, "_param_dict", given)
     if isinstance(given, Mapping):
         return _plain(given)
@@ -73,14 +74,14 @@ def read(given: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Plain dicts and lists, that travel as JSON."""
+    """Return the value with plain dicts and lists, which JSON can represent."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def at(config: Mapping[str, Any], path: Path_) -> Any:
-    """The value at `path`; None where there is none, or where ours is to be taken ("auto")."""
+    """Return the value at `path`, or None if there is none or it is "auto", for which our setting is used."""
     value: Any = config
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -88,7 +89,7 @@ def at(config: Mapping[str, Any], path: Path_) -> Any:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Refuse what would have no effect, or one that nobody here has tried."""
+    """Raise ConfigError for entries that would have no effect or are not supported."""
     for name, value in config.items():
         if name not in _KNOWN:
             raise ConfigError(f"deepspeed_config.{name} has no effect here{nearest(name, _KNOWN)}: drop it")
@@ -141,7 +142,7 @@ def _check_optimizer(config: Mapping[str, Any]) -> None:
 
 
 def implied(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(where, our field, its value) for all that the config says of our settings."""
+    """Yield (location, our setting, its value) for each entry that corresponds to a setting of ours."""
     for path, (field, convert) in _OURS.items():
         value = at(config, path)
         if value is None:
@@ -157,7 +158,8 @@ def implied(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def merged(own: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """`own` with `ours` for all that is "auto" or not there; ours wins, as both agree. Sections one by one."""
+    """Return `own` completed by `ours` where it is "auto" or missing. `ours` wins elsewhere, which is safe because
+    both agree. Sections are merged recursively."""
     out = {name: value for name, value in own.items() if value != AUTO}
     for name, value in ours.items():
         before = out.get(name)
@@ -166,12 +168,12 @@ def merged(own: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adam(config: Mapping[str, Any], learning_rate: float) -> tuple[str, dict[str, Any]] | None:
-    """torch's name and arguments of the optimizer that the config asks for; None where it does not."""
+    """Return torch's name and arguments of the optimizer that the config asks for, or None if it asks for none."""
     section = config.get("optimizer")
     if section is None:
         return None
     given = {name: value for name, value in section.get("params", {}).items() if value != AUTO}
-    # DeepSpeed's "Adam" is AdamW unless told otherwise, and decays nothing by default.
+    # DeepSpeed's "Adam" is AdamW unless `adam_w_mode` is false, and its default weight decay is 0.
     is_decoupled = section["type"] == "AdamW" or given.pop("adam_w_mode", True)
     for name in ("adam_w_mode", "torch_adam"):
         given.pop(name, None)

@@ -1,4 +1,5 @@
-"""torch's AdamW with DeepSpeed's C++ update, for what is offloaded to the host: the same state, its own rounding."""
+"""torch's Adam and AdamW with DeepSpeed's C++ update, for parameters in host memory. The state is the same; rounding
+differs."""
 
 from __future__ import annotations
 
@@ -11,21 +12,21 @@ import torch
 from distributed.backends._deepspeed import operators
 from distributed.errors import ConfigError
 
-_numbers = itertools.count(1 << 20)  # of our optimizers, above those that DeepSpeed counts from 0
+_numbers = itertools.count(1 << 20)  # numbers of our optimizers; DeepSpeed counts its own from 0
 
 
 def load(limit_s: float, say: Callable[[str], None]) -> Any:
-    """The compiled operator."""
+    """Return the compiled operator. Compile it if necessary."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     builder = CPUAdamBuilder()
-    flags = [*builder.cxx_args(), "-g0"]  # what only a debugger needs is a third of the compiler's work
+    flags = [*builder.cxx_args(), "-g0"]  # debug information is a third of the compiler's work
     builder.cxx_args = lambda: flags
     return operators.load("cpu_adam", lambda: builder.load(verbose=False), limit_s, say)
 
 
 class HostAdam:
-    """Makes the updates of a torch.optim.Adam or AdamW, whose class and state it leaves alone."""
+    """Make the updates of a torch.optim.Adam or AdamW. The class and the state of the optimizer stay unchanged."""
 
     def __init__(self, operator: Any, optimizer: torch.optim.Optimizer) -> None:
         check(optimizer)
@@ -35,7 +36,7 @@ class HostAdam:
         operator.create_adam(
             self._number, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], is_decoupled, False
         )
-        self._before = vars(optimizer).get("step")  # a schedule's wrapper
+        self._before = vars(optimizer).get("step")  # set by a learning rate schedule
         vars(optimizer)["step"] = self._step
 
     @torch.no_grad()
@@ -56,7 +57,7 @@ class HostAdam:
         )  # fmt: skip
 
     def release(self) -> None:
-        """The optimizer makes its own updates again."""
+        """Let the optimizer make its own updates again."""
         del vars(self._optimizer)["step"]
         if self._before is not None:
             vars(self._optimizer)["step"] = self._before
@@ -64,7 +65,7 @@ class HostAdam:
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
-    """ConfigError where the operator does not make the updates of `optimizer`."""
+    """Raise ConfigError if the operator cannot make the updates of `optimizer`."""
     is_plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     if not is_plain or any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around a plain model and optimizer, and their return to what they were."""
+"""DeepSpeed's engine around a plain model and optimizer, and the way back to the plain ones."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from distributed.backends._deepspeed.partitions import Partitions, iterate, stand_in, with_whole
 from distributed.backends._deepspeed.precision import LossScale
 from distributed.backends._torch.tensors import named_parameters
-from distributed.backends._torch.world import World
+from distributed.backends._torch.world import TorchWorld
 from distributed.errors import ConfigError
 
-# Their update of a number depends on that number and its own state alone, so that it may be cut anywhere.
+# These optimizers update each number from that number and its own state alone, so parameters may be cut anywhere.
 _ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD")
 
 
 def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, allows_any: bool) -> None:
-    """ConfigError for what stages 1 to 3 cannot cut."""
+    """Raise ConfigError for a model or optimizer that stages 1 to 3 cannot partition."""
     name = type(optimizer).__name__
     is_known = type(optimizer).__module__.startswith("torch.optim") and name in _ELEMENTWISE
     if not is_known and not allows_any:
@@ -41,10 +41,11 @@ def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, allows_an
 
 
 class Engine:
-    """`model` and `optimizer` in DeepSpeed's hands, from the first update of a fit to its end.
+    """`model` and `optimizer` wrapped by DeepSpeed, from the first update of a fit to its end.
 
-    Stages 1 to 3 change both in place: the optimizer updates flat fp32 partitions, and in stage 3 the model's parameters are
-    empty but for the moment of their use. All ranks call every method.
+    Stages 1 to 3 change both in place: the optimizer updates flat fp32 partitions, and in stage 3 the model's
+    parameters are empty except while they are used. All ranks must call every method; only `abandon` does not
+    communicate.
     """
 
     def __init__(
@@ -52,13 +53,18 @@ class Engine:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         config: Mapping[str, Any],
-        world: World,
+        world: TorchWorld,
         loss_scale: LossScale,
         previous: Engine | None = None,
     ) -> None:
-        """`config`: DeepSpeed's own, complete. `previous`: the released one of an earlier fit, with the optimizer's state."""
+        """Wrap the model and the optimizer.
+
+        Args:
+            config: DeepSpeed's complete config.
+            previous: the released engine of an earlier fit, which has the optimizer's state.
+        """
         import deepspeed
-        import pydantic  # a part of it
+        import pydantic  # a dependency of deepspeed
 
         self.model, self.optimizer, self._world = model, optimizer, world
         self.stage = int(config["zero_optimization"]["stage"])
@@ -81,7 +87,8 @@ class Engine:
         self._own.note()
         self.wrapper.set_gradient_accumulation_boundary(True)
         if not self.stage:
-            self.wrapper.zero_grad = lambda: None  # the next step does it; until then the log may ask for their norm
+            # the next step zeroes the gradients; until then the log may need their norm
+            self.wrapper.zero_grad = lambda: None
             return
         self._own_scaler = self.zero.loss_scaler
         self.zero.loss_scaler = self._scale = loss_scale
@@ -96,7 +103,7 @@ class Engine:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backward passes inside are not the last of their update."""
+        """Run backward passes that are not the last of their update."""
         self.wrapper.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -104,11 +111,11 @@ class Engine:
             self.wrapper.set_gradient_accumulation_boundary(True)
 
     def step(self, divide_by: float) -> bool:
-        """Stages 1 to 3: one update with the gradients divided by `divide_by`, then clipped.
+        """Make one update at stages 1 to 3: divide the gradients by `divide_by`, clip them and apply them.
 
-        False where one of them is not finite, or would not be after a division by zero: then none was made, on any rank.
+        Return False if a gradient is not finite, or if `divide_by` is zero. Then no rank has made an update.
         """
-        if divide_by == 0.0:  # nothing counted in this update
+        if divide_by == 0.0:  # no sample counted in this update
             return self._leave_out()
         self._scale.divide_by = divide_by
         self.wrapper.step()
@@ -117,7 +124,8 @@ class Engine:
         return bool(self.wrapper.was_step_applied())
 
     def _leave_out(self) -> bool:
-        """DeepSpeed's own way to drop gradients: the norm that it takes for one that is not finite."""
+        """Make DeepSpeed drop the gradients, by reporting the norm that DeepSpeed 0.19 uses for gradients that are
+        not finite."""
         bad = torch.tensor(-1.0)
         name, value = ("_get_norm_groups", [bad]) if self.stage == 3 else ("scaled_global_norm", bad)
         setattr(self.zero, name, lambda: value)
@@ -126,17 +134,17 @@ class Engine:
         return False
 
     def gradient_norm(self) -> float | None:
-        """Stages 1 to 3: of the newest update, before clipping."""
+        """Return the gradient norm of the newest update before clipping, at stages 1 to 3."""
         norm = self.wrapper.get_global_grad_norm()
         if norm is None:
             return None
-        return float(norm) if math.isfinite(norm) else math.nan  # DeepSpeed says infinity for both
+        return float(norm) if math.isfinite(norm) else math.nan  # DeepSpeed reports infinity for NaN too
 
     # ------------------------------------------------------------------ whole tensors
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Within, the model's parameters are whole and fp32 on the main process."""
+        """Make the model's parameters whole and fp32 on the main process within the block."""
         before = {p: p.data for p in self.model.parameters()}
         try:
             for parameter, full in self._weights():
@@ -148,7 +156,8 @@ class Engine:
                 parameter.data = data
 
     def _weights(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Every parameter that lies in pieces or in 16 bits, whole and fp32. All ranks exhaust it."""
+        """Yield every partitioned or 16-bit parameter with its whole fp32 tensor. A collective: all ranks must
+        exhaust it."""
         if self.is_released or not self.stage:
             return
         trained = set(iterate(self.groups))
@@ -161,21 +170,20 @@ class Engine:
                 yield parameter, parameter.detach().float()
 
     def whole_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer as it would be with whole parameters, on the main process; on others without its state."""
+        """Return the optimizer with the state of whole parameters on the main process, and without state on other
+        ranks."""
         if not self.stage:
             return self.optimizer
         state = self.partitions.state(self.optimizer, keep=self._world.context.is_main_process)
         return stand_in(self.optimizer, self.groups, state)
 
     def save_own_files(self, directory: Path, step: int) -> None:
-        """Stages 1 to 3: DeepSpeed's own checkpoint of what is being trained. Each rank writes its part; OSError on the one that
-        cannot."""
+        """Write DeepSpeed's own checkpoint at stages 1 to 3. Each rank writes its part; a rank that cannot raises
+        OSError."""
         from distributed.backends._deepspeed import own_files
 
         self._own_scaler.cur_scale = self._scale.scale
-        self.zero.loss_scaler = (
-            self._own_scaler
-        )  # it is pickled, and ours is nothing that DeepSpeed's tools could import
+        self.zero.loss_scaler = self._own_scaler  # it is pickled, and DeepSpeed's tools could not import our class
         try:
             own_files.save(self.wrapper, directory, step, is_main=self._world.context.is_main_process)
         finally:
@@ -184,14 +192,15 @@ class Engine:
     # ------------------------------------------------------------------ the end
 
     def release(self, home: torch.device) -> None:
-        """Give the model whole fp32 parameters on `home`. The optimizer's state stays cut, for the next engine."""
+        """Give the model whole fp32 parameters on the device `home`. The optimizer's state stays partitioned, for
+        the next engine."""
         weights = {parameter: full.to(home) for parameter, full in self._weights()}
         self.abandon()
         for parameter, full in weights.items():
             parameter.data = full
 
     def abandon(self) -> None:
-        """Take DeepSpeed's hooks off; nobody waits. In stage 3 the model's parameters stay empty."""
+        """Remove DeepSpeed's hooks without communication. In stage 3 the model's parameters stay empty."""
         if self.is_released:
             return
         self.is_released = True
@@ -204,7 +213,7 @@ class Engine:
 
 
 def _gathered(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A frozen parameter of stage 3."""
+    """Return a frozen parameter of stage 3 as a whole fp32 tensor."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
@@ -212,7 +221,8 @@ def _gathered(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 class _Attributes:
-    """What a model's modules and parameters have of their own, beside the things that DeepSpeed puts there."""
+    """Attributes of a model's modules and parameters, to remove the ones that DeepSpeed adds. DeepSpeed 0.19 leaves
+    some of them behind."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._each = [*model.modules(), *model.parameters()]
@@ -221,11 +231,11 @@ class _Attributes:
         self._parameters = [(module, module._parameters) for module in model.modules()]
 
     def note(self) -> None:
-        """DeepSpeed has put its things there."""
+        """Record the attributes that DeepSpeed has added."""
         self._foreign = [set(vars(each)) - before for each, before in zip(self._each, self._before, strict=True)]
 
     def restore(self) -> None:
-        """Take them away again, and what came during training under such names."""
+        """Remove these attributes, and those with such names that were added during training."""
         for each, before, foreign in zip(self._each, self._before, self._foreign, strict=True):
             for name in vars(each).keys() - before:
                 if name in foreign or name.startswith(("ds_", "_ds_")):

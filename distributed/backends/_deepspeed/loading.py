@@ -1,4 +1,4 @@
-"""DeepSpeed as a module: for this device, without what it would compile or say on its own."""
+"""Importing DeepSpeed for a device, without what it would compile or print on its own."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from distributed.launching.request import LaunchRequest
 
 
 def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Any) -> None:
-    """In a worker, before its script, which may be one of DeepSpeed's own: those of `Trainer` call `load` themselves."""
+    """Prepare DeepSpeed in a worker before its script, which may be written for DeepSpeed itself. A `Trainer` calls
+    `load`."""
     prepare(request.device)
 
 
 def prepare(device: str) -> Any:
-    """The module `deepspeed`, for `device`."""
+    """Return the module `deepspeed` for `device`."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.startswith("cuda") else "cpu")
     deepspeed = import_library("deepspeed", "deepspeed")
-    # torch 2.13 renamed the collectives that DeepSpeed 0.19 calls, and says so at each of them.
+    # torch 2.13 renamed the collectives that DeepSpeed 0.19 calls, and warns at each call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # Its all-reduce over shared memory is compiled for minutes at the first start, and a killed build is waited for without an
-    # end by every later run; gloo's does the same.
+    # DeepSpeed 0.19 compiles its all-reduce over shared memory for minutes at the first start, and later runs wait for
+    # ever for a killed build. gloo's all-reduce does the same work.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def load(device: str) -> Any:
-    """The module `deepspeed`, for `device`, quiet: the display is ours."""
+    """Return the module `deepspeed` for `device` with its log limited to errors."""
     deepspeed = prepare(device)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
 
 
 def limit_waits(timeout_s: float) -> None:
-    """Give the groups that DeepSpeed made the time limit of ours: by themselves they wait half an hour."""
+    """Set our time limit on the process groups that DeepSpeed made. DeepSpeed 0.19 gives them half an hour."""
     from torch.distributed import distributed_c10d
 
     for group in list(distributed_c10d._world.pg_map):

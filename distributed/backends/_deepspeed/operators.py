@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ operators: compiled once, under a lock that a killed build cannot leave behind."""
+"""DeepSpeed's C++ operators, compiled once under a lock that does not outlive a killed build."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from distributed.errors import ResourceError
 from distributed.runs.private import cache_home, own_directory, stranger
 
 _POLL_S = 0.1
-_FOREIGN_LOCK_S = 600.0  # a lock in a directory of the user's own may be another program's, as long as it is younger
+_FOREIGN_LOCK_S = 600.0  # in a directory of the user's own, a younger lock may belong to another program
 
 
 def directory() -> tuple[Path, bool]:
-    """Where compiled operators lie, and whether the place is ours: the user's TORCH_EXTENSIONS_DIR goes before it."""
+    """Return the directory of compiled operators, and whether it is ours. The user's TORCH_EXTENSIONS_DIR takes
+    precedence."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given and not given.endswith(_own_name()):
         return Path(given), False
@@ -30,16 +31,19 @@ def directory() -> tuple[Path, bool]:
 
 
 def _own_name() -> str:
-    """A build fits one version of torch and of Python, and one kind of processor (it is compiled for this one)."""
+    """Return a directory name for this version of torch and Python and this kind of processor, for which operators
+    are compiled."""
     return f"extensions-torch{torch.__version__}-py{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}"
 
 
 def load(name: str, make: Callable[[], Any], limit_s: float, say: Callable[[str], None]) -> Any:
-    """The operator that `make` compiles, or only loads where that was done before. Every rank for itself: one compiles, and the
-    others of its machine wait.
+    """Return the operator that `make` compiles, or loads if it was compiled before.
 
-    torch guards a build with a file that outlives a killed build, and every later process waits for it for ever (torch 2.13,
-    `FileBaton`). What we hold ends with the process, so whoever has it may clear such files away.
+    Every rank calls it; it is no collective. One rank compiles, and the others of its machine wait.
+
+    torch guards a build with a file that outlives a killed build, and every later process waits for it for ever (torch
+    2.13, `FileBaton`). Our lock ends with its process, so its holder may remove such files. This can go when torch's
+    lock does the same.
     """
     where, is_ours = directory()
     _keep_private(where, is_ours, say)
@@ -57,7 +61,8 @@ def load(name: str, make: Callable[[], Any], limit_s: float, say: Callable[[str]
 
 
 def _keep_private(where: Path, is_ours: bool, say: Callable[[str], None]) -> None:
-    """Make the directory, for this user alone. What others can put there runs in this process: an error if the place is ours."""
+    """Create the directory for this user alone. Others could put code there that runs in this process, so a shared
+    directory of ours is an error."""
     reason = own_directory(where) if is_ours or not where.exists() else stranger(where)
     if reason is None:
         return
@@ -68,7 +73,7 @@ def _keep_private(where: Path, is_ours: bool, say: Callable[[str], None]) -> Non
 
 
 def remove_stale_locks(where: Path, is_ours: bool) -> list[Path]:
-    """Remove the locks of builds that were killed. Returns them."""
+    """Remove the locks of killed builds and return them."""
     found = []
     for lock in where.glob("*/lock"):
         with contextlib.suppress(FileNotFoundError):
@@ -99,9 +104,7 @@ def _held(path: Path, limit_s: float, name: str) -> Iterator[None]:
 def _made(name: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except (
-        RuntimeError
-    ) as error:  # what torch and DeepSpeed raise where ninja or a compiler is missing, or the compiler fails
+    except RuntimeError as error:  # torch and DeepSpeed raise it if ninja or a compiler is missing or fails
         lines = [line for line in str(error).splitlines() if "error:" in line] or str(error).splitlines()[:1]
         raise ResourceError(
             f"{name} cannot be compiled ({lines[0].strip()[:200]}): install g++ and ninja, or drop deepspeed.cpu_adam"

@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoint files, for its tools alone: they are pickles, and nothing of ours reads them."""
+"""DeepSpeed's own checkpoint files, which only its tools read. They are pickles; nothing of ours reads them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from distributed.checkpoints.durable import sync
 
 
 class _Collector(CheckpointEngine):  # type: ignore[misc]
-    """Takes what a rank would write, and writes it when the ranks no longer wait for each other: a disk may take any time, and
-    may fail on one of them alone."""
+    """Collect what a rank would write, and write it when ranks no longer wait for each other. A disk may be slow or
+    fail on one rank only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,22 +35,25 @@ class _Collector(CheckpointEngine):  # type: ignore[misc]
         return True
 
     def write(self) -> None:
-        """Raises OSError."""
+        """Write the collected files. Raises OSError."""
         for path, content in self.found:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 torch.save(content, path)
-            except RuntimeError as error:  # what torch raises where the disk fails
+            except RuntimeError as error:  # torch raises it if the disk fails
                 raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from None
             sync(path)
 
 
 def save(wrapper: Any, directory: Path, step: int, *, is_main: bool) -> None:
-    """What `engine.save_checkpoint` leaves, under `directory`. All ranks call it, and each writes its part. Raises OSError on the
-    rank whose disk fails, when no other waits for it any more."""
+    """Write the files of `engine.save_checkpoint` under `directory`. A collective: all ranks call it, and each writes
+    its part.
+
+    Raises OSError on the rank whose disk fails, after the last communication between ranks.
+    """
     collector, before, tag = _Collector(), wrapper.checkpoint_engine, f"global_step{step}"
     wrapper.checkpoint_engine = collector
-    wrapper._copy_recovery_script = lambda path: None  # below
+    wrapper._copy_recovery_script = lambda path: None  # called after the files were written
     try:
         wrapper.save_checkpoint(str(directory), tag=tag, save_latest=False)
     finally:
@@ -65,7 +68,8 @@ def save(wrapper: Any, directory: Path, step: int, *, is_main: bool) -> None:
 
 
 def _add_frozen(wrapper: Any, content: dict[str, Any]) -> None:
-    """Stage 1: DeepSpeed 0.19 leaves frozen parameters out, and its tools then give a model without them."""
+    """Add the frozen parameters at stage 1. DeepSpeed 0.19 leaves them out, and its tools then return a model
+    without them."""
     if "frozen_param_shapes" in content and content["frozen_param_shapes"] is None:
         for name, of in (("shapes", wrapper._get_param_shape_func), ("fragments", wrapper._get_param_fragment_func)):
             content[f"frozen_param_{name}"] = wrapper._get_zero_frozen_param_attributes(of)

@@ -1,4 +1,5 @@
-"""Where ZeRO has put each parameter: the flat fp32 tensors that the optimizer updates, and the way back to whole tensors."""
+"""Location of each parameter in ZeRO's partitions, which are flat fp32 tensors that the optimizer updates, and the
+way back to whole tensors."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from typing import Any
 
 import torch
 
-from distributed.backends._torch.world import World
+from distributed.backends._torch.world import TorchWorld
 from distributed.errors import CheckpointError
 
-State = dict[torch.Tensor, dict[str, Any]]  # as Optimizer.state: a parameter's slots
+State = dict[torch.Tensor, dict[str, Any]]  # like Optimizer.state: the slots of each parameter
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What this rank holds of one parameter: `length` elements of it from `start` on, at `offset` of `flat`."""
+    """Part of one parameter on this rank: `length` elements of it from `start` on, at `offset` of `flat`."""
 
     flat: torch.Tensor
     offset: int
@@ -26,15 +27,16 @@ class Piece:
     length: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The piece of a tensor that lies like `self.flat`."""
+        """Return this piece of a tensor with the layout of `self.flat`."""
         return flat.detach().narrow(0, self.offset, self.length)
 
 
 class Partitions:
-    """The trainable parameters in pieces. All ranks make it after the same `deepspeed.initialize`, and call all of it."""
+    """The trainable parameters in pieces. All ranks create it after the same `deepspeed.initialize`, and all ranks
+    call each method."""
 
-    def __init__(self, zero: Any, parameters: Iterable[torch.nn.Parameter], stage: int, world: World) -> None:
-        """`zero`: DeepSpeed's optimizer of stage 1, 2 or 3."""
+    def __init__(self, zero: Any, parameters: Iterable[torch.nn.Parameter], stage: int, world: TorchWorld) -> None:
+        """Find the pieces. `zero` is DeepSpeed's optimizer of stage 1, 2 or 3."""
         find = _find_sharded if stage == 3 else _find_flattened
         self._shapes = {p: torch.Size(getattr(p, "ds_shape", p.shape)) for p in parameters}
         self._pieces = {p: find(zero, p) for p in self._shapes}
@@ -45,18 +47,19 @@ class Partitions:
         self._world, self._device = world, torch.device(world.context.device)
 
     def whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The parameter itself in fp32, on this rank's device."""
+        """Return the whole parameter in fp32, on this rank's device. A collective."""
         piece = self._pieces[parameter]
         return self._assemble(parameter, None if piece is None else piece.of(piece.flat))
 
     def set_whole(self, values: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Give the fp32 parameters these values. Nothing is sent."""
+        """Set the fp32 parameters to these values, without communication."""
         for parameter, value in values.items():
             if (piece := self._pieces[parameter]) is not None:
                 _copy(piece.of(piece.flat), value, piece)
 
     def state(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> State:
-        """The optimizer's state by whole parameters, on the CPU; with `keep` False it is only helped to the other ranks."""
+        """Return the optimizer's state of whole parameters, on the CPU. A collective. With `keep` False this rank
+        only contributes its pieces."""
         found: State = {}
         for parameter, shape in self._shapes.items():
             flat = self.flats[self._flat_of[parameter]]
@@ -74,14 +77,14 @@ class Partitions:
         return found
 
     def set_state(self, optimizer: torch.optim.Optimizer, state: State, names: Mapping[torch.Tensor, str]) -> None:
-        """Cut the state of whole parameters into `optimizer`'s. Nothing is sent."""
+        """Partition the state of whole parameters into `optimizer`'s state, without communication."""
         for index, flat in enumerate(self.flats):
             members = [p for p in self._shapes if self._flat_of[p] == index]
             if any(state.get(p) for p in members):
                 optimizer.state[flat] = self._cut(flat, members, state, names)
 
     def take_over(self, optimizer: torch.optim.Optimizer, other: Partitions, state: State) -> None:
-        """Give `optimizer` the state that it had when `other` were its partitions, of the same parameters."""
+        """Give `optimizer` the state from the partitions `other` of the same parameters."""
         for flat, before in zip(self.flats, other.flats, strict=True):
             if before in state:
                 optimizer.state[flat] = state[before]
@@ -110,7 +113,8 @@ class Partitions:
                 _copy(piece.of(target), slots[name], piece)
 
     def _assemble(self, parameter: torch.nn.Parameter, mine: torch.Tensor | None) -> torch.Tensor:
-        """All ranks' pieces as one tensor. Summed as whole numbers, whose zeros change no bit of the others."""
+        """Return all ranks' pieces as one tensor. They are summed as integers: the zeros of other ranks change no
+        bit."""
         shape, piece = self._shapes[parameter], self._pieces[parameter]
         bits = torch.zeros(shape.numel(), dtype=torch.int32, device=self._device)
         if mine is not None and piece is not None:
@@ -120,7 +124,7 @@ class Partitions:
 
 
 def _find_flattened(zero: Any, parameter: Any) -> Piece | None:
-    """Stages 1 and 2: a group's parameters one after the other in a flat tensor, which is cut by rank."""
+    """Return the piece at stages 1 and 2, which concatenate the parameters of a group and cut the result by rank."""
     found = parameter._hp_mapping
     if found is None:
         return None
@@ -130,7 +134,7 @@ def _find_flattened(zero: Any, parameter: Any) -> Piece | None:
 
 
 def _find_sharded(zero: Any, parameter: Any) -> Piece | None:
-    """Stage 3: each parameter is cut by rank; the last ones end in padding."""
+    """Return the piece at stage 3, which cuts each parameter by rank. The last pieces end in padding."""
     index, offset, length = zero.grad_position[zero.get_param_id(parameter)]
     start = zero._get_param_partition_rank(parameter) * parameter.partition_numel()
     length = min(length, parameter.ds_numel - start)
@@ -158,12 +162,12 @@ def _copy(target: torch.Tensor, whole: torch.Tensor, piece: Piece) -> None:
 
 
 def with_whole(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The optimizer's groups as they are now, with the parameters of `groups` in the place of DeepSpeed's pieces."""
+    """Return the optimizer's present groups with the parameters of `groups` in place of DeepSpeed's pieces."""
     return [{**now, "params": list(of["params"])} for now, of in zip(optimizer.param_groups, groups, strict=True)]
 
 
 def stand_in(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: State) -> torch.optim.Optimizer:
-    """`optimizer` as it would be with whole parameters: the same class and options."""
+    """Return a copy of `optimizer` with whole parameters: the same class and options."""
     other = copy.copy(optimizer)
     other.param_groups = with_whole(optimizer, groups)
     other.state = defaultdict(dict, state)
@@ -171,6 +175,6 @@ def stand_in(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], sta
 
 
 def iterate(groups: list[dict[str, Any]]) -> Iterator[torch.nn.Parameter]:
-    """The trainable parameters of parameter groups, in order."""
+    """Yield the trainable parameters of parameter groups, in order."""
     for group in groups:
         yield from (p for p in group["params"] if p.requires_grad)

@@ -1,4 +1,5 @@
-"""Mixed precision in DeepSpeed's hands: the parameters themselves are 16 bits wide, and its optimizer asks for the scale."""
+"""Mixed precision with DeepSpeed: the parameters themselves have 16 bits, and its optimizer asks our object for the
+loss scale."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclasses.dataclass
 class LossScale:
-    """What DeepSpeed's optimizers ask for the loss scale. It moves as torch's GradScaler does, after the update."""
+    """Loss scale that DeepSpeed's optimizers use. It changes after the update, as torch's GradScaler does."""
 
     scale: float = 1.0
-    growth_interval: int = 0  # 0: it stays
-    growth_tracker: int = 0  # updates without overflow since it last moved
-    divide_by: float = 1.0  # what the newest gradients must be divided by beside the scale
-    overflow: bool | None = None  # of the newest update
+    growth_interval: int = 0  # 0 means a constant scale
+    growth_tracker: int = 0  # updates without overflow since the scale last changed
+    divide_by: float = 1.0  # additional divisor of the newest gradients
+    overflow: bool | None = None  # whether the newest update overflowed
 
     @property
     def dynamic(self) -> bool:
@@ -38,11 +39,12 @@ class LossScale:
         return loss * self.scale if self.scale != 1.0 else loss
 
     def update_scale(self, overflow: bool) -> None:
-        """DeepSpeed calls it before it divides the gradients, which is too early to move."""
+        """Record an overflow. DeepSpeed calls this before it divides the gradients, so the scale must not change
+        yet."""
         self.overflow = overflow
 
     def settle(self) -> None:
-        """After the update."""
+        """Change the scale after the update."""
         if not self.dynamic:
             return
         self.growth_tracker = 0 if self.overflow else self.growth_tracker + 1
@@ -53,7 +55,7 @@ class LossScale:
 
 
 class EnginePrecision(Precision):
-    """Autocast as long as the model is plain; its own 16 bits from `engage` to `release`."""
+    """Autocast while the model is plain; 16-bit parameters between `engage` and `release`."""
 
     def __init__(self, kind: str, device: torch.device, config: DistributedConfig) -> None:
         super().__init__(kind, device, config)
@@ -62,12 +64,13 @@ class EnginePrecision(Precision):
         self.loss_scale = LossScale()
         if self.scaler is not None:
             self.loss_scale = LossScale(config.scaler_init_scale, config.scaler_growth_interval)
-        self.scaler = None  # DeepSpeed scales
+        self.scaler = None  # DeepSpeed scales the loss
         self._hooks: list[Any] = []
         self._buffers: _Buffers | None = None
 
     def engage(self, model: torch.nn.Module) -> None:
-        """`model` is 16 bits wide from now on, its buffers too; it takes and gives fp32."""
+        """Adapt to `model`, which now has 16-bit parameters. Its buffers get 16 bits too; its inputs and outputs are
+        fp32."""
         if self._kind == "no":
             return
         self.autocast = contextlib.nullcontext
@@ -81,7 +84,7 @@ class EnginePrecision(Precision):
         ]
 
     def release(self) -> None:
-        """The model is plain again."""
+        """Return to autocast. The model is plain again."""
         self.autocast = self._plain_autocast
         for hook in self._hooks:
             hook.remove()
@@ -92,7 +95,8 @@ class EnginePrecision(Precision):
 
     @contextlib.contextmanager
     def whole_buffers(self) -> Iterator[None]:
-        """Within, the model's buffers are fp32; what is written to them counts. All ranks, as they may be sent."""
+        """Make the model's buffers fp32 within the block and keep changes to them. All ranks call it, because
+        buffers may be communicated."""
         if self._buffers is None:
             yield
             return
@@ -121,8 +125,11 @@ class EnginePrecision(Precision):
 
 
 class _Buffers:
-    """The fp32 buffers of a model whose parameters are 16 bits wide. DeepSpeed 0.19 leaves them as they are, and then a product
-    with one is fp32 where the next layer takes 16 bits, and BatchNorm's are not of the type of its weight."""
+    """The fp32 buffers of a model whose parameters have 16 bits.
+
+    DeepSpeed 0.19 leaves buffers in fp32. A product with one is then fp32 although the next layer takes 16 bits, and
+    buffers of BatchNorm differ in type from its weight.
+    """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -135,14 +142,15 @@ class _Buffers:
         self.narrow()
 
     def narrow(self) -> None:
-        """Put 16 bits in the place of the fp32 tensors."""
-        short = {id(whole): self._rounded(whole) for whole in self._whole.values()}  # one for a buffer of two modules
+        """Replace the fp32 tensors by 16-bit ones."""
+        # a buffer shared by two modules is converted once
+        short = {id(whole): self._rounded(whole) for whole in self._whole.values()}
         for (module, name), whole in self._whole.items():
             module._buffers[name] = short[id(whole)]
 
     @torch.no_grad()
     def widen(self) -> None:
-        """Put the fp32 tensors back. Numbers that did not change have all their bits again."""
+        """Restore the fp32 tensors. Numbers that did not change regain all their bits."""
         for (module, name), whole in self._whole.items():
             short = module._buffers[name]
             assert short is not None
@@ -150,13 +158,13 @@ class _Buffers:
             module._buffers[name] = whole
 
     def _rounded(self, whole: torch.Tensor) -> torch.Tensor:
-        """In 16 bits; what is finite stays so, such as the lowest number in a mask."""
+        """Return the tensor in 16 bits. Finite numbers, such as the lowest one in a mask, stay finite."""
         limits = torch.finfo(self._dtype)
         return torch.where(whole.isfinite(), whole.clamp(limits.min, limits.max), whole).to(self._dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with the 16 and 32 bit numbers in it as `dtype`."""
+    """Return `value` with its 16-bit and 32-bit floats converted to `dtype`."""
     if isinstance(value, torch.Tensor):
         is_moved = value.dtype in (torch.float32, *_DTYPES.values()) and value.dtype != dtype
         return value.to(dtype) if is_moved else value

@@ -1,4 +1,4 @@
-"""torch's profiler with DeepSpeed's own: the floating-point operations, parameters and time of each module."""
+"""torch's profiler together with DeepSpeed's, which counts operations, parameters and time of each module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _FILE = "flops.txt"
 
 
 class DeepSpeedProfiler(TorchProfiler):
-    """Counts in the first update of the warm-up, on the main process: its hooks would show in the trace."""
+    """Profiler that also counts floating-point operations on the main process. It counts in the first warm-up
+    update, because the counter's hooks would appear in the trace."""
 
     def __init__(
         self, directory: Path, rank: int, device: torch.device, warmup: int, active: int, model: torch.nn.Module
@@ -54,7 +55,7 @@ class DeepSpeedProfiler(TorchProfiler):
             try:
                 with _same_stdout():
                     self._counter.print_model_profile(output_file=str(self._path))
-            except OSError as error:  # the disk: the run goes on
+            except OSError as error:  # the disk failed: the run continues
                 self._lost = str(error)
             self._end_count()
 
@@ -66,7 +67,8 @@ class DeepSpeedProfiler(TorchProfiler):
 
 @contextlib.contextmanager
 def _same_stdout() -> Iterator[None]:
-    """DeepSpeed's counter prints with a file in the place of sys.stdout, and leaves it there when the disk fails."""
+    """Restore sys.stdout afterwards. The counter of DeepSpeed 0.19 replaces it by a file, and does not restore it if
+    the disk fails."""
     before = sys.stdout
     try:
         yield

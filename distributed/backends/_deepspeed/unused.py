@@ -1,4 +1,4 @@
-"""Parameters that no rank's loss depends on. DeepSpeed gives them a gradient of zero where torch gives none."""
+"""Parameters on which no rank's loss depends. DeepSpeed gives them a gradient of zero; torch gives them none."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from distributed.errors import ConfigError
 
-_DECAYS = ("weight_decay", "lambd")  # of a group: what moves a parameter though its gradient is zero
+_DECAYS = ("weight_decay", "lambd")  # options of a group that change a parameter with gradient zero
 
 
 class FirstGradients:
-    """Sees which parameters get a gradient, from when it is made to `check`."""
+    """Record which parameters get a gradient, from its construction until `check`."""
 
     def __init__(self, names: Mapping[torch.nn.Parameter, str], groups: list[dict[str, Any]]) -> None:
-        """Of `groups`, only what an update moves without a gradient is looked at."""
+        """Watch the parameters in `groups` that an update changes even if their gradient is zero."""
         decayed = [p for group in groups for p in group["params"] if any(group.get(name) for name in _DECAYS)]
         watched = [p for p in decayed if p.requires_grad and p in names]
         self._seen = {names[p]: 0.0 for p in watched}
@@ -29,7 +29,7 @@ class FirstGradients:
         return note
 
     def check(self, reduce: Callable[[dict[str, float]], dict[str, float]]) -> None:
-        """ConfigError where one got none on any rank. A collective."""
+        """Raise ConfigError if a parameter got no gradient on any rank. A collective: every rank must call it."""
         self.release()
         unused = [name for name, count in reduce(self._seen).items() if not count]
         if unused:
@@ -41,6 +41,6 @@ class FirstGradients:
             )
 
     def release(self) -> None:
-        """Look no further."""
+        """Stop watching."""
         for hook in self._hooks:
             hook.remove()

@@ -1,7 +1,7 @@
-"""Gradients exchanged while the backward pass runs: each bucket goes as one all-reduce once its last gradient is there.
+"""Gradient exchange during the backward pass: each bucket is all-reduced once its last gradient is computed.
 
-Not `hvd.DistributedOptimizer`: it sends each parameter by itself and leaves it to the clock which of them Horovod fuses, so
-that three processes sum up in another order in every run. These buckets are the same in every run.
+`hvd.DistributedOptimizer` is not used: it sends each parameter by itself, and timing decides which of them Horovod
+fuses. With three processes the order of summation then differs between runs. These buckets are the same in every run.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ import torch
 from distributed.backends._horovod.exchange import Reduction, finished
 from distributed.errors import ConfigError
 
-CAPACITY_MB = 25.0  # of a bucket, as torch's DDP has it
+CAPACITY_MB = 25.0  # size of a bucket, the default of torch's DDP
 _ON_WIRE = (torch.float32, torch.float64, torch.float16)
 
 
 class Buckets:
     """The gradients of `parameters`, averaged over all ranks in place by `finish`.
 
-    A gradient that a rank does not have counts as zero; one that no rank has stays missing. Gradients of embeddings with
-    `sparse=True` stay sparse.
+    A gradient that is missing on a rank counts as zero; one that is missing on all ranks stays missing. Gradients of
+    embeddings with `sparse=True` stay sparse.
 
     Args:
-        parameters: those that require a gradient, by name, in the same order on all ranks.
-        sparse: the names of those with sparse gradients.
-        is_compressed: float16 on the wire.
+        parameters: parameters that require a gradient, by name, in the same order on all ranks.
+        sparse: names of the parameters with sparse gradients.
+        is_compressed: send gradients as float16.
         is_adasum: combine by Adasum (arXiv 2006.02924), parameter by parameter, instead of averaging.
+        capacity_mb: size of a bucket in MB.
+        on_first: called at the first gradient of a backward pass.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Buckets:
         self._hvd, self._is_compressed = hvd, is_compressed
         self._operation = hvd.Adasum if is_adasum else hvd.Average
         self._on_first = on_first
-        self.is_local = False  # while it is true, gradients stay this rank's own
+        self.is_local = False  # while True, gradients are not exchanged
         self._sparse = {name: p for name, p in parameters.items() if name in sparse}
         dense = [p for name, p in parameters.items() if name not in sparse]
         capacity = 0.0 if is_adasum else (capacity_mb or CAPACITY_MB) * 2**20
@@ -59,7 +61,7 @@ class Buckets:
         ]
 
     def finish(self) -> None:
-        """Send what has not gone yet and wait for all of it. All ranks call it after the backward pass."""
+        """Send the remaining buckets and wait for all. A collective: all ranks call it after the backward pass."""
         self._is_begun = False
         for number, bucket in enumerate(self._buckets):
             if bucket.pending is None:
@@ -71,7 +73,7 @@ class Buckets:
             p.grad = result()
 
     def release(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -79,7 +81,7 @@ class Buckets:
         def hook(parameter: torch.Tensor) -> None:
             if self.is_local:
                 return
-            if bucket.pending is not None:  # what comes now would be lost
+            if bucket.pending is not None:  # a gradient after sending would be lost
                 raise ConfigError(
                     f"{name} got a second gradient in one backward pass, as where it is shared by parts recomputed with"
                     " use_reentrant=True: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -123,7 +125,7 @@ class Buckets:
 
 
 class _Bucket:
-    """Some gradients as one tensor: [all of them one after the other, then a 1 for each that is there]."""
+    """Several gradients as one tensor: all gradients one after the other, then a 1 for each one that exists."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, has_flags: bool) -> None:
         self.parameters, self._has_flags = parameters, has_flags
@@ -137,7 +139,7 @@ class _Bucket:
         self.pending: Reduction | None = None
 
     def fill(self) -> None:
-        """Copy the gradients of now."""
+        """Copy the present gradients into the tensor."""
         for place, (p, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if self._has_flags:
                 self._flags[place] = float(p.grad is not None)
@@ -147,7 +149,7 @@ class _Bucket:
                 view.copy_(_real(p.grad).reshape(-1))
 
     def take(self) -> None:
-        """Wait, and give each parameter its part."""
+        """Wait for the result, and give each parameter its part."""
         assert self.pending is not None
         self.pending.wait()
         self.pending = None
@@ -158,7 +160,7 @@ class _Bucket:
 
 
 def _parts(parameters: Sequence[torch.nn.Parameter], capacity: float) -> list[list[torch.nn.Parameter]]:
-    """Buckets of one type and device in the order in which gradients come: the last layer's first."""
+    """Return buckets of one type and device, in the order in which gradients are computed: the last layer first."""
     parts: dict[Any, list[list[torch.nn.Parameter]]] = {}
     filled: dict[Any, float] = {}
     for p in reversed(parameters):
@@ -172,13 +174,15 @@ def _parts(parameters: Sequence[torch.nn.Parameter], capacity: float) -> list[li
 
 
 def _wire_type(parameter: torch.nn.Parameter) -> torch.dtype:
-    """Horovod adds up these types; others, bfloat16 say, go as float32."""
+    """Return the type in which a gradient is sent. Types that Horovod cannot add, such as bfloat16, are sent as
+    float32."""
     kind = torch.view_as_real(parameter.detach()).dtype if parameter.is_complex() else parameter.dtype
     return kind if kind in _ON_WIRE else torch.float32
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)  # unsaid, torch warns
+    # torch warns if the argument is missing
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
 
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:
@@ -186,7 +190,8 @@ def _real(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _like(view: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A part of a bucket as `parameter`'s gradient: in its memory where the type is the same."""
+    """Return a part of a bucket as gradient of `parameter`. It shares memory with the bucket if the type is the
+    same."""
     if parameter.is_complex():
         return torch.view_as_complex(view.view(*parameter.shape, 2)).to(parameter.dtype)
     return view.view(parameter.shape).to(parameter.dtype)

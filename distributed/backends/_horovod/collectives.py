@@ -1,7 +1,7 @@
-"""Horovod's collectives for tensors of TensorFlow: as arrays through horovod.torch, which every Horovod here is built with.
+"""Horovod's collectives for tensors of TensorFlow, as arrays through horovod.torch, which every build here contains.
 
-Not its Keras optimizer, which averages nothing under Keras 3, and not its operations for TensorFlow's graphs: those are a
-library of their own that would start a second time beside the first.
+The Keras optimizer of Horovod 0.28 is not used, because it averages nothing under Keras 3. Horovod's operations for
+TensorFlow's graphs are not used either: they are a second library that would start beside the first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distributed.backends._tensorflow.world import carried
 
 
 class Collectives:
-    """See `distributed.backends._tensorflow.world.Collectives`. What belongs together goes as one vector."""
+    """See `distributed.backends._tensorflow.world.Collectives`. Tensors of one call are sent as one vector."""
 
     def __init__(self, world: HorovodWorld, is_compressed: bool) -> None:
         self._world, self._is_compressed = world, is_compressed
@@ -47,7 +47,7 @@ class Collectives:
 
 
 def _as_one(combine: Callable[[Any], Any], tensors: list[Any]) -> list[Any]:
-    """`combine` of all `tensors`, in a graph, one after the other in one array; then cut again."""
+    """Return `tensors` after applying `combine` to all of them, concatenated into one array. Used in a graph."""
     whole = tf.concat([tf.reshape(each, [-1]) for each in tensors], 0)
     summed = carried(lambda array: combine(array).numpy(), whole)
     summed.set_shape([None])

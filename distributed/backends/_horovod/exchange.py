@@ -1,4 +1,4 @@
-"""An exchange of Horovod's under way, and how a rank notices that others do not come to it."""
+"""An exchange of Horovod in progress, and how a rank detects that others do not join it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from distributed.errors import TrainingError
 from distributed.launching.secret import messages
 
 _POLL_S = 0.0001
-_GRACE_S = 1.0  # in which others come to the end of their patience too
+_GRACE_S = 1.0  # time in which the waits of other ranks end too
 
 
 @dataclasses.dataclass
 class ThisProcess:
-    """Horovod starts once in a process and lives as long: a rank that shuts it down ends it for all."""
+    """State of Horovod in this process. Horovod starts once per process and lives as long; a rank that shuts it down
+    ends it for all."""
 
     store: Any = None
     timeout_s: float = math.inf
@@ -30,22 +31,24 @@ this_process = ThisProcess()
 
 
 class Reduction:
-    """An all-reduce under way."""
+    """An all-reduce in progress."""
 
     def __init__(self, hvd: Any, handle: int, finish: Callable[[], None]) -> None:
         self._hvd, self._handle, self._finish = hvd, handle, finish
 
     def wait(self) -> None:
-        """Until the result is there."""
+        """Wait for the result."""
         finished(self._hvd, self._handle)
         self._finish()
 
 
 def finished(hvd: Any, handle: int) -> Any:
-    """The result of `handle`, when it is there. Horovod's own wait spins, which takes the core from the thread that does the
-    work where there are no more cores than processes (46 s instead of 5 s on two).
+    """Wait for the exchange `handle` and return its result.
 
-    Raises TrainingError with the ranks that did not come for `timeout_s` seconds.
+    The wait of Horovod 0.28 spins, which takes the core from the thread that does the work if there are no more cores
+    than processes: 46 s instead of 5 s on two cores. Polling can go when `hvd.synchronize` blocks without spinning.
+
+    Raises TrainingError with the ranks that did not join for `timeout_s` seconds.
     """
     deadline = time.monotonic() + this_process.timeout_s
     while not hvd.poll(handle):
@@ -56,7 +59,8 @@ def finished(hvd: Any, handle: int) -> Any:
 
 
 def _stalled(hvd: Any) -> TrainingError:
-    """Whoever waits too says so in the store, so that the others are known. Horovod's own message does not leave its log."""
+    """Return an error that names the absent ranks. Each waiting rank notes itself in the store. Horovod reports
+    absent ranks only in its own log."""
     absent = "another rank has"
     if this_process.store is not None:
         waiting = messages(this_process.store, "stalled")

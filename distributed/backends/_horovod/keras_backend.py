@@ -1,4 +1,4 @@
-"""Keras models on TensorFlow whose gradients Horovod carries. The step is that of the backend tensorflow."""
+"""Keras models on TensorFlow with Horovod's gradient exchange. The step is that of the backend tensorflow."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distributed.backends._horovod.rules import NEEDS, REFUSES, check_job
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends._tensorflow import start
+from distributed.backends._tensorflow.observer import TensorFlowObserver
 from distributed.backends.base import Refusals
 from distributed.backends.effects import Need
 from distributed.backends.tensorflow import TensorFlowBackend, alone
-from distributed.config.plan import BatchPlan
+from distributed.config.merging import MergedConfig
+from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.config.registry import BackendRow, backend_row
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
@@ -22,7 +24,7 @@ from distributed.state import Job
 
 if TYPE_CHECKING:
     from distributed.backends._horovod.world import HorovodWorld
-    from distributed.backends._tensorflow.world import World
+    from distributed.backends._tensorflow.world import TensorFlowWorld
     from distributed.loggers.profiling import Profiler
 
 CHOICE = "horovod.keras_backend"
@@ -38,6 +40,10 @@ class HorovodKerasBackend(TensorFlowBackend):
 
     _joined: HorovodWorld | None = None
 
+    def __init__(self, merged: MergedConfig, options: Any, plan: ProcessPlan) -> None:
+        super().__init__(merged, options, plan)
+        self.observer = HorovodKerasObserver(self)
+
     def _check_options(self) -> None:
         if self.options.adasum:
             raise ConfigError(
@@ -52,34 +58,30 @@ class HorovodKerasBackend(TensorFlowBackend):
         check_job(job)
         super().check(job, here=here)
 
-    def _join(self, found: WorkerEnvironment | None) -> World:
+    def _join(self, found: WorkerEnvironment | None) -> TensorFlowWorld:
         start.import_quietly()
         if self.plan.device == "cuda":
             start.set_memory_growth(first_only=True)
         from distributed.backends._horovod.collectives import Collectives
         from distributed.backends._horovod.world import HorovodWorld, load
-        from distributed.backends._tensorflow.world import World
+        from distributed.backends._tensorflow.world import TensorFlowWorld
 
         self.hvd = load()
-        device = "cuda:0" if self.plan.device == "cuda" else "cpu"  # the one that this process sees
+        device = "cuda:0" if self.plan.device == "cuda" else "cpu"  # the only GPU that this process sees
         if self.plan.world_size == 1:
-            return World(alone(found, device), None)
-        plan = dataclasses.replace(self.plan, device="cpu")  # arrays go through the host
+            return TensorFlowWorld(alone(found, device), None)
+        plan = dataclasses.replace(self.plan, device="cpu")  # arrays are sent through host memory
         self._joined = HorovodWorld(plan, self.config, self._warn, found)
         context = dataclasses.replace(self._joined.context, device=device)
-        return World(context, Collectives(self._joined, self.options.compression == "fp16"), self._joined.store())
+        return TensorFlowWorld(
+            context, Collectives(self._joined, self.options.compression == "fp16"), self._joined.key_value_store()
+        )
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         notices = super().prepare(job, batch)
         self._timeline = Timeline(self.hvd, self.options.timeline)
         self.rewrap()
         return notices
-
-    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
-        made = super().profiler(directory, warmup, active)
-        if made is None or self.context.world_size == 1 or self.options.timeline is not None:
-            return made
-        return WithTimeline(made, self.hvd, self.run_dir, self.report)
 
     def rewrap(self) -> None:
         super().rewrap()
@@ -96,8 +98,20 @@ class HorovodKerasBackend(TensorFlowBackend):
             self._joined.leave()
 
 
+class HorovodKerasObserver(TensorFlowObserver):
+    """Observe the TensorFlow step with Horovod. TensorFlow's profiler does not see Horovod's threads."""
+
+    _backend: HorovodKerasBackend
+
+    def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
+        made, own = super().profiler(directory, warmup, active), self._backend
+        if made is None or self.world_size == 1 or own.options.timeline is not None:
+            return made
+        return WithTimeline(made, own.hvd, own.run_dir, own.report)
+
+
 def row_on_tensorflow(row: BackendRow) -> BackendRow:
-    """The registry row of horovod where Keras runs on TensorFlow."""
+    """Return the registry row of horovod for Keras on TensorFlow."""
     other = backend_row("tensorflow")
     return dataclasses.replace(
         row, requires=(*row.requires, "tensorflow", "keras"), alone=other.name, environ=other.environ,
@@ -106,6 +120,6 @@ def row_on_tensorflow(row: BackendRow) -> BackendRow:
 
 
 def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Callable[[dict[str, Any]], None]) -> None:
-    """In a worker, before its script: what TensorFlow reads when it is imported, and its seed."""
+    """Prepare a worker before its script runs: set what TensorFlow reads at import, and seed it."""
     start.set_environment(found, request.device)
     start.import_seeded(request)

@@ -1,7 +1,7 @@
-"""How Horovod's workers find each other over Gloo: a small HTTP server and some environment variables.
+"""Rendezvous of Horovod's workers over Gloo: a small HTTP server and some environment variables.
 
-Not in the workers alone: a script that calls `hvd.init()` itself must find the variables set, so our launcher serves it, anew
-for each attempt (a restarted worker would read the addresses of the dead). Loads no framework.
+The launcher serves it, because a script that calls `hvd.init()` itself must find the variables set. Each attempt gets a
+new server: a restarted worker would otherwise read the addresses of dead workers. Imports no framework.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Rendezvous:
         self._server: Any = None
 
     def open(self, host: str, *, is_alone: bool) -> int:
-        """Serve a new attempt at the address of `host`, where the workers look for it; returns the port.
+        """Start a server for a new attempt at the address of `host`, where the workers connect, and return its port.
 
-        Where this node `is_alone`, only processes of this user get an answer.
+        If this node `is_alone`, only processes of this user get an answer.
         """
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
@@ -54,7 +54,7 @@ class Rendezvous:
         return int(listener.getsockname()[1])
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop the server."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -62,7 +62,8 @@ class Rendezvous:
 
     @staticmethod
     def environ(place: WorkerEnvironment, opened: int) -> dict[str, str]:
-        """What `horovodrun --gloo` gives to its worker at `place`, where the server listens on the port `opened`."""
+        """Return the variables that `horovodrun --gloo` sets for its worker at `place`, for a server on the port
+        `opened`."""
         num_nodes = place.world_size // place.local_world_size
         variables = {
             "HOROVOD_RANK": place.rank,
@@ -71,14 +72,15 @@ class Rendezvous:
             "HOROVOD_LOCAL_SIZE": place.local_world_size,
             "HOROVOD_CROSS_RANK": place.node_rank,
             "HOROVOD_CROSS_SIZE": num_nodes,
-            "HOROVOD_HOSTNAME": f"node-{place.node_rank}",  # a name for the ranks of one node, which nobody looks up
+            # a common name for the ranks of one node; it is not resolved
+            "HOROVOD_HOSTNAME": f"node-{place.node_rank}",
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_LOG_LEVEL": os.environ.get("HOROVOD_LOG_LEVEL", "fatal"),  # its errors come as exceptions
+            "HOROVOD_LOG_LEVEL": os.environ.get("HOROVOD_LOG_LEVEL", "fatal"),  # errors are raised as exceptions
             ADDRESS: place.master_addr,
             PORT: opened,
         }
-        # Else Gloo takes the address of the host's name, which need not be reachable or even known.
+        # Otherwise Gloo uses the address of the host's name, which may be unreachable or unknown.
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or (loopback_interface() if num_nodes == 1 else None)
         if interface:
             variables["HOROVOD_GLOO_IFACE"] = interface

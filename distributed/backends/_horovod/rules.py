@@ -1,4 +1,4 @@
-"""Horovod's options, and what it refuses and needs, whichever engine Keras models run on. Loads no engine."""
+"""Horovod's options, refusals and needs, for every engine that Keras models run on. Loads no engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distributed.state import Job
 
 
 def _compression_word(value: Any) -> Any:
-    """`hvd.Compression.fp16` is a class: its word."""
+    """Return the name of a class such as `hvd.Compression.fp16`."""
     name = getattr(value, "__name__", "")
     return {"FP16Compressor": "fp16", "NoneCompressor": "none"}.get(name, value)
 
@@ -37,7 +37,8 @@ class HorovodOptions:
 
 
 def _on_tensorflow() -> dict[str, tuple[If, ...]]:
-    """What the step on TensorFlow refuses, where Keras runs on it. Transports are Horovod's here."""
+    """Return the refusals of the step on TensorFlow, if Keras runs on it. Those about transports do not apply,
+    because Horovod communicates."""
 
     def holds(own: Any) -> bool:
         return bool(own.options.keras_backend == "tensorflow")
@@ -59,7 +60,7 @@ _MEETING = Need("processes that horovodrun and mpirun did not start", _meets_els
 
 
 def check_job(job: Job) -> None:
-    """Refuse what no engine here trains, before any process starts."""
+    """Refuse, before any process starts, what no engine here can train."""
     if type(job.model).__module__.partition(".")[0] == "mxnet":
         raise ConfigError("the model is one of MXNet, which is retired and not supported: use a torch or Keras model")
     if hasattr(job.optimizer, "_allreduce_grad_async"):

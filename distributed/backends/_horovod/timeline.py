@@ -16,19 +16,20 @@ _OF_A_PROFILE = "profile/horovod-timeline.json"
 
 
 def is_prepared(config: DistributedConfig) -> bool:
-    """Whether Horovod is to start so that a timeline can begin."""
+    """Return True if Horovod must start in a way that a timeline can begin later."""
     return config.options("horovod").timeline is not None or config.profile
 
 
 class Timeline:
-    """Written by the main process, for all ranks, to `name` in the run directory; nothing where that is None."""
+    """Timeline of all ranks, written by the main process to `name` in the run directory. Nothing is written if
+    `name` is None."""
 
     def __init__(self, hvd: Any, name: str | None) -> None:
         self._hvd, self._name = hvd, name
         self._is_running = False
 
     def start(self, run_dir: Path | None) -> None:
-        """Begin it. Outside of a run there is no place for it."""
+        """Begin the timeline. Nothing happens outside of a run."""
         if self._name is None or run_dir is None:
             return
         path = (run_dir / self._name).absolute()
@@ -43,14 +44,14 @@ class Timeline:
         self._is_running = True
 
     def stop(self) -> None:
-        """End it: the file is whole."""
+        """End the timeline and complete its file."""
         if self._is_running and self._hvd.is_initialized():
             self._hvd.stop_timeline()
         self._is_running = False
 
 
 class WithTimeline:
-    """A profiler whose updates are in a timeline too: an engine's trace does not show what Horovod's own threads do."""
+    """Profiler that also writes a timeline. An engine's trace does not contain the work of Horovod's threads."""
 
     def __init__(
         self, profiler: Profiler, hvd: Any, run_dir: Path | None, report: Callable[[dict[str, Any]], None]
@@ -59,7 +60,7 @@ class WithTimeline:
         self._timeline = Timeline(hvd, _OF_A_PROFILE)
 
     def start(self) -> None:
-        self._profiler.start()  # first: where it refuses, no timeline is left to be ended
+        self._profiler.start()  # start it first: if it refuses, no timeline has begun
         try:
             self._timeline.start(self._run_dir)
         except ConfigError:

@@ -1,4 +1,4 @@
-"""The processes that train together, over Horovod's collectives: no torch process group at all."""
+"""The processes that train together, over Horovod's collectives, without a torch process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distributed.backends._horovod.exchange import Reduction, finished, this_pro
 from distributed.backends._horovod.rendezvous import ADDRESS, Rendezvous
 from distributed.backends._horovod.timeline import is_prepared
 from distributed.backends._torch.meeting import meet
-from distributed.backends._torch.world import Pending, World
+from distributed.backends._torch.world import OneProcess, Pending, TorchWorld
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
@@ -31,11 +31,11 @@ from distributed.launching.secret import messages
 from distributed.runs.temporary import temporary_directory
 from distributed.state import WorkerContext
 
-_REDUCED = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)  # what Horovod adds up
+_REDUCED = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)  # types that Horovod can add
 
 
-class HorovodWorld(World):
-    """Horovod as it was initialised, by us or by the script. Leaving it leaves it running for the next Trainer."""
+class HorovodWorld(TorchWorld):
+    """World of Horovod, initialised by us or by the script. After `leave` Horovod runs on for the next Trainer."""
 
     def __init__(
         self,
@@ -88,7 +88,8 @@ class HorovodWorld(World):
         self.copy_all_from([tensor], src)
 
     def copy_all_from(self, tensors: Sequence[torch.Tensor], src: int) -> None:
-        """Give all of `tensors`, in the same order everywhere, rank `src`'s values, in place."""
+        """Copy rank `src`'s values into `tensors` in place. A collective; the order of the tensors is the same on
+        all ranks."""
         hvd, handles = self._hvd, []
         for number, tensor in enumerate(each.detach() for each in tensors if each.numel()):
             wire = _bytes(tensor.contiguous())
@@ -118,7 +119,7 @@ class HorovodWorld(World):
         if isinstance(wrapped, AveragedGradients):
             wrapped.release()
 
-    def broadcast(self, value: Any, src: int) -> Any:
+    def broadcast(self, value: Any, src: int = 0) -> Any:
         is_mine = self.context.rank == src
         content = _bytes_of(value) if is_mine else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([content.numel()])
@@ -137,7 +138,7 @@ class HorovodWorld(World):
     def barrier(self) -> None:
         self.combine(torch.zeros(1), "sum").wait()
 
-    def store(self) -> Any:
+    def key_value_store(self) -> Any:
         return messages(this_process.store, "common-step") if this_process.store is not None else None
 
     def leave(self) -> None:
@@ -152,7 +153,8 @@ class HorovodWorld(World):
         return joined
 
     def _open_store(self, warn: Callable[[str], None]) -> Any:
-        """Open a store for a world that another launcher made. Its place is told through Horovod."""
+        """Open a store for a world that another launcher made. A collective: rank 0 sends its address through
+        Horovod."""
         if self._hvd.cross_size() == 1:
             return self._open_file_store()
         opened, place = None, None
@@ -169,7 +171,8 @@ class HorovodWorld(World):
         return opened or dist.TCPStore(host, port, None, False, timedelta(seconds=60))
 
     def _open_file_store(self) -> Any:
-        """On one node: a file that only this user can open. Rank 0 removes it when it ends."""
+        """Open a store for one node, in a file that only this user can open. Rank 0 removes it when it ends. A
+        collective."""
         directory = None
         if self.context.is_main_process:
             files = temporary_directory()
@@ -178,8 +181,22 @@ class HorovodWorld(World):
         return dist.FileStore(f"{self.broadcast(directory, 0)}/store", -1)
 
 
+def join(
+    plan: ProcessPlan,
+    config: DistributedConfig,
+    warn: Callable[[str], None],
+    found: WorkerEnvironment | None = None,
+    call: str = "fit()",
+) -> TorchWorld:
+    """Return the world of a run of Horovod. One process needs no Horovod, but must be able to load it."""
+    if plan.world_size == 1:
+        load()
+        return OneProcess(plan)
+    return HorovodWorld(plan, config, warn, found, call)
+
+
 def load() -> Any:
-    """horovod.torch. Raises ResourceError where it is missing or was built for another torch."""
+    """Return horovod.torch. Raises ResourceError if it is missing or was built for another torch."""
     try:
         import horovod.torch as hvd
     except ModuleNotFoundError as error:
@@ -195,7 +212,7 @@ def load() -> Any:
 
 
 def is_left() -> bool:
-    """Whether this process has left Horovod, which runs on."""
+    """Return True if this process has left Horovod, which runs on."""
     return this_process.is_left
 
 
@@ -222,7 +239,7 @@ def _initialise(
 
 
 def _refuse_second() -> None:
-    """The library for TensorFlow would take messages of this one."""
+    """Refuse a second Horovod library. The one for TensorFlow would receive messages of this one."""
     other = sys.modules.get("horovod.tensorflow")
     if other is not None and getattr(other, "is_initialized", bool)():
         raise ConfigError(
@@ -232,12 +249,12 @@ def _refuse_second() -> None:
 
 
 def _meet(found: WorkerEnvironment, config: DistributedConfig, warn: Callable[[str], None], call: str) -> Any:
-    """Wait for all ranks, which names the missing ones; where no launcher serves Horovod's own meeting, rank 0 does."""
+    """Wait for all ranks, or name the missing ones. Rank 0 serves Horovod's rendezvous if no launcher does."""
     store = meet(found, config.start_timeout, warn, call)
     if ADDRESS not in os.environ:
         told = messages(store, "horovod")
         if found.rank == 0:
-            this_process.server = Rendezvous()  # listens as long as this process lives
+            this_process.server = Rendezvous()  # listens until this process ends
             is_alone = found.local_world_size == found.world_size
             told.set("port", str(this_process.server.open(found.master_addr, is_alone=is_alone)))
         os.environ.update(Rendezvous.environ(found, int(told.get("port"))))
@@ -245,31 +262,31 @@ def _meet(found: WorkerEnvironment, config: DistributedConfig, warn: Callable[[s
 
 
 def _set_defaults(config: DistributedConfig) -> None:
-    """What Horovod reads from the environment when it starts, unless the user set it."""
+    """Set the variables that Horovod reads at its start, unless the user set them."""
     seconds = str(max(1, math.ceil(config.timeout_s)))
     defaults = {
-        "HOROVOD_LOG_LEVEL": "fatal",  # its errors reach us as exceptions
+        "HOROVOD_LOG_LEVEL": "fatal",  # errors are raised as exceptions
         "HOROVOD_GLOO_TIMEOUT_SECONDS": seconds,
         "HOROVOD_STALL_CHECK_TIME_SECONDS": seconds,
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": seconds,
-        # Which tensors go together depends on the clock, and three or more terms sum up differently at another place.
+        # Fusion depends on timing, and three or more terms have another sum in another order.
         "HOROVOD_FUSION_THRESHOLD": "0",
     }
-    if is_prepared(config):  # its writer spins on a core, also while nothing is recorded
+    if is_prepared(config):  # the writer of the timeline spins on a core, also while nothing is recorded
         defaults["HOROVOD_TIMELINE"] = "DYNAMIC"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def _wire_type(dtype: torch.dtype) -> torch.dtype:
-    """A type that Horovod adds up and that holds the values of `dtype`."""
+    """Return a type that Horovod can add and that holds the values of `dtype`."""
     if dtype.is_complex:
         raise ConfigError(f"Horovod does not combine {dtype}: use torch.view_as_real(tensor)")
     return torch.float32 if dtype.is_floating_point else torch.int32
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, which is contiguous, as its bytes [n]: the one form that travels for every type."""
+    """Return a contiguous tensor as its bytes [n], the one form in which every type can be sent."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

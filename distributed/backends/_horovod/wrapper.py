@@ -1,4 +1,4 @@
-"""What `distributed.DistributedDataParallel` puts around a module in a Horovod world."""
+"""Module that `distributed.DistributedDataParallel` returns in a Horovod world."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class AveragedGradients(torch.nn.Module):
-    """`module`, whose gradients are averaged over all ranks at the end of each backward pass outside of `no_sync`."""
+    """Wrap `module`: its gradients are averaged over all ranks at the end of each backward pass outside of
+    `no_sync`."""
 
     def __init__(self, module: torch.nn.Module, world: HorovodWorld, bucket_cap_mb: float | None) -> None:
         super().__init__()
@@ -29,14 +30,14 @@ class AveragedGradients(torch.nn.Module):
         self._is_held = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs."""
+        """Return the module's outputs."""
         if torch.is_grad_enabled():
             self._buckets.is_local = self._is_held
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes of forwards in this block keep their gradients local."""
+        """Keep the gradients local in backward passes of forwards in this block."""
         before, self._is_held = self._is_held, True
         try:
             yield
@@ -44,7 +45,7 @@ class AveragedGradients(torch.nn.Module):
             self._is_held = before
 
     def release(self) -> None:
-        """Leave the module alone."""
+        """Remove the hooks from the module."""
         self._buckets.release()
 
     def _finish_after_backward(self) -> None:

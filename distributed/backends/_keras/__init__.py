@@ -1,4 +1,5 @@
-"""Keras 3 models on any engine: their names, their files, their way to the workers. Imports neither torch nor TensorFlow.
+"""Keras 3 models on any engine: their names, their files, their way to the workers. Imports neither torch nor
+TensorFlow.
 
-keras itself is imported by nobody here before the user's script has done it: it fixes its own engine when it is imported.
+Nothing here imports keras before the user's script does, because keras fixes its engine when it is imported.
 """

@@ -1,4 +1,4 @@
-"""What a batch of a Keras model is: inputs, targets and weights of samples."""
+"""Parts of a batch of a Keras model: inputs, targets and sample weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WEIGHTS = "sample_weight"
 
 
 class KerasBatch(NamedTuple):
-    """`x` is what the model is called with: a tensor, or several in a list or dict."""
+    """Parts of one batch. The model is called with `x`, a tensor, or a list or dict of tensors."""
 
     x: Any
     y: Any = None
@@ -20,7 +20,11 @@ class KerasBatch(NamedTuple):
 
 
 def unpacked(batch: Any) -> KerasBatch:
-    """(x, y, sample_weight) as Keras reads tuples; of a dict the targets and weights by name, the rest is the input."""
+    """Return the parts of `batch`.
+
+    A tuple is (x, y, sample_weight), as Keras reads it. A dict has targets and weights by name; the rest of it is the
+    input.
+    """
     if isinstance(batch, Mapping):
         return _of_names(batch)
     if not isinstance(batch, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Which loss the outputs of a Keras model are compared by: the user's, that of `compile`, or the default. Any engine."""
+"""The loss of a Keras model on any engine: the user's, that of `compile`, or a default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distributed.errors import ConfigError
 
 
 class Comparison:
-    """Chooses at the first batch, and says what it chose where nobody had said it."""
+    """Loss that is chosen at the first batch. A default choice is passed to `say`."""
 
     def __init__(self, model: Any, loss_fn: Callable[..., Any] | None, say: Callable[[str], None]) -> None:
         self._model, self._say = model, say
@@ -20,7 +20,11 @@ class Comparison:
         self._is_compiled = loss_fn is None and getattr(model, "_compile_loss", None) is not None
 
     def __call__(self, parts: KerasBatch, outputs: Any, training: bool) -> tuple[Any, bool]:
-        """(what a loss function may return, whether the regularisation of the model's layers is in it)."""
+        """Return (loss, is_whole).
+
+        The loss has one of the forms that a loss function may return. `is_whole` says whether it includes the
+        regularisation of the model's layers.
+        """
         if self._is_compiled:
             return self._by_compiled(parts, outputs, training)
         if self._loss_fn is not None:
@@ -37,12 +41,13 @@ class Comparison:
         return self._keras_loss(parts.y, outputs, parts.weight), False
 
     def build(self, targets: Any, outputs: Any) -> None:
-        """Make what the model was compiled with ready for its first batch."""
+        """Build the compiled loss of the model for its first batch."""
         if self._is_compiled and not self._model._compile_loss.built:
             self._model._compile_loss.build(targets, outputs)
 
     def _by_compiled(self, parts: KerasBatch, outputs: Any, training: bool) -> tuple[Any, bool]:
-        """`compile(loss=...)`: one loss of one output as (sum, count) where it counts tokens, else as Keras adds them up."""
+        """Compute `compile(loss=...)`: (sum, count) for one loss of one output, otherwise the total that Keras
+        computes."""
         import keras
 
         self.build(parts.y, outputs)

@@ -1,4 +1,4 @@
-"""A Keras model and a Keras optimizer in the files of a checkpoint, through numpy: the same bytes from every engine.
+"""Keras models and optimizers in the files of a checkpoint, by way of numpy. Every engine writes the same bytes.
 
 model/model.safetensors          variables by name; its metadata "keras" holds their order and how the model is built
 optimizer/optimizer.safetensors  state.<parameter>.<slot>
@@ -26,14 +26,14 @@ _WORDS = {
 
 
 def save_model(model: Any, directory: Path) -> None:
-    """Write the variables of a built model to `directory/model`. One process calls it."""
+    """Write the variables of a built model to `directory/model`. Only one process may call it."""
     named = model_variables(model)
     kept = json.dumps({"variables": list(named), "build": _build_config(model)})
     _write(directory / "model" / "model.safetensors", named, {"keras": kept})
 
 
 def export(model: Any, path: Path) -> None:
-    """The variables by name in one safetensors file, which appears whole or not at all. One process calls it."""
+    """Write the variables by name into one safetensors file atomically. Only one process may call it."""
     staged = path.with_name(f".tmp-{path.name}")
     staged.parent.mkdir(parents=True, exist_ok=True)
     _write(staged, model_variables(model), {"format": "pt"})
@@ -41,9 +41,10 @@ def export(model: Any, path: Path) -> None:
 
 
 def load_model(model: Any, directory: Path) -> None:
-    """Put the stored values into the variables of `model`; one without variables is first built as the stored one was.
+    """Load the stored values into the variables of `model`. Every process calls it; it is no collective.
 
-    CheckpointError where it is another model. Every process for itself.
+    A model without variables is first built as the stored one was. Raises CheckpointError if the checkpoint is of
+    another model.
     """
     stored, _ = read_tensors(directory / "model")
     kept = _kept(directory)
@@ -55,7 +56,8 @@ def load_model(model: Any, directory: Path) -> None:
 
 
 def save_optimizer(optimizer: Any, model: Any, directory: Path) -> dict[str, Any]:
-    """Write the slots of a built optimizer to `directory/optimizer`; returns the rest as JSON. One process writes."""
+    """Write the slots of a built optimizer to `directory/optimizer` and return the rest as JSON. Only one process
+    writes."""
     content = optimizer_content(optimizer, model)
     slots, _ = optimizer_variables(optimizer, _names(model))
     _write(directory / "optimizer" / "optimizer.safetensors", slots, {})
@@ -63,7 +65,7 @@ def save_optimizer(optimizer: Any, model: Any, directory: Path) -> dict[str, Any
 
 
 def optimizer_content(optimizer: Any, model: Any) -> dict[str, Any]:
-    """What state.json keeps of a built optimizer."""
+    """Return what state.json holds of a built optimizer."""
     names = _names(model)
     _, own = optimizer_variables(optimizer, names)
     return {
@@ -76,9 +78,13 @@ def optimizer_content(optimizer: Any, model: Any) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: Any, model: Any, directory: Path, content: Mapping[str, Any]) -> None:
-    """Take up what `save_optimizer` wrote (`content` is what it returned). Every process for itself.
+    """Load what `save_optimizer` wrote. Every process calls it; it is no collective.
 
-    CheckpointError where it is another optimizer or it trained other variables.
+    Args:
+        content: what `save_optimizer` returned.
+
+    Raises:
+        CheckpointError: the checkpoint is of another optimizer, or of other trained variables.
     """
     _check_content(content, optimizer)
     own = model_variables(model)
@@ -104,16 +110,17 @@ def load_optimizer(optimizer: Any, model: Any, directory: Path, content: Mapping
 
 
 def fixed_rate(optimizer: Any) -> float | None:
-    """The learning rate; None where a schedule or a function gives it.
+    """Return the learning rate, or None if a schedule or a function computes it.
 
-    Of one that Keras keeps in float32 it is the shortest number that reads so, such as 0.003: the same on every engine.
+    For a rate that Keras keeps in float32, it is the shortest decimal number with that value, such as 0.003. It is the
+    same on every engine.
     """
     rate = optimizer._learning_rate
     return float(str(value_of(rate))) if hasattr(rate, "assign") else None
 
 
 def value_of(variable: Any) -> Any:
-    """A variable's value as a numpy array."""
+    """Return the value of a variable as a numpy array."""
     import keras
 
     return numpy.asarray(keras.ops.convert_to_numpy(variable))
@@ -136,7 +143,7 @@ def _renamed(key: str, here: Mapping[str, str]) -> str:
 
 
 def _build_config(model: Any) -> Any:
-    """How Keras builds the model again, where that is JSON."""
+    """Return the configuration with which Keras builds the model again, or None if JSON cannot hold it."""
     config = model.get_build_config()
     try:
         return json.loads(json.dumps(config))
@@ -145,7 +152,8 @@ def _build_config(model: Any) -> Any:
 
 
 def _kept(directory: Path) -> dict[str, Any]:
-    """What `save_model` remembered beside the variables; nothing of a model that was saved without Keras."""
+    """Return what `save_model` stored beside the variables, or empty entries for a model that was saved without
+    Keras."""
     for file in sorted((directory / "model").glob("*.safetensors")):
         _, metadata = read_raw(file)
         try:
@@ -178,7 +186,7 @@ def _write(path: Path, named: Mapping[str, Any], metadata: Mapping[str, str]) ->
 
 
 def _dtype(variable: Any) -> str:
-    dtype = str(value_of(variable).dtype)  # not variable.dtype: torch keeps uint16 and uint32 as wider signed numbers
+    dtype = str(value_of(variable).dtype)  # not variable.dtype: on torch Keras widens uint16 and uint32
     if dtype not in _WORDS:
         raise CheckpointError(f"{variable.path} is {dtype}, which a checkpoint cannot hold")
     return dtype

@@ -1,4 +1,4 @@
-"""What Keras takes for a float while a run has it."""
+"""The float type of Keras during a run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def floats_of(dtype: str) -> Iterator[None]:
-    """Floats are `dtype` within, in float64 those of new layers too; afterwards all is as the user left it.
+    """Set the float type of Keras to `dtype` within the block, and restore the user's setting afterwards.
 
-    Keras makes the policy of new layers of its float at the moment when it is first asked, and keeps it: the user's next
-    model would be float64.
+    In float64 new layers have that type too. Keras creates the policy of new layers when it is first needed and then
+    keeps it (Keras 3.15, `global_state`), so without the reset the user's next model would be float64.
     """
     import keras
     from keras.src.backend.common import global_state

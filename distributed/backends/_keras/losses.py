@@ -1,4 +1,5 @@
-"""Losses and metrics of Keras as sums and counts, so that they weigh alike however a batch is cut. Any engine."""
+"""Losses and metrics of Keras as sums and counts, so that the result does not depend on how a batch is cut. Any
+engine."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ _EXAMPLE = "give one, for example Trainer(model, loss_fn=keras.losses.SparseCate
 
 
 def is_of_keras(loss_fn: Any) -> bool:
-    """Whether `loss_fn` is a loss object or function of Keras, which take (targets, outputs)."""
+    """Return True if `loss_fn` is a loss object or function of Keras. Those take (targets, outputs)."""
     kinds = {cls.__name__ for cls in type(loss_fn).__mro__ if cls.__module__.startswith("keras.")}
     return "Loss" in kinds or str(getattr(loss_fn, "__module__", "")).startswith("keras.")
 
 
 class KerasLoss:
-    """`loss(targets, outputs, sample_weight)` as a mean over samples, or as (sum, count) where it counts tokens."""
+    """Compute `loss(targets, outputs, sample_weight)` as a mean over samples, or as (sum, count) if it counts
+    tokens."""
 
     def __init__(self, loss: Any, factor: float | None = None) -> None:
         import keras
@@ -33,7 +35,8 @@ class KerasLoss:
             )
 
     def __call__(self, targets: Any, outputs: Any, weight: Any = None) -> Any:
-        """A scalar, or (sum, count) for masked outputs, outputs of more than two dimensions and means by weight."""
+        """Return a scalar, or (sum, count) for masked outputs, outputs of more than two dimensions, and means by
+        weight."""
         if targets is None:
             raise ConfigError("the batch has no targets, so there is nothing to compare the outputs with: " + _EXAMPLE)
         self._loss = in_dtype(self._loss, _floatx())
@@ -44,7 +47,8 @@ class KerasLoss:
         return self._counted(targets, outputs, weight, mask, by_weight)
 
     def _counted(self, targets: Any, outputs: Any, weight: Any, mask: Any, by_weight: bool) -> Pair:
-        """Keras divides by the elements, by those that are not masked, or by the weights of these."""
+        """Return the sum and the count by which Keras divides: all elements, those that are not masked, or the sum
+        of their weights."""
         import keras
 
         before, self._loss.reduction = self._loss.reduction, None
@@ -61,7 +65,7 @@ class KerasLoss:
 
 
 def compute_in_floatx(loss_or_metric: Any) -> None:
-    """Make an object that computes in float32 compute in float64, where that is Keras's float by now."""
+    """Make an object that computes in float32 compute in float64, if that is the present float type of Keras."""
     import keras
 
     if keras.config.floatx() == "float64" and loss_or_metric.dtype == "float32":
@@ -70,7 +74,8 @@ def compute_in_floatx(loss_or_metric: Any) -> None:
 
 
 def in_dtype(loss: Any, dtype: str) -> Any:
-    """A loss that computes in `dtype`: Keras makes one for the type that was usual then, and rounds its arguments to that."""
+    """Return a loss that computes in `dtype`. A loss of Keras rounds its arguments to the float type that was set
+    when it was made."""
     import keras
 
     if not isinstance(loss, keras.losses.Loss) or loss.dtype == dtype:
@@ -88,7 +93,8 @@ def _floatx() -> str:
 
 
 def _along(value: Any, like: Any) -> Any:
-    """`value`, which has the first dimensions of `like`, or one of size 1 more, repeated along the others."""
+    """Return `value` broadcast to the shape of `like`. `value` has the first dimensions of `like`, and possibly one
+    more of size 1."""
     import keras
 
     if len(value.shape) == len(like.shape) + 1:
@@ -99,7 +105,7 @@ def _along(value: Any, like: Any) -> Any:
 
 
 def _wrapped(function: Any) -> Any:
-    """A loss object around a name or function of Keras."""
+    """Return a loss object for a name or function of Keras."""
     import keras
 
     found = keras.losses.get(function)
@@ -114,9 +120,10 @@ def _wrapped(function: Any) -> Any:
 
 
 def default_loss(model: Any, outputs: Any, targets: Any) -> tuple[Any, str]:
-    """(loss, why) where none was given: cross-entropy for class indices, mean squared error for floats of the outputs' shape.
+    """Return the default loss and the reason for it: cross-entropy for class indices, mean squared error for floats of
+    the outputs' shape.
 
-    The same on every engine. ConfigError where neither is meant.
+    It is the same on every engine. Raises ConfigError if neither fits.
     """
     import keras
 
@@ -153,7 +160,8 @@ def _ends_in_softmax(model: Any) -> bool:
 
 
 def compiled_metrics(model: Any, targets: Any, outputs: Any) -> dict[str, tuple[Any, Any, bool]]:
-    """name -> (metric, (place, name) of its output or None, whether it is weighted) of a compiled model."""
+    """Return the metrics of a compiled model by name: (metric, (position, name) of its output or None, whether it is
+    weighted)."""
     compiled = getattr(model, "_compile_metrics", None)
     if compiled is None:
         return {}
@@ -171,14 +179,15 @@ def compiled_metrics(model: Any, targets: Any, outputs: Any) -> dict[str, tuple[
 
 
 def metric_value(metric: Any, targets: Any, outputs: Any, weight: Any = None) -> Pair:
-    """(sum, count) of one batch, of a metric that is a mean."""
+    """Return (sum, count) of one batch for a metric that is a mean."""
     metric.reset_state()
     metric.update_state(targets, outputs, sample_weight=weight)
     return metric.total + 0, metric.count + 0
 
 
 def of_output(value: Any, place: Any) -> Any:
-    """The part of targets or outputs that belongs to the output `place` = (number, name); all of it for None."""
+    """Return the part of targets or outputs for the output `place` = (position, name), or all of it if `place` is
+    None."""
     import keras
 
     if place is None or value is None:

@@ -1,4 +1,5 @@
-"""Metrics of Keras that are no means over samples: their variables are sums over batches, which the ranks add up. Any engine."""
+"""Keras metrics that are no means over samples, on any engine. Their variables are sums over batches, which are
+added over ranks."""
 
 from __future__ import annotations
 
@@ -13,22 +14,25 @@ from distributed.backends._keras.losses import compute_in_floatx
 from distributed.backends.over_all import Engine, Kept, Measure, Update, driven
 from distributed.backends.parts import Arguments, Part
 
-OBJECT = ("reset_state", "update_state", "result")  # the methods of an object, as Keras names them
+OBJECT = ("reset_state", "update_state", "result")  # names of the methods of a Keras metric
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def is_mean(metric: Any) -> bool:
-    """Whether the metric is a sum over samples divided by their number or weight."""
+    """Return True if the metric is a sum over samples divided by their number or weight."""
     import keras
 
     return isinstance(metric, keras.metrics.Mean) and type(metric).result is keras.metrics.Mean.result
 
 
 def measure_of(metric: Any, engine: Engine, scope: Scope, prepare: Callable[[Arguments], Arguments]) -> Measure:
-    """What computes a Keras metric over all samples: by its variables for one of Keras's own, else from all outputs.
+    """Return what computes a Keras metric over all samples.
 
-    Variables of Keras's metrics are sums, which those of a class of the user's need not be. `prepare` is what is kept of its
-    arguments, which come as (outputs, targets), on the host.
+    Metrics of Keras itself have variables that are sums, so they are computed from the sums. The variables of a user's
+    class may be anything, so its metric is computed from all outputs.
+
+    Args:
+        prepare: converts the arguments of a call, (outputs, targets), to what is kept on the host.
     """
     if type(metric).__module__.startswith("keras."):
         return SumsMeasure(metric, scope)
@@ -41,13 +45,13 @@ def measure_of(metric: Any, engine: Engine, scope: Scope, prepare: Callable[[Arg
 
 
 def in_order_of_keras(call: Arguments) -> Arguments:
-    """(targets, outputs) of (outputs, targets)."""
+    """Return the arguments with (outputs, targets) swapped to (targets, outputs)."""
     outputs, targets, *more = call.args or (None, None)
     return call._replace(args=(targets, outputs, *more)) if call.args else call
 
 
 class SumsMeasure:
-    """What each batch adds to the variables of a metric, summed up in float64."""
+    """Sum in float64 of what each batch adds to the variables of a metric."""
 
     training = True
 
@@ -57,11 +61,11 @@ class SumsMeasure:
 
     @functools.cached_property
     def _metric(self) -> Any:
-        """Made at its first use: a metric of `compile` is found while a graph is traced."""
+        """Copy of the metric, made at its first use: a metric of `compile` is found while a graph is traced."""
         return _copy(self._given)
 
     def absorb(self, part: Part) -> None:
-        """Update the metric."""
+        """Add one batch."""
         args, named = in_order_of_keras(part.value)
         with self._scope():
             self._metric.reset_state()
@@ -70,19 +74,19 @@ class SumsMeasure:
         self._sums = added if self._sums is None else [a + b for a, b in zip(self._sums, added, strict=True)]
 
     def take(self) -> list[Part]:
-        """Nothing: the sums stay here."""
+        """Return nothing, because no outputs are kept."""
         return []
 
     def state(self) -> list[Any] | None:
-        """The sums."""
+        """Return the sums."""
         return None if self._sums is None else list(self._sums)
 
     def restore(self, states: Sequence[Any]) -> None:
-        """Go on from the sums of one or several ranks."""
+        """Set the sums to the total of those of one or several ranks."""
         self._sums = _added(states) if states else None
 
     def value(self, updates: Sequence[Update], states: Sequence[Any]) -> Any:
-        """The metric of everything."""
+        """Return the metric over the sums of all ranks."""
         with self._scope():
             self._metric.reset_state()
             for variable, total in zip(self._metric.variables, _added(states), strict=True):
@@ -90,7 +94,7 @@ class SumsMeasure:
             return _number(self._metric.result())
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop the sums."""
         self._sums = None
 
 
@@ -105,12 +109,12 @@ def _array(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A result of Keras as numbers."""
+    """Return a result of Keras as numpy arrays."""
     return {name: _array(each) for name, each in value.items()} if isinstance(value, dict) else _array(value)
 
 
 def _copy(metric: Any) -> Any:
-    """A metric like this with variables of its own, in the element type of the run."""
+    """Return a copy of the metric with its own variables, in the element type of the run."""
     import keras
 
     content = metric.get_config()

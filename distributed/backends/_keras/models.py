@@ -1,4 +1,5 @@
-"""Keras models and optimizers as objects: what they are, what of them works under our step, and the default optimizer."""
+"""Keras models and optimizers as objects: detect them, check that they work with our step, and choose the default
+optimizer."""
 
 from __future__ import annotations
 
@@ -13,33 +14,46 @@ _FIX = "pass a Keras optimizer or a factory, optimizer=lambda variables: keras.o
 
 
 def is_model(value: Any) -> bool:
-    """Whether `value` is a Keras 3 model, of whatever engine. Loads nothing: without keras there is none."""
+    """Return True if `value` is a Keras 3 model of any engine. Imports nothing: without keras there is no such
+    model."""
     return _is_a(value, "Model")
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether `value` is a Keras optimizer, of whatever engine."""
+    """Return True if `value` is a Keras optimizer of any engine."""
     return _is_a(value, "Optimizer")
 
 
 def is_schedule(value: Any) -> bool:
-    """Whether `value` is a Keras LearningRateSchedule."""
+    """Return True if `value` is a Keras LearningRateSchedule."""
     keras = sys.modules.get("keras")
     schedules = getattr(getattr(keras, "optimizers", None), "schedules", None)
     return schedules is not None and isinstance(value, schedules.LearningRateSchedule)
 
 
+def schedule_kind(there: str | None, here: str | None) -> str | None:
+    """Return the class of the schedule that a checkpoint names `there`, for a run whose own is `here`.
+
+    Early checkpoints of PyTorch's engines hold the name LearningRateSchedule for every schedule of Keras.
+    """
+    return here if here and there == "LearningRateSchedule" else there
+
+
 def _is_a(value: Any, name: str) -> bool:
     keras = sys.modules.get("keras")
-    cls = getattr(keras, name, None) if hasattr(keras, "ops") else None  # Keras 2 has none
+    cls = getattr(keras, name, None) if hasattr(keras, "ops") else None  # Keras 2 has no `ops`
     return isinstance(cls, type) and isinstance(value, cls)
 
 
 def check_engine(wanted: str, backend: str, *, here: bool, otherwise: str = "choose another backend") -> None:
-    """Raise ConfigError where Keras runs on another engine than `wanted`: it cannot be changed once keras is imported.
+    """Raise ConfigError if Keras runs on another engine than `wanted`. The engine cannot change after keras is
+    imported.
 
-    Workers that are yet to start (not `here`) have their own, which follows KERAS_BACKEND where the user has set it.
-    `otherwise` is what else may be set.
+    Args:
+        wanted: the engine that the backend needs.
+        backend: name of the backend.
+        here: whether Keras runs in this process. Otherwise workers will choose their engine from KERAS_BACKEND.
+        otherwise: another way to fix it, for the message.
     """
     import keras
 
@@ -59,7 +73,7 @@ def check_engine(wanted: str, backend: str, *, here: bool, otherwise: str = "cho
 
 
 def check_model(model: Any) -> None:
-    """Raise ConfigError for parts of a model that our step would leave out."""
+    """Raise ConfigError for parts of a model that our step would ignore."""
     base = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("keras."))
     if getattr(type(model), _OWN_STEP) is not getattr(base, _OWN_STEP):
         raise ConfigError(
@@ -69,9 +83,11 @@ def check_model(model: Any) -> None:
 
 
 def chosen_optimizer(given: Any, model: Any, learning_rate: float) -> Any:
-    """The Keras optimizer to train a built `model` with, built: the given one, the compiled one, or AdamW as torch has it.
+    """Return the built Keras optimizer for a built `model`: the given one, the compiled one, or AdamW with torch's
+    defaults.
 
-    `given` may be a factory, called with the trainable variables. Raises ConfigError for what our step would contradict.
+    `given` may be a factory, which is called with the trainable variables. Raises ConfigError if the optimizer does not
+    work with our step.
     """
     import keras
 
@@ -101,7 +117,8 @@ def chosen_optimizer(given: Any, model: Any, learning_rate: float) -> Any:
 
 
 def _made(factory: Any, argument: Any, name: str, fix: str) -> Any:
-    """What the factory makes; torch's own optimizers and schedules raise a TypeError for what Keras gives them."""
+    """Call the factory. Optimizers and schedules of torch raise TypeError for arguments of Keras, which becomes
+    ConfigError."""
     try:
         return factory(argument)
     except TypeError as error:
@@ -109,7 +126,8 @@ def _made(factory: Any, argument: Any, name: str, fix: str) -> Any:
 
 
 def set_schedule(optimizer: Any, scheduler: Any) -> None:
-    """A LearningRateSchedule given beside the optimizer, or a factory of one; ConfigError for anything else."""
+    """Set the LearningRateSchedule that was given beside the optimizer, or that the given factory makes. Raises
+    ConfigError for anything else."""
     fix = "pass a schedule of keras.optimizers.schedules"
     schedule = scheduler
     if not is_schedule(scheduler) and callable(scheduler):
@@ -140,7 +158,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def batch_dependent(model: Any) -> list[str]:
-    """Names of layers whose output differs with the split of a batch: batch statistics and dropout."""
+    """Return the names of layers whose output depends on how a batch is split: batch statistics and dropout."""
     names = []
     for layer in model._flatten_layers():
         draws = bool(getattr(layer, "_seed_generators", None)) and getattr(layer, "rate", 1) != 0

@@ -1,8 +1,8 @@
-"""What a checkpoint calls the variables of a Keras model and of a Keras optimizer, the same on every engine.
+"""Names in a checkpoint for the variables of a Keras model and a Keras optimizer. They are the same on every engine.
 
-A model's variable is called by its path ("dense/kernel"), seed generators included. Keras makes up layer names by counting all
-layers of a process, so the same model may be "dense" here and "dense_1" there: a stored model is matched by path where all
-paths are the same, else by the place of its variables, which a model's file remembers.
+A variable of a model has its path as name ("dense/kernel"), seed generators included. Keras makes up layer names by
+counting all layers of a process, so the same model may be "dense" here and "dense_1" there. A stored model is therefore
+matched by path if all paths are equal, and otherwise by the order of its variables, which the model's file contains.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 from distributed.errors import CheckpointError
 
 Shape = tuple[int, ...]
-_NOT_SLOTS = ("_variables", "_trainable_variables")  # lists of an optimizer that hold no slot
+_NOT_SLOTS = ("_variables", "_trainable_variables")  # attributes of an optimizer that are lists but hold no slots
 
 
 def model_variables(model: Any) -> dict[str, Any]:
-    """name -> variable of a built model, in its own order: weights, moving statistics, states of seed generators."""
+    """Return the variables of a built model by name, in its own order: weights, moving statistics, states of seed
+    generators."""
     named: dict[str, Any] = {}
     for variable in model.variables:
         named[_free(variable.path.replace(".", "_"), named)] = variable
@@ -25,7 +26,7 @@ def model_variables(model: Any) -> dict[str, Any]:
 
 
 def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """`name`, with a number where two layers of one name have variables of one name."""
+    """Return `name`, with a number if it is taken: two layers of one name may have variables of one name."""
     free, number = name, 2
     while free in taken:
         free, number = f"{name}:{number}", number + 1
@@ -33,7 +34,7 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def seed_names(model: Any) -> set[str]:
-    """The names in `model_variables` of the states of seed generators."""
+    """Return the names in `model_variables` of the states of seed generators."""
     weights = {id(variable) for variable in model.weights}
     return {
         name
@@ -43,9 +44,13 @@ def seed_names(model: Any) -> set[str]:
 
 
 def optimizer_variables(optimizer: Any, names: Mapping[int, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """({"state.<parameter>.<slot>": variable}, {name: variable that belongs to no parameter}) of a built optimizer.
+    """Return the variables of a built optimizer as (slots, others).
 
-    `names` are those of the model's variables by id. The number of updates and the learning rate are in neither.
+    Slots are named "state.<parameter>.<slot>"; the others belong to no parameter. The number of updates and the
+    learning rate are in neither.
+
+    Args:
+        names: names of the model's variables by their id.
     """
     slots: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -66,20 +71,25 @@ def optimizer_variables(optimizer: Any, names: Mapping[int, str]) -> tuple[dict[
 
 
 def _slot(name: str, parameter: Any, attribute: str) -> str:
-    """Keras calls a slot "<path of the parameter>_momentum"; where it does not, the optimizer's attribute has its name."""
+    """Return the name of a slot. Keras names the variable "<path of the parameter>_momentum"; otherwise the
+    attribute of the optimizer has the name."""
     prefix = parameter.path.replace("/", "_") + "_"
     return name.removeprefix(prefix) if name.startswith(prefix) else attribute.lstrip("_")
 
 
 def is_variable(value: Any) -> bool:
-    """Whether `value` is a Keras variable of whatever engine."""
+    """Return True if `value` is a Keras variable of any engine."""
     return hasattr(value, "assign") and hasattr(value, "path") and hasattr(value, "numpy")
 
 
 def matched(own: Mapping[str, Shape], stored: Mapping[str, Shape], order: Sequence[str], where: str) -> dict[str, str]:
-    """own name -> stored name: by name where the names are the same, else by place (`order` is that of the stored ones).
+    """Return own name -> stored name: by name if the names are equal, otherwise by position.
 
-    CheckpointError where the numbers of variables or their shapes differ.
+    Args:
+        order: names of the stored variables in their order.
+
+    Raises:
+        CheckpointError: the numbers of variables or their shapes differ.
     """
     theirs = [name for name in order if name in stored] if set(order) == set(stored) else list(stored)
     pairs = {name: name for name in own} if own.keys() == stored.keys() else dict(zip(own, theirs, strict=False))

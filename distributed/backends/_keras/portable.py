@@ -1,7 +1,7 @@
-"""Keras objects on their way to the workers, whose Keras may run on another engine: as configuration and numbers.
+"""Pickling of Keras objects as configuration and numbers, for workers whose Keras may run on another engine.
 
-Keras's own pickling writes an archive that names the classes of the script, which workers of a notebook cannot import; here
-they travel by value, as everything else that cloudpickle finds in a main module.
+Keras's own pickling writes an archive that names the classes of the script, which the workers of a notebook cannot
+import. Here classes are pickled by value, as cloudpickle does with everything in a main module.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def dumps(value: Any) -> bytes:
-    """`value` pickled by value, with the Keras models, optimizers, losses and metrics anywhere in it.
+    """Pickle `value` by value, including Keras models, optimizers, losses and metrics anywhere in it.
 
-    TypeError for a model that says no configuration.
+    Raises TypeError for a model without a configuration.
     """
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
@@ -37,9 +37,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def remade(value: Any) -> Any:
-    """A Keras model, optimizer, loss or metric once more, from its configuration and numbers; None for anything else.
+    """Return a copy of a Keras model, optimizer, loss or metric, made from its configuration and numbers. Return None
+    for anything else.
 
-    TypeError for a model that says no configuration.
+    Raises TypeError for a model without a configuration.
     """
     reduced = _reduced(value)
     if reduced is None:
@@ -51,7 +52,7 @@ def remade(value: Any) -> Any:
 
 
 def _with_parts_remade(compiled: Any) -> Any:
-    """What a model was compiled with, once more: the optimizer and the metrics are bound to the first model."""
+    """Return a copy of what a model was compiled with. The optimizer and the metrics are bound to the first model."""
     if isinstance(compiled, dict):
         return {name: _with_parts_remade(value) for name, value in compiled.items()}
     if isinstance(compiled, (list, tuple)):
@@ -61,7 +62,7 @@ def _with_parts_remade(compiled: Any) -> Any:
 
 
 def _reduced(obj: Any) -> Reduced | None:
-    """How to make it again; None for what is not of Keras."""
+    """Return the function and arguments that make `obj` again, or None if it is no object of Keras."""
     if is_model(obj):
         return _reduced_model(obj)
     if is_optimizer(obj) or _is_keras(obj, "Loss") or _is_keras(obj, "Metric"):
@@ -76,7 +77,8 @@ def _is_keras(value: Any, name: str) -> bool:
 
 
 def _public_class(cls: type) -> type:
-    """Keras puts an engine's own class under an optimizer; the other engine has another."""
+    """Return the public class of an optimizer. Keras puts an engine's own class under it, which other engines do not
+    have."""
     return next((c for c in cls.__mro__ if c.__name__ == cls.__name__ and ".backend." not in c.__module__), cls)
 
 
@@ -107,7 +109,7 @@ def _remade_model(
     from keras.src.saving.serialization_lib import SafeModeScope
 
     try:
-        with keras.saving.custom_object_scope(custom), SafeModeScope(False):  # the script's own functions
+        with keras.saving.custom_object_scope(custom), SafeModeScope(False):  # allow functions of the script
             model = cls.from_config(config)
             if values and not (model.built and model.variables):
                 model.build_from_config(build)
@@ -126,7 +128,8 @@ def _remade_model(
 
 @contextlib.contextmanager
 def _without_tensorflow() -> Iterator[None]:
-    """Keras loads TensorFlow to see whether an object is one of its: there are none where nobody has loaded it."""
+    """Prevent Keras from importing TensorFlow to check whether an object is one of TensorFlow's. If TensorFlow is
+    not loaded, there are none (Keras 3.15)."""
     from keras.src.utils.module_utils import tensorflow
 
     before = tensorflow._available

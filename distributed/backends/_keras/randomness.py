@@ -1,4 +1,4 @@
-"""The generator of all draws of Keras that name none."""
+"""The global seed generator of Keras, which all draws without a generator of their own use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 
 def common_state(*, create: bool = False) -> Any:
-    """Its state, a variable of two whole numbers. None where Keras is not loaded, or nothing was drawn and not `create`."""
-    global_state = sys.modules.get("keras.src.backend.common.global_state")  # of Keras 3
+    """Return its state, a variable of two integers. Return None if Keras is not loaded, or if nothing was drawn and
+    `create` is False."""
+    global_state = sys.modules.get("keras.src.backend.common.global_state")  # present only in Keras 3
     seed_generator = sys.modules.get("keras.src.random.seed_generator")
     if global_state is None or seed_generator is None:
         return None

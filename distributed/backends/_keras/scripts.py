@@ -1,4 +1,4 @@
-"""What can be known of a script that may use Keras before it runs."""
+"""What the source of a script says about its use of Keras, before the script runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from pathlib import Path
 
 from distributed.errors import ConfigError
 
-_ENGINES = ("tensorflow", "torch", "jax", "numpy", "openvino")  # Keras 3's, each named like its library
+_ENGINES = ("tensorflow", "torch", "jax", "numpy", "openvino")  # engines of Keras 3; each has the name of its library
 _DEFAULT_ENGINE = "tensorflow"
 _MOST_FILES = 50
 
 
 def check_keras_backend(script: Path, wanted: str) -> None:
-    """ConfigError where KERAS_BACKEND names what is not here and the script imports keras, which would fail. `wanted`: the
-    engine that the backend needs."""
+    """Raise ConfigError if KERAS_BACKEND names an engine that is not installed and the script imports keras.
+
+    Args:
+        wanted: the engine that the backend needs, for the message.
+    """
     chosen = os.environ.get("KERAS_BACKEND")
     if not chosen or (chosen in _ENGINES and importlib.util.find_spec(chosen) is not None):
         return
@@ -27,8 +30,11 @@ def check_keras_backend(script: Path, wanted: str) -> None:
 
 
 def environ_for(script: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` of a backend's workers as `script` needs it: one that does not import this package has no Trainer, and Keras runs
-    on the engine that it is written for, which the script or Keras itself chooses."""
+    """Return `environ` of a backend's workers, adapted to `script`.
+
+    A script that does not import this package uses no Trainer. Its Keras runs on the engine that the script or Keras
+    chooses.
+    """
     chosen = dict(environ)
     is_ours = any(name.partition(".")[0] == "distributed" for names in imported(script) for name in names)
     if not is_ours and chosen.get("KERAS_BACKEND") != _DEFAULT_ENGINE:
@@ -37,7 +43,8 @@ def environ_for(script: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def imported(script: Path) -> Iterator[set[str]]:
-    """What the script imports, and then each file beside it that is among that, as far as they can be read."""
+    """Yield the imported names of the script, then those of each imported file beside it, as far as the files can be
+    read."""
     waiting, seen = [script], set[Path]()
     while waiting and len(seen) < _MOST_FILES:
         path = waiting.pop()
@@ -56,7 +63,7 @@ def imported(script: Path) -> Iterator[set[str]]:
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
-    """Modules that are imported, names that are imported from them, and torch.nn where it is used as an attribute."""
+    """Yield imported modules, names that are imported from modules, and "torch.nn" if it is used as an attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

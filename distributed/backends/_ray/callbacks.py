@@ -1,4 +1,4 @@
-"""A user's own callbacks of Ray Train, which live in Ray's controller and hear of each epoch."""
+"""A user's callbacks for Ray Train. They run in Ray's controller and receive each epoch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distributed.launching.request import LaunchRequest
 
 
 def made(names: str | None, request: LaunchRequest) -> list[Any]:
-    """One object of each class in "module.Class, module.Class". ConfigError where there is no such class."""
+    """Return one object of each class in "module.Class, module.Class". Raises ConfigError if a class does not exist."""
     if not names:
         return []
     beside = [str(Path(request.script).resolve().parent)] if request.script else []
@@ -35,5 +35,5 @@ def _made(name: str) -> Any:
         ) from None
     if not (isinstance(cls, type) and issubclass(cls, UserCallback)):
         raise ConfigError(f"ray.callbacks: {name!r} is no class of ray.train.UserCallback: derive it from that")
-    cloudpickle.register_pickle_by_value(module)  # Ray's controller may run where it cannot be imported
+    cloudpickle.register_pickle_by_value(module)  # Ray's controller may run where the module cannot be imported
     return cls()

@@ -1,4 +1,4 @@
-"""The Ray side of a launch: a cluster of its own or an existing one, and Ray Train on it."""
+"""The Ray side of a launch: its own cluster or an existing one, and Ray Train on it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from distributed.errors import ConfigError, ResourceError
 from distributed.launching.request import LaunchRequest
 from distributed.runs.temporary import claim
 
-_REACH_S = 5.0  # for the port of an existing cluster to answer
-_ANSWER_S = 20.0  # for its server to say a first word, on a busy machine too
-_JOIN_S = 180.0  # for joining it: all tries
+_REACH_S = 5.0  # time for the port of an existing cluster to answer
+_ANSWER_S = 20.0  # time for its server to send its first bytes, also on a busy machine
+_JOIN_S = 180.0  # time for joining it, all tries together
 LOCAL_OBJECT_STORE_BYTES = 10**8
 _LONGEST_DIRECTORY = 26
 _ADDRESS = re.compile(r"(?:ray://)?(\[[^\[\]]+\]|[^\[\]/:\s]+):(\d+)")
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")  # which every node takes for itself
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names that mean a different machine on each node
 
 
 class Cluster:
-    """Where the workers of a launch run."""
+    """Ray cluster that runs the workers of a launch."""
 
     def __init__(self, request: LaunchRequest) -> None:
         options = request.launcher_options
@@ -40,19 +40,20 @@ class Cluster:
         self._cpus: float = options["cpus"]
         self._callbacks: str | None = options.get("callbacks")
         self._ray: Any = None
-        self.scratch: Path | None = None  # the files of a cluster of its own; whoever ends it removes them
+        # directory for the files of its own cluster; the caller that ends the cluster removes it
+        self.scratch: Path | None = None
         if self._address is None:
             self.scratch = new_scratch()
 
     @property
     def patience_s(self) -> float:
-        """What `connect` may take."""
+        """Time limit for `connect`, in seconds."""
         limit = self._request.start_timeout
         return limit if self._address is None else min(limit, _JOIN_S)
 
     @property
     def late(self) -> ResourceError:
-        """What to do where it takes longer."""
+        """Error to raise if `connect` takes longer than `patience_s`."""
         if self._address is not None:
             return _unreached(self._address, f"no answer within {self.patience_s:g} s")
         return ResourceError(
@@ -61,17 +62,19 @@ class Cluster:
 
     @property
     def host(self) -> str | None:
-        """A host of the existing cluster, as its nodes name it; None where it is this machine's own. After `connect`."""
+        """Host of the existing cluster, as its nodes name it. None for a cluster on this machine. Call `connect`
+        first."""
         if self._address is None:
             return None
         given = _host_and_port(self._address) if self._address.startswith("ray://") else None
-        if given is not None and given[0] not in _LOOPBACK:  # of a client: it may see no other
+        # the address given to Ray's client; the client may reach no other
+        if given is not None and given[0] not in _LOOPBACK:
             return given[0]
         found = _host_and_port(self._ray.get_runtime_context().gcs_address)
         return found[0] if found is not None else None
 
     def connect(self, payload_bytes: int) -> None:
-        """Start or join the cluster. Raises ResourceError where it has too few CPUs, or is not to be reached."""
+        """Start or join the cluster. Raises ResourceError if it has too few CPUs or cannot be reached."""
         self._set_environment()
         self._ray = import_library("ray", "ray")
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
@@ -86,21 +89,21 @@ class Cluster:
         start_own(self._ray, self.scratch, _local_cpus(), LOCAL_OBJECT_STORE_BYTES + 2 * payload_bytes, **quiet)
 
     def train(self, order: Mapping[str, Any], storage: Path) -> None:
-        """Run the workers until all of them have ended for good."""
+        """Run the workers until all of them have ended and none is restarted."""
         if self._group is not None:
             self._train_in_group(order)
         else:
             self._train(order, storage)
 
     def leave(self) -> None:
-        """End what `connect` began."""
+        """Leave the cluster, or end it if `connect` started it."""
         if self._ray is not None:
             self._ray.shutdown()
 
     # ------------------------------------------------------------------ parts
 
     def _set_environment(self) -> None:
-        """Read by Ray at import and in its processes."""
+        """Set the variables that Ray reads at import and in its processes."""
         request = self._request
         os.environ.update({
             "RAY_TRAIN_V2_ENABLED": "1",
@@ -109,7 +112,8 @@ class Cluster:
             "RAY_CHDIR_TO_TRIAL_DIR": "0",
             "RAY_TRAIN_METRICS_ENABLED": "0",
             "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-            "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "10",  # of three tries, for a busy head to say its first word
+            # limit of each of three tries, so that a busy head can answer
+            "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "10",
         })  # fmt: skip
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if self._address is None:
@@ -136,7 +140,8 @@ class Cluster:
 
         budget = self._request.max_restarts
         is_gpu = self._request.device == "cuda"
-        # TorchTrainer is this with a process group in each Ray worker. Ours is in the process that the worker starts.
+        # TorchTrainer adds a process group in each Ray worker. Our process group is in the process that the worker
+        # starts.
         DataParallelTrainer(
             train, train_loop_config=dict(order),
             scaling_config=ScalingConfig(
@@ -151,7 +156,8 @@ class Cluster:
         ).fit()  # fmt: skip
 
     def _train_in_group(self, order: Mapping[str, Any]) -> None:
-        """In the placement group of a trial, whose first bundle holds the trial itself. Ray Train would ask for another."""
+        """Run the workers in the placement group of a trial, whose first bundle holds the trial itself. Ray Train
+        would request another group."""
         from ray.util.placement_group import PlacementGroup
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -170,11 +176,11 @@ class Cluster:
                 ).remote(order, rank)
                 for rank, place in enumerate(places)
             ]  # fmt: skip
-            failed = [_has_failed(ray, each, Restart) for each in tasks]  # waits for every one
+            failed = [_has_failed(ray, each, Restart) for each in tasks]  # the list waits for all tasks
             is_wanted = any(failed)
 
     def _places(self, bundles: list[dict[str, float]]) -> list[int]:
-        """The bundle of each rank. Raises ResourceError where they do not fit in."""
+        """Return the bundle of each rank. Raises ResourceError if the ranks do not fit."""
         wanted = {"CPU": self._cpus, **({"GPU": 1.0} if self._request.device == "cuda" else {})}
         places = [
             index
@@ -192,26 +198,29 @@ class Cluster:
 
 
 def own_token() -> dict[str, str]:
-    """The environment of a cluster that is nobody else's: it knows its token from there alone, not from the user's home."""
+    """Return the environment of a private cluster. It reads its token only from there, not from the user's home."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def start_own(ray: Any, scratch: Path, cpus: int, object_store_bytes: int, **settings: Any) -> None:
-    """Start a cluster of our own under `own_token`, with its files below `scratch`, and connect to it."""
+    """Start a private cluster under `own_token`, with its files below `scratch`, and connect to it."""
     with _on_loopback():
         ray.init(
             "local", num_cpus=cpus, include_dashboard=False, object_store_memory=object_store_bytes,
-            # Ray opens whatever it makes to everyone, this directory too: so it is one that lies in one of ours.
+            # Ray makes its directories readable for everyone, this one too, so it is placed inside a private directory.
             _temp_dir=str(claim(scratch) / "r"),
-            # Workers of Ray Train have an environment of their own: those started in advance would serve nobody.
+            # Workers of Ray Train have an environment of their own, so prestarted workers would not be used.
             _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False}, **settings,
         )  # fmt: skip
 
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Have Ray's servers listen on the loopback interface alone, as they do by themselves on macOS: on Linux Ray puts another
-    address of this machine in the place of a 127.0.0.1 that it is given, and its servers then listen on all interfaces."""
+    """Make Ray's servers listen on the loopback interface only.
+
+    On Linux Ray replaces a given 127.0.0.1 by another address of this machine, and its servers then listen on all
+    interfaces (Ray 2.60, `ENABLE_RAY_CLUSTER`). On macOS it does not. This can go when Ray keeps the given address.
+    """
     constants: Any = importlib.import_module("ray._private.ray_constants")
     before = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False
@@ -222,13 +231,14 @@ def _on_loopback() -> Iterator[None]:
 
 
 def new_scratch() -> Path:
-    """A name for the files of a cluster of our own. A short one: Ray's sockets lie below it, and their names may have 107 bytes."""
+    """Return a directory name for the files of a private cluster. It is short, because the paths of Ray's sockets
+    below it may have at most 107 bytes."""
     usual = tempfile.gettempdir()
     return Path(usual if len(usual) <= _LONGEST_DIRECTORY else "/tmp", f"ray-{secrets.token_hex(4)}")
 
 
 def check_place(address: str | None, processes: int, cpus: float) -> None:
-    """Whether the workers have a place, as far as that can be seen without Ray. Raises ResourceError."""
+    """Raise ResourceError if the workers have no place, as far as that is known without Ray."""
     if address is None:
         check_cpus(processes, cpus, _local_cpus(), "this machine")
     elif (host_and_port := _host_and_port(address)) is not None:
@@ -241,7 +251,7 @@ def check_place(address: str | None, processes: int, cpus: float) -> None:
 
 
 def check_cpus(processes: int, cpus: float, there: float, where: str) -> None:
-    """Ray waits for ever for CPUs that it does not have. Raises ResourceError."""
+    """Raise ResourceError if there are too few CPUs. Ray would wait for them for ever."""
     if processes * cpus <= there:
         return
     if there < cpus:
@@ -259,7 +269,7 @@ def _local_cpus() -> int:
 
 
 def _has_failed(ray: Any, task: Any, wanted: type[Exception]) -> bool:
-    """Wait for a worker; whether its end asks for all of them again."""
+    """Wait for a worker. Return True if its end requires all workers to start again."""
     try:
         ray.get(task)
     except (wanted, ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError):
@@ -268,19 +278,19 @@ def _has_failed(ray: Any, task: Any, wanted: type[Exception]) -> bool:
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
-    """Of `HOST:PORT`, `[::1]:PORT` and `ray://HOST:PORT`; None for `auto` and the like."""
+    """Return host and port of `HOST:PORT`, `[::1]:PORT` or `ray://HOST:PORT`, or None for `auto` and the like."""
     match = _ADDRESS.fullmatch(address)
     return (match[1].strip("[]"), int(match[2])) if match and int(match[2]) < 1 << 16 else None
 
 
 def _setting(address: str) -> str:
-    """The address beside the name of where it was given."""
+    """Return the address with the name of the setting that gave it."""
     name = "RAY_ADDRESS" if address == os.environ.get("RAY_ADDRESS") else "address"
     return f"{name}={address!r}"
 
 
 def _unreached(address: str, said: str) -> ResourceError:
-    """What to do about a cluster that Ray itself does not reach."""
+    """Return the error for a cluster that Ray cannot reach."""
     if address == "auto":
         return ResourceError(
             f"{_setting(address)} finds no Ray cluster on this machine: start one with 'ray start --head', name one as HOST:PORT, or"
@@ -294,7 +304,7 @@ def _unreached(address: str, said: str) -> ResourceError:
 
 
 def _reach(address: str, host: str, port: int) -> None:
-    """Raise ResourceError where nothing listens, or something else than Ray: bare Ray waits there for ever."""
+    """Raise ResourceError if nothing listens, or something other than Ray. Ray itself would wait there for ever."""
     try:
         connection = socket.create_connection((host, port), timeout=_REACH_S)
     except socket.gaierror as error:
@@ -315,7 +325,7 @@ def _reach(address: str, host: str, port: int) -> None:
 
 
 def _speaks_grpc(connection: socket.socket) -> bool:
-    """Whether the other side begins with a SETTINGS frame, as every HTTP/2 server does (RFC 9113, 3.4)."""
+    """Return True if the other side begins with a SETTINGS frame, as every HTTP/2 server does (RFC 9113, 3.4)."""
     connection.settimeout(_ANSWER_S)
     header = b""
     with contextlib.suppress(OSError):

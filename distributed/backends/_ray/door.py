@@ -44,7 +44,7 @@ class Door:
 
     @property
     def port(self) -> int:
-        """Return the port on which the launcher listens. Call `listen` first."""
+        """Port on which the launcher listens. Call `listen` first."""
         port: int = self._listener.getsockname()[1]
         return port
 
@@ -63,7 +63,7 @@ class Door:
 
     @property
     def patience_s(self) -> float | None:
-        """Return the seconds until `send_late_away` has a connection to close; None if no connection is waiting."""
+        """Seconds until `send_late_away` has a connection to close, or None if no connection is waiting."""
         oldest = next(iter(self._strangers.values()), None)
         return None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
 

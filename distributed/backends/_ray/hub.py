@@ -34,8 +34,8 @@ _KINDS = ("orders", *STREAMS)
 class Guest:
     """A Ray worker of this attempt and its connections."""
 
-    orders: Seal  # of the lines that it receives
-    answers: Seal  # of the lines that it sends
+    orders: Seal  # seal of the lines that the worker receives
+    answers: Seal  # seal of the lines that the worker sends
     sockets: dict[str, socket.socket] = dataclasses.field(default_factory=dict)
     hello: dict[str, Any] = dataclasses.field(default_factory=dict)
     rest: bytes = b""
@@ -68,7 +68,7 @@ class Hub:
         self._lock = threading.RLock()
         self._guests: dict[str, Guest] = {}
         self._present: dict[int, Guest] = {}  # the workers of a complete attempt, by rank
-        self._is_over = False  # if so, workers that Ray still starts are refused
+        self._is_over = False  # if True, workers that Ray still starts are refused
         self.token = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
         self.door = Door(self._selector, self.token, self._admit)
@@ -178,7 +178,8 @@ class Hub:
         answers = [guest.answers.open(line) for line in lines]
         for answer in filter(None, answers):
             self._note_end(guest, int(answer["status"]))
-        if not data or None in answers or len(guest.rest) > LINE_BYTES:  # it has gone, or a line is not sealed
+        # the worker has gone, or the seal of a line is wrong
+        if not data or None in answers or len(guest.rest) > LINE_BYTES:
             self._leave(guest)
 
     def _leave(self, guest: Guest) -> None:

@@ -1,4 +1,4 @@
-"""Joining an existing cluster, where Ray's client alone may wait for minutes or for ever."""
+"""Joining an existing cluster with time limits. Ray's client alone may wait for minutes or for ever."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-_TRIES = 10  # of which one in five may fail, on a busy head
-_SERVER_S = 45.0  # for the process that serves this client to come up; a head itself gives up after 30
+_TRIES = 10  # on a busy head one try in five may fail
+_SERVER_S = 45.0  # time for the process that serves this client to come up; the head itself gives up after 30 s
 _ADDRESS_CHARACTERS = 1000
-_LAST_WORDS_S = 1.0  # for a connection that failed to end by itself
+_LAST_WORDS_S = 1.0  # time for a failed connection to end by itself
 
 
 def join(ray: Any, address: str, **settings: Any) -> None:
-    """`ray.init` for the cluster at `address`. Raises ConnectionError.
+    """Call `ray.init` for the cluster at `address`. Raises ConnectionError.
 
-    The server of ray:// forks a process for each client. Now and then that dies at once or never comes up (ray issue 63202:
-    gRPC's handlers in a fork); another try gets another process. A head under GRPC_ENABLE_FORK_SUPPORT=0 does not have this.
+    The server of ray:// forks a process for each client. Sometimes that process dies at once or never comes up, because
+    of gRPC's handlers in a fork (ray-project/ray#63202), so we try again with a new process. A head under
+    GRPC_ENABLE_FORK_SUPPORT=0 does not have the problem. The tries can go when the oldest supported Ray has that issue
+    fixed.
     """
     if not address.startswith("ray://"):
         ray.init(_own_cluster() if address == "auto" else address, **settings)
@@ -41,10 +43,10 @@ def join(ray: Any, address: str, **settings: Any) -> None:
 
 
 def _own_cluster() -> str:
-    """Return what `auto` means: the address of a cluster that this user or root started on this machine.
+    """Return the cluster that `auto` means: one that this user or root started on this machine.
 
-    Ray itself takes up one that any user's process or file names, and unpickles what that cluster answers. Raises
-    ConnectionError if there is none.
+    Ray 2.60 accepts a cluster that any user's process or file names, and unpickles its answers. This can go when Ray
+    checks the owner. Raises ConnectionError if there is none.
     """
     if (given := os.environ.get("RAY_ADDRESS", "auto")) != "auto":
         return given
@@ -62,7 +64,7 @@ def _pids() -> list[Path]:
 
 
 def _address_of(process: Path) -> str | None:
-    """Return the head that a raylet of this user or root says on its command line."""
+    """Return the address of the head in the command line of a raylet of this user or root."""
     with contextlib.suppress(OSError):
         words = process.joinpath("cmdline").read_text(errors="replace").split("\0")
         if Path(words[0]).name.startswith("raylet") and process.stat().st_uid in (0, os.geteuid()):
@@ -71,7 +73,8 @@ def _address_of(process: Path) -> str | None:
 
 
 def _written_address() -> str | None:
-    """Return what `ray start` left, unless somebody else can have written it: Ray opens the directory to all users."""
+    """Return the address that `ray start` wrote, unless another user could have written it: Ray's directory is open
+    to all users."""
     directory = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     with contextlib.suppress(OSError):
         fd = os.open(Path(directory, "ray", "ray_current_cluster"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -83,8 +86,11 @@ def _written_address() -> str | None:
 
 
 class _Watch:
-    """Closes the connection of Ray's client once it is in vain: without a process for it there the client waits for an answer,
-    and where it is told so, still for the log of that process."""
+    """Close the connection of Ray's client when no answer is to be expected.
+
+    If the server has no process for the client, the client waits for an answer; after an error it still waits for the
+    log of that process.
+    """
 
     def __init__(self) -> None:
         self.has_cut = False
@@ -93,7 +99,7 @@ class _Watch:
         self._thread.start()
 
     def end(self) -> None:
-        """The connection stands or has failed."""
+        """Stop watching. The connection is established or has failed."""
         self._is_over.set()
         self._thread.join()
 
@@ -102,7 +108,7 @@ class _Watch:
         deadline = None
         while not self._is_over.wait(0.1):
             worker, now = client.get_context().client_worker, time.monotonic()
-            if worker is None:  # the head has not answered yet: Ray itself gives that up
+            if worker is None:  # the head has not answered yet; Ray has a time limit for that
                 continue
             if deadline is None:
                 deadline = now + _SERVER_S

@@ -1,6 +1,7 @@
-"""The launcher over Ray: Ray Train places the workers and starts them again; what happened is judged and shown here.
+"""Launcher over Ray: Ray Train places the workers and restarts them; this launcher judges and shows what happened.
 
-Ray has a process of its own. In this one the hub has a thread, the workers' output another; the main thread judges.
+Ray runs in a process of its own. In the launcher's process the hub and the workers' output have a thread each, and the
+main thread judges.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
 from distributed.runs.summary import close_results
 
-_RAY_ENDS_S = 30.0  # for Ray's orderly end when the work is done; then it is killed
+_RAY_ENDS_S = 30.0  # time for Ray's orderly end when the work is done; then it is killed
 
 
 def serve(request: LaunchRequest) -> int:
-    """Run the job of `request` in workers that Ray places; returns the exit code. Raises DistributedError first."""
+    """Run the job of `request` in workers that Ray places, and return the exit code. Raises DistributedError before
+    the first worker starts."""
     if request.script is not None and request.payload is None:
         check_script(request.script)
     cluster = Cluster(request)
@@ -60,8 +62,11 @@ def serve(request: LaunchRequest) -> int:
 
 
 def _threads(request: LaunchRequest) -> dict[str, str]:
-    """The variables that say how many threads a worker has, where that is not this machine's share: what the user set, and on
-    somebody's cluster the CPUs that Ray keeps for each."""
+    """Return the thread variables of a worker if they are not this machine's share.
+
+    These are the variables that the user set and, on an existing cluster, the number of CPUs that Ray reserves for each
+    worker.
+    """
     given = {name: value for name in THREAD_VARIABLES if (value := os.environ.get(name))}
     if request.launcher_options.get("address") is None:
         return given
@@ -85,10 +90,11 @@ class _Launch:
         self._hub = Hub(request.nproc_per_node, signals, self._stop, self._tell, self._begin, self._note)
         self._attempt, self._threads = 0, threads
         self._run_id = uuid.uuid4().hex
-        self._error: DistributedError | None = None  # why Ray, or this launcher, could not start the workers
+        # the error for which Ray, or this launcher, could not start the workers
+        self._error: DistributedError | None = None
 
     def run(self) -> int:
-        """To the end."""
+        """Run the job until it ends."""
         if lines := [*self._notices(), *self._request.started_lines]:
             self._display.handle({"kind": "started", "lines": lines})
         ray = Subreaper(self._ray, self._run.logs / "ray.log", self._cluster.scratch)
@@ -112,7 +118,8 @@ class _Launch:
         ]
 
     def _watch(self) -> bool:
-        """Until the run is over. False where that came before any verdict: stopped, or never started."""
+        """Judge attempts until the run is over. Return False if it was stopped, or never started, before any
+        verdict."""
         if self._news_within(self._cluster.patience_s, self._cluster.late) != "joined":
             return False
         left, patience = self._request.max_restarts, self._request.start_timeout
@@ -130,7 +137,7 @@ class _Launch:
         return False
 
     def _news_within(self, seconds: float, late: DistributedError) -> str:
-        """The next news; what Ray waits for without an end is the error `late` when time is up."""
+        """Return the next news. If none arrives in time, set the error `late`: Ray itself may wait for ever."""
         try:
             return self._news.get(timeout=seconds)
         except queue.Empty:
@@ -138,7 +145,7 @@ class _Launch:
             return "late"
 
     def _wait_for_ray(self) -> None:
-        """Its orderly end, for as long as that takes and nobody is in a hurry."""
+        """Wait for Ray's orderly end, at most `_RAY_ENDS_S` seconds after the last news."""
         with contextlib.suppress(queue.Empty):
             while self._news.get(timeout=_RAY_ENDS_S) == "begun":
                 continue
@@ -159,14 +166,14 @@ class _Launch:
             return code
         close_results(self._run, error.exit_code, str(error), end_elsewhere)
         self._run.event("not_started", cause=str(error))
-        if self._request.payload is not None:  # who called `fit` raises it
+        if self._request.payload is not None:  # the caller of `fit` raises it
             return error.exit_code
         raise error
 
     # ------------------------------------------------------------------ Ray's process
 
     def _ray(self, report: Report) -> None:
-        """Run Ray to its end, or say why that cannot be."""
+        """Run Ray until it ends, or report why it cannot run."""
         logging.basicConfig(level=logging.WARNING)
         try:
             payload = Path(self._request.payload).read_bytes() if self._request.payload is not None else None
@@ -177,7 +184,7 @@ class _Launch:
             self._cluster.train(self._order(address, payload), self._run.logs.absolute() / "ray")
         except DistributedError as error:
             report({"news": "failed", "error": str(error), "exit_code": error.exit_code})
-        except BaseException as error:  # the top frame of a process: who waits must hear of it, whatever it is
+        except BaseException as error:  # the top frame of a process: the parent must receive every error
             logging.getLogger(__name__).exception("Ray failed")
             lines = [line for line in str(error).splitlines() if line.strip()]
             said = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
@@ -188,11 +195,11 @@ class _Launch:
             self._cluster.leave()
 
     def _order(self, address: str, payload: bytes | None) -> dict[str, Any]:
-        """What every worker is told when Ray starts it."""
+        """Return the order that every worker receives when Ray starts it."""
         request = dataclasses.replace(self._request, started_lines=())
         return {
             "address": address, "port": self._hub.door.port, "token": self._hub.token,
-            # The user's own secret stays here: whoever may use the cluster can read what Ray carries.
+            # The user's own secret is not sent: whoever may use the cluster can read what Ray carries.
             "secret": secrets.token_hex(32),
             "request": json.loads(request.to_json()), "payload": payload, "cwd": str(Path.cwd()), "run_dir": request.run_dir,
         }  # fmt: skip
@@ -200,14 +207,14 @@ class _Launch:
     # ------------------------------------------------------------------ the output's thread
 
     def _report(self, row: Row) -> None:
-        """Tell Ray, and who called `fit`, of a finished epoch."""
+        """Report a finished epoch to Ray and to the caller of `fit`."""
         self._hub.order(op="report", metrics=row)
         write_row(self._request.epochs_fd, row)
 
     # ------------------------------------------------------------------ the hub's thread
 
     def _note(self, news: str, error: str | None = None, exit_code: int = 3) -> None:
-        """That Ray has joined its cluster, a stop, or the end of Ray's process and why."""
+        """Record the news from Ray's process or a stop, with an error if there is one."""
         if error is not None and self._error is None:
             self._error = ConfigError(error) if exit_code == ConfigError.exit_code else ResourceError(error)
         self._news.put(news)
@@ -216,7 +223,7 @@ class _Launch:
         self._channel.send(json.dumps(message).encode())
 
     def _begin(self, guests: dict[int, Guest]) -> None:
-        """All workers of an attempt have come: give them their places and start them."""
+        """Start the workers of an attempt with their places, after all have connected."""
         blind = [guest for guest in guests.values() if not guest.hello["sees_run"]]
         if blind:
             self._error = ResourceError(
@@ -237,12 +244,13 @@ class _Launch:
         self._news.put("begun")
 
     def _store_file(self) -> str | None:
-        """The store of this attempt's workers; on somebody's cluster they meet at a port of rank 0."""
+        """Return the file of the store for this attempt's workers, or None on an existing cluster, where they use a
+        port of rank 0."""
         scratch = self._cluster.scratch
         return str(scratch / f"store-{self._attempt}") if scratch is not None else None
 
     def _places(self, guests: dict[int, Guest]) -> list[WorkerEnvironment]:
-        """Every rank's place. Ranks of one node follow each other, as Ray Train numbers them."""
+        """Return the place of every rank. Ranks of one node are consecutive, as Ray Train numbers them."""
         nodes = list(dict.fromkeys(guest.hello["node"] for guest in guests.values()))
         first = guests[0].hello
         places: list[WorkerEnvironment] = []
@@ -265,7 +273,9 @@ class _Launch:
 
 
 def gpus_beside(guest: Guest, guests: Iterable[Guest]) -> dict[str, str]:
-    """The GPUs of its node's workers, all shown to each of them: as under torchrun, LOCAL_RANK names its own. Ray shows a
-    worker that one alone."""
+    """Return the GPUs of all workers on the node of `guest`.
+
+    As under torchrun, every worker sees them all, and LOCAL_RANK selects its own. Ray shows a worker only its own GPU.
+    """
     gpus = [gpu for other in guests if other.hello["node"] == guest.hello["node"] for gpu in other.hello["gpus"]]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}

@@ -1,7 +1,7 @@
-"""What runs inside a Ray worker: it starts one process of ours and stands by it until the launcher's verdict.
+"""Code inside a Ray worker: start one training process and supervise it until the launcher's last order.
 
-The training is a process of its own, as Ray calls a train function in a thread: there no signal handler works, a script
-cannot be `__main__`, and what it prints goes through Ray's own logs.
+The training needs a process of its own, because Ray calls a train function in a thread. In a thread signal handlers do
+not work, a script cannot be `__main__`, and output goes through Ray's own logs.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from distributed.launching.listening import reachable_address
 from distributed.launching.secret import VARIABLE
 from distributed.runs.temporary import temporary_directory
 
-_READ_S = 10.0  # for the launcher to read a process' last output
+_READ_S = 10.0  # time for the launcher to read the last output of a process
 
 
 class Restart(RuntimeError):
-    """Raised out of the train function for Ray to start all workers again."""
+    """Raised by the train function to make Ray start all workers again."""
 
 
 def train(order: Mapping[str, Any]) -> None:
-    """The train function of Ray Train. `order` says where the launcher is and what the process is to do."""
+    """Train function for Ray Train. `order` contains the address of the launcher and the request of the process."""
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
@@ -40,8 +40,11 @@ def train(order: Mapping[str, Any]) -> None:
 
 
 def _report(metrics: Mapping[str, Any], rank: int) -> None:
-    """An epoch's metrics to Ray Train. Every rank calls it; Ray keeps metrics only with a checkpoint, so rank 0 gives it one,
-    which holds the metrics alone: what can be trained on is in the run directory."""
+    """Report the metrics of an epoch to Ray Train. A collective: every rank calls it.
+
+    Ray stores metrics only together with a checkpoint. Rank 0 therefore reports a checkpoint that holds only the
+    metrics; the real checkpoints are in the run directory.
+    """
     import ray.train
 
     if rank:
@@ -53,9 +56,12 @@ def _report(metrics: Mapping[str, Any], rank: int) -> None:
 
 
 def work(order: Mapping[str, Any], rank: int, report: Callable[[Mapping[str, Any]], None] | None = None) -> None:
-    """Run the process of rank `rank` to its end. Raises Restart where the launcher wants all of them again.
+    """Run the process of rank `rank` until it ends. Raises Restart if the launcher wants all processes to start again.
 
-    `report` gets the metrics of each epoch, in a thread of its own: it may wait for the other ranks.
+    Args:
+        order: address of the launcher, and the request of the process.
+        rank: rank of the process.
+        report: called with the metrics of each epoch, in a thread of its own, because it may wait for other ranks.
     """
     import ray
 
@@ -87,18 +93,19 @@ def work(order: Mapping[str, Any], rank: int, report: Callable[[Mapping[str, Any
 
 
 def _hand_in(seat: Seat, status: int) -> None:
-    """Say how the process ended, once the launcher has read all of its output: connections overtake each other."""
+    """Report how the process ended, after the launcher has read all of its output. Messages on different connections
+    may overtake each other."""
     for kind in STREAMS:
-        seat.sockets[kind].shutdown(socket.SHUT_WR)  # its end, also where a process of its own still holds it
+        seat.sockets[kind].shutdown(socket.SHUT_WR)  # end of the stream, even if a child of the process still holds it
     for kind in STREAMS:
         seat.sockets[kind].settimeout(_READ_S)
         with contextlib.suppress(OSError):
-            seat.sockets[kind].recv(1)  # the launcher closes what it has read to the end
+            seat.sockets[kind].recv(1)  # the launcher closes a stream after reading it to the end
     seat.send(status=status)
 
 
 class _Verdict:
-    """Carries out the launcher's orders until its last one."""
+    """Execute the launcher's orders until the last one."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -106,7 +113,7 @@ class _Verdict:
         self.is_restart = False
 
     def listen(self, orders: Iterable[Mapping[str, Any]]) -> None:
-        """Until the process is to end. A launcher that has gone wants that too."""
+        """Execute orders until the process is to end. A closed connection ends it too."""
         for order in orders:
             if order["op"] == "signal":
                 self._process.send_signal(order["signum"])
@@ -121,13 +128,13 @@ class _Verdict:
         self._process.kill()
 
     def pass_on(self, report: Callable[[Mapping[str, Any]], None]) -> None:
-        """Give `report` what the launcher sends of it, until its last order."""
+        """Call `report` with the metrics that the launcher sends, until its last order."""
         while (metrics := self._metrics.get()) is not None:
             report(metrics)
 
 
 def _start(order: Mapping[str, Any], start: Mapping[str, Any], streams: list[socket.socket]) -> subprocess.Popen[bytes]:
-    """The process, born with `streams` and told the rest on its standard input."""
+    """Start the process. It inherits `streams` and reads the rest from its standard input."""
     request, fds = dict(order["request"]), [stream.fileno() for stream in streams]
     with tempfile.TemporaryFile() as payload:
         if order["payload"] is not None:
@@ -143,7 +150,7 @@ def _start(order: Mapping[str, Any], start: Mapping[str, Any], streams: list[soc
         environ = {
             **start["environ"],
             VARIABLE: order["secret"],
-        }  # with which the workers sign what they write into their store
+        }  # the key with which workers sign messages in their store
         process.stdin.write(json.dumps({"request": request, "fds": fds, **start, "environ": environ}).encode())
     return process
 

@@ -1,1 +1,1 @@
-"""What the backend for TensorFlow is made of. TensorFlow and keras are imported inside functions, when they are needed."""
+"""Parts of the backend for TensorFlow. TensorFlow and keras are imported inside functions, when they are needed."""

@@ -1,5 +1,9 @@
-"""Keras's constants in float64. TensorFlow's `cast` rounds a number of Python to float32 first (its documentation says so), and
-two of its activations round what they multiply by: 1e-9 and more in the weights after some updates."""
+"""Exact constants for Keras in float64.
+
+TensorFlow's `cast` rounds a Python number to float32 first, as its documentation says, and two activations of Keras
+round their factors (Keras 3.15, TensorFlow 2.21). That changes weights by 1e-9 and more after some updates. This can go
+when Keras converts Python numbers to the wanted type directly.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from keras.src.backend import tensorflow as engine
 
 @contextlib.contextmanager
 def exact_constants() -> Iterator[None]:
-    """Within it graphs are traced with exact ones: factors of regularizers, slopes, scales."""
+    """Trace graphs within the block with exact constants: factors of regularizers, slopes, scales."""
     places = [
         (backend, "cast"),
         (engine, "cast"),
@@ -42,7 +46,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 def _gelu(x: Any, approximate: bool = True) -> Any:
-    """As TensorFlow and torch have it."""
+    """Compute GELU as TensorFlow and torch define it."""
     x = tf.convert_to_tensor(x)
     if approximate:
         inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)

@@ -1,4 +1,5 @@
-"""A rank's random generators: those of Keras' layers, Keras' and TensorFlow's global ones, numpy's and Python's."""
+"""A rank's random generators: those of Keras's layers, the global ones of Keras and TensorFlow, numpy's and
+Python's."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ _WORDS = {"uint32": "U32", "int64": "I64", "int32": "I32", "float64": "F64", "ui
 
 
 class Generators:
-    """What training draws from: streams of its own, so that the process' go on as if nothing had drawn from them."""
+    """Random streams of training. The generators of the process continue afterwards as if training had not drawn
+    from them."""
 
     def __init__(self, replicas: Replicas, rank: int) -> None:
-        """The streams of the replicas of rank `rank` are numbered as if each were a rank."""
+        """Number the streams of the replicas of rank `rank` as if each replica were a rank."""
         self._replicas, self._streams = replicas, range(rank, rank + replicas.number)
         self._own: tuple[Any, Any] | None = None
         self._is_inside = False
@@ -33,8 +35,9 @@ class Generators:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """numpy's and Python's global generators are ours within, and the caller's again after it."""
-        if self._is_inside:  # a callback evaluates
+        """Use our states of numpy's and Python's global generators within the block, and restore the caller's
+        afterwards."""
+        if self._is_inside:  # nested use: a callback evaluates
             yield
             return
         callers = random.getstate(), numpy.random.get_state()
@@ -50,7 +53,7 @@ class Generators:
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
-        """Put every generator back after the block: what a metric draws must not change the numbers of training."""
+        """Restore every generator after the block: the draws of a metric must not change the numbers of training."""
         before = random.getstate(), numpy.random.get_state()
         copies = [copy for replica in range(self._replicas.number) for copy in self._copies(replica).values()]
         states = [copy.numpy() for copy in copies]
@@ -62,7 +65,7 @@ class Generators:
                 copy.assign(state)
 
     def seed(self, seed: int, step: int) -> None:
-        """Seed all of them for the updates from `step` on."""
+        """Seed all generators for the updates from `step` on."""
         values = [sample_seed(seed, step, stream) for stream in self._streams]
         random.seed(values[0])
         numpy.random.seed(values[0] >> 32)
@@ -76,17 +79,18 @@ class Generators:
                 own.assign(words.reshape(tuple(own.shape)).astype(_dtype(own)))
 
     def _own_copy(self, name: str, variable: Any, replica: int) -> Any:
-        """Replica `replica`'s copy; None where the first replica's is everybody's."""
+        """Return replica `replica`'s copy of a state, or None if all replicas share that of the first one."""
         copies = self._replicas.copies(variable) if name.startswith("keras.") else ()
         return copies[replica] if copies else variable if replica == 0 else None
 
     def _variables(self) -> dict[str, Any]:
-        """name -> state, of Keras' seed generators and of `tf.random.get_global_generator`, if anybody made that."""
+        """Return the states, by name, of Keras's seed generators and of `tf.random.get_global_generator`, if that
+        exists."""
         found: dict[str, Any] = {}
         if self.model is not None and self.model.built:
             seeds = seed_names(self.model)
             states = [variable for name, variable in model_variables(self.model).items() if name in seeds]
-            # By place: Keras counts the layers of a process, and gives the same model other names in the next one.
+            # Number the states: Keras counts the layers of a process, so names differ in the next process.
             found = {f"keras.{number}": variable for number, variable in enumerate(states)}
         own = global_state.get_global_attribute("global_seed_generator")
         if own is not None:
@@ -97,7 +101,7 @@ class Generators:
         return found
 
     def save(self, directory: Path) -> None:
-        """Write this rank's states as arrays, a file for each replica."""
+        """Write this rank's states as arrays, one file for each replica."""
         for replica in range(self._replicas.number):
             self._save(directory, replica)
 
@@ -122,7 +126,7 @@ class Generators:
         write_tensors(path, raw, {"python.version": str(version)})
 
     def load(self, directory: Path) -> bool:
-        """Put this rank's states back, bit for bit. False where none of this engine were saved for it."""
+        """Restore this rank's states bit for bit. Return False if no states of this engine were saved for it."""
         return all(self._load(directory, replica) for replica in range(self._replicas.number))
 
     def _load(self, directory: Path, replica: int) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a script has joined others by TensorFlow's own means. TensorFlow is not loaded to find out."""
+"""Detect that a script has joined other processes with TensorFlow's own means. Does not import TensorFlow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def has_joined() -> bool:
-    """Return whether the script has made a strategy, or a server, of a cluster of several tasks."""
+    """Return True if the script has made a strategy or a server for a cluster of several tasks."""
     module = sys.modules.get("tensorflow.python.eager.context")
     context = getattr(module, "_context", None)
     server = getattr(context, "_server_def", None) or getattr(context, "_collective_ops_server_def", None)

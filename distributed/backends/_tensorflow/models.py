@@ -1,4 +1,4 @@
-"""The user's Keras model: built, with the element types of the run, and its layers whose output depends on more than one sample."""
+"""The user's Keras model: build it, give it the element types of the run, and check its layers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
 
 def policy_of(config: DistributedConfig, mixed_precision: str) -> str:
-    """Keras' word for the element types of a run."""
+    """Return Keras's name for the element types of a run."""
     return _POLICIES.get(mixed_precision, config.dtype)
 
 
 def build_model(given: Any, config: DistributedConfig, policy: str, replicas: Replicas | None = None) -> Any:
-    """The model that was given, or what the given factory makes of the seed, with the element types `policy`.
+    """Return the given model, or what the given factory makes after seeding, with the element types `policy`.
 
-    An object that was built with others, or not where `replicas` needs it, is made again from its own configuration, with
-    the same weights.
+    A model with other element types, or with variables outside of `replicas`, is made again from its own configuration
+    with the same weights.
     """
     if isinstance(given, keras.Model):
         is_right = _follows(given, policy) and (replicas is None or replicas.holds(given))
@@ -51,7 +51,7 @@ def build_model(given: Any, config: DistributedConfig, policy: str, replicas: Re
 
 @contextlib.contextmanager
 def _default(policy: str) -> Iterator[None]:
-    """New layers have the element types `policy` within."""
+    """Give new layers the element types `policy` within the block."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:
@@ -61,7 +61,7 @@ def _default(policy: str) -> Iterator[None]:
 
 
 def _follows(model: Any, policy: str) -> bool:
-    """Whether all layers have the element types `policy`; for float64 also what the batch is cast to."""
+    """Return True if all layers have the element types `policy`. For float64 the inputs must have it too."""
     read = {layer.dtype for layer in model._flatten_layers() if isinstance(layer, keras.layers.InputLayer)}
     return _policy_names(model) <= {policy} and not (policy == "float64" and "float32" in read)
 
@@ -91,7 +91,7 @@ def _rebuilt(model: Any, policy: str) -> Any:
             " Trainer(lambda: MyModel(), ...)"
         )
     for ours, theirs in zip(model.variables, made.variables, strict=True):
-        theirs._path = ours.path  # a checkpoint names them after the user's own model
+        theirs._path = ours.path  # a checkpoint uses the names of the user's own model
     copy_values(model, made)
     if model.compiled and model._compile_loss is not None:
         _compile_alike(model, made)
@@ -103,7 +103,7 @@ def _where() -> str:
 
 
 def _compile_alike(model: Any, made: Any) -> None:
-    """Give `made` the loss and metrics of `model`; its optimizer is looked for where it was given."""
+    """Give `made` the loss and metrics of `model`. The optimizer is taken from the original."""
     loss, metrics = model._compile_loss, model._compile_metrics
     made.compile(
         optimizer="sgd",
@@ -115,29 +115,29 @@ def _compile_alike(model: Any, made: Any) -> None:
 
 
 def _with_policy(content: Any, policy: str) -> Any:
-    """A serialized model with every layer's element types replaced."""
+    """Return a serialized model with the element types of every layer replaced."""
     if isinstance(content, dict):
         if content.get("class_name") == "DTypePolicy":
             return {**content, "config": {"name": policy}}
         if content.get("class_name") == "InputLayer" and policy == "float64" and "float" in content["config"]["dtype"]:
-            return {**content, "config": {**content["config"], "dtype": policy}}  # a model casts the batch to it
+            return {**content, "config": {**content["config"], "dtype": policy}}  # a model casts its batch to this type
         return {key: _with_policy(value, policy) for key, value in content.items()}
     return [_with_policy(value, policy) for value in content] if isinstance(content, list) else content
 
 
 def copy_values(source: Any, target: Any) -> None:
-    """Give the variables of `target` the values of those of `source`, one by one."""
+    """Copy the values of the variables of `source` to those of `target`."""
     for ours, theirs in zip(source.variables, target.variables, strict=True):
         theirs.assign(tf.cast(ours.value, theirs.dtype))
 
 
 def statistics(model: Any) -> list[Any]:
-    """The moving averages of a model, as TensorFlow's variables."""
+    """Return the moving averages of a model as variables of TensorFlow."""
     return [v.value for v in model.non_trainable_variables if "float" in str(v.dtype)]
 
 
 def with_weights(given: Any, directory: Path, config: DistributedConfig, policy: str) -> Any:
-    """The model of a checkpoint; `given` has its weights afterwards, if it is an object."""
+    """Return the model of a checkpoint. If `given` is a model, it gets the weights too."""
     with floats_of(config.dtype):
         built = build_model(given, config, policy)
     files.load_model(built, directory)
@@ -146,7 +146,7 @@ def with_weights(given: Any, directory: Path, config: DistributedConfig, policy:
 
 
 def give_back(trained: Any, given: Any) -> None:
-    """Give the user's own model the trained weights, also where another one was made of it for its element types."""
+    """Copy the trained weights to the user's own model, if another model was made of it for its element types."""
     if isinstance(given, keras.Model) and given is not trained:
         if not given.built and trained.built:
             given.build_from_config(trained.get_build_config())
@@ -154,13 +154,13 @@ def give_back(trained: Any, given: Any) -> None:
 
 
 def build(model: Any, batch: Any, predict: Callable[[Any], Any]) -> None:
-    """Make the variables of a model that waits for its first batch: `predict` calls it."""
+    """Create the variables of a model that needs a first batch for that. `predict` calls the model."""
     if not model.built:
         predict(tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf[:1]), batch))
 
 
 def check_model(model: Any, data_parallel_size: int) -> None:
-    """Refuse what would silently not do what it says."""
+    """Refuse layers that would silently not do what they say."""
     for layer in model._flatten_layers():
         if data_parallel_size > 1 and getattr(layer, "synchronized", False):
             raise ConfigError(

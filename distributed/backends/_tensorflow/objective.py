@@ -1,4 +1,4 @@
-"""From a batch to a loss and metrics, while a graph is traced. What a Keras model means by them is the same on every engine."""
+"""Losses and metrics of a batch while a graph is traced. A Keras model gives the same ones on every engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distributed.backends._keras.comparison import Comparison
 from distributed.backends._keras.losses import compiled_metrics, is_of_keras, metric_value, of_output
 from distributed.backends._keras.measures import is_mean
 from distributed.backends._tensorflow.over_all import Calls, measure_of
-from distributed.backends.failures import no_arguments, not_a_loss
+from distributed.backends.failures import no_arguments, not_a_loss, not_called
 from distributed.backends.measured import Measured as Metrics
 from distributed.backends.parts import Arguments, arguments
 from distributed.errors import ConfigError
@@ -25,17 +25,17 @@ Rows = dict[str, tuple[Any, Any]]  # name -> (sum, count)
 
 @dataclasses.dataclass
 class Measured:
-    """What one micro-batch gave: a differentiable sum and what it is divided by, both over its samples."""
+    """Result of one micro-batch: a differentiable sum over its samples, and its divisor."""
 
     total: Any
     count: Any
-    is_counted: bool  # whether the count is the loss's own, and not the number of samples
+    is_counted: bool  # whether the loss returned the count itself
     metrics: Rows
-    calls: Calls  # of the metrics over all samples
+    calls: Calls  # arguments of the metrics over all samples
 
 
 class Objective:
-    """Calls the model on a batch and measures it. What is chosen at the first batch is said once."""
+    """Call the model on a batch and measure it. What is chosen at the first batch is reported once."""
 
     def __init__(
         self,
@@ -47,14 +47,19 @@ class Objective:
         notice: Callable[[str], None],
         dtype: str,
     ) -> None:
-        """`metrics`: objects of Keras; what computes the others is in `chosen`."""
+        """Store the settings of a fit.
+
+        Args:
+            metrics: metrics by name; objects of Keras are used here.
+            chosen: the other metrics.
+        """
         self._model, self._training_step, self._dtype, self._chosen = model, training_step, dtype, chosen
         self._comparison = Comparison(model, loss_fn, notice)
         self._given = {n: f for n, f in metrics.items() if isinstance(f, keras.metrics.Metric)}
-        self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # as `compiled_metrics` gives them
+        self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # in the form of `compiled_metrics`
 
     def __call__(self, batch: Any, num_samples: Any, training: bool) -> Measured:
-        """`num_samples` is how many samples count, a scalar."""
+        """Measure a batch. `num_samples` is a scalar, the number of samples that count."""
         split = "train" if training else "val"
         if self._training_step is not None:
             return self._from_step(self._training_step(self._model, batch), num_samples, split)
@@ -67,7 +72,8 @@ class Objective:
         )
 
     def build(self, batch: Any) -> None:
-        """Make the variables of the model and of what it was compiled with, of a first batch; not in a graph."""
+        """Create the variables of the model and of what it was compiled with, for a first batch. Not for use in a
+        graph."""
         outputs = self.predict(batch)
         targets = None if self._training_step is not None else unpacked(batch).y
         if targets is None:
@@ -77,15 +83,16 @@ class Objective:
         self._choose_metrics(targets, outputs)
 
     def form(self, split: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What a graph for `split` measures: another graph is traced where it has changed."""
+        """Return the names of what a graph for `split` measures. A graph must be traced again if they change."""
         return tuple(self._chosen.functions(split)), tuple(self._chosen.wholes.names(split))
 
     def predict(self, batch: Any) -> Any:
-        """The model's outputs for `batch` without its targets."""
+        """Return the model's outputs for `batch` without its targets."""
         return self._model(unpacked(batch).x, training=False)
 
     def _widened(self, output: Any) -> Any:
-        """Losses and metrics are computed in the run's own element type, also where the model computes in a shorter one."""
+        """Return the output in the element type of the run, in which losses and metrics are computed, if the model
+        uses a shorter one."""
         if tf.is_tensor(output) and output.dtype in (tf.bfloat16, tf.float16):
             wide = tf.cast(output, self._dtype)
             if (mask := getattr(output, "_keras_mask", None)) is not None:
@@ -96,7 +103,8 @@ class Objective:
     # losses
 
     def _compare(self, parts: KerasBatch, outputs: Any, training: bool) -> tuple[Any, Any]:
-        """(value, count) with the regularisation of the model's layers; count None: a mean over samples."""
+        """Return (loss, count) including the regularisation of the model's layers. Count None means that the loss is
+        a mean over samples."""
         value, is_whole = self._comparison(parts, outputs, training)
         return _as_loss(value) if is_whole else self._regularized(_as_loss(value))
 
@@ -115,6 +123,8 @@ class Objective:
             if name not in given:
                 raise no_arguments(name)
             calls[name] = arguments(given[name])
+        for name in self._chosen.functions(split).keys() - given.keys():
+            raise not_called(name)
         if isinstance(value, Mapping):
             if "loss" not in value:
                 raise ConfigError(f"training_step returned a dict without 'loss' ({', '.join(value)}): add the loss")
@@ -176,8 +186,8 @@ class Objective:
 
 
 def _as_loss(value: Any, metric: str | None = None) -> tuple[Any, Any]:
-    """(value, count) of the return forms of a loss or metric; count None: a mean over the batch's samples. An error names
-    `metric`, where the value is that of one."""
+    """Return (value, count) of a loss or metric in any allowed form. Count None means that the value is a mean over
+    the batch's samples. For a metric, an error names `metric`."""
     if isinstance(value, tuple) and len(value) == 2:
         return tf.reshape(tf.convert_to_tensor(value[0]), ()), tf.reshape(tf.convert_to_tensor(value[1]), ())
     if not isinstance(value, (int, float)) and not tf.is_tensor(value):
@@ -189,14 +199,14 @@ def _as_loss(value: Any, metric: str | None = None) -> tuple[Any, Any]:
 
 
 def pair(function: Callable[..., Any], outputs: Any, targets: Any, num_samples: int) -> tuple[float, float]:
-    """(sum, count) of a metric function, not in a graph."""
+    """Return (sum, count) of a metric function, outside of a graph."""
     values = function(targets, outputs) if is_of_keras(function) else function(outputs, targets)
     total, count = _row(_as_loss(values), num_samples)
     return float(total), float(count)
 
 
 def _row(loss: tuple[Any, Any], num_samples: Any) -> tuple[Any, Any]:
-    """(sum, count): the value in its own type where it is floating, the count in float64."""
+    """Return (sum, count). A floating-point value keeps its type; the count is float64."""
     value, count = loss
     value = value if value.dtype.is_floating else tf.cast(value, tf.float64)
     if count is None:
@@ -205,7 +215,7 @@ def _row(loss: tuple[Any, Any], num_samples: Any) -> tuple[Any, Any]:
 
 
 def _is_class_index(outputs: Any, targets: Any) -> bool:
-    """Whether `outputs` are [batch, classes] scores and `targets` [batch] class indices."""
+    """Return True if `outputs` are scores [batch, classes] and `targets` are class indices [batch]."""
     return bool(
         tf.is_tensor(outputs) and tf.is_tensor(targets) and outputs.dtype.is_floating and targets.dtype.is_integer
         and outputs.shape.rank == 2 and targets.shape.rank == 1

@@ -1,4 +1,4 @@
-"""The learning rate of a Keras optimizer: what was typed, scaled, its schedule, and a warm-up in front of both."""
+"""Learning rate of a Keras optimizer: the typed rate, its scaling, its schedule, and a warm-up before both."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy
 import tensorflow as tf
 
 from distributed.backends._keras.files import fixed_rate
-from distributed.backends._keras.models import chosen_optimizer, is_optimizer, is_schedule, set_schedule
+from distributed.backends._keras.models import chosen_optimizer, is_optimizer, is_schedule, schedule_kind, set_schedule
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan
 from distributed.errors import CheckpointError, ConfigError
 
 
 def build_optimizer(given: Any, scheduler: Any, model: Any, source: Any, merged: MergedConfig) -> Any:
-    """The user's optimizer, the one that `source` (the model as it was given) was compiled with, or AdamW; built.
+    """Return a built optimizer: the user's, the one that `source` (the model as given) was compiled with, or AdamW.
 
-    One that was built for `source`, where another model was made of that, begins anew with the same settings; and so does
-    one that was not made in the scope of the strategy that holds.
+    An optimizer is made again with the same settings if it was built for `source` and another model was made of that,
+    or if it was made outside of the strategy's scope.
     """
     if given is None and source.compiled:
         given = source.optimizer
@@ -39,14 +39,15 @@ def build_optimizer(given: Any, scheduler: Any, model: Any, source: Any, merged:
 
 
 def _widen(holder: Any) -> None:
-    """Numbers that keep all their digits: TensorFlow makes a float32 of a Python float, also where it casts it to float64."""
+    """Replace Python floats by float64 numbers. TensorFlow makes a float32 of a Python float, even when it casts it
+    to float64."""
     for name, value in vars(holder).items():
         if type(value) is float:
             vars(holder)[name] = numpy.float64(value)
 
 
 class Rates:
-    """Sets the rate of each update: the optimizer's own or its schedule's, scaled, lower in the warm-up."""
+    """Set the rate of each update: the optimizer's own or its schedule's, scaled, and lower during the warm-up."""
 
     def __init__(self, optimizer: Any, merged: MergedConfig, batch: BatchPlan, notice: Callable[[str], None]) -> None:
         self._optimizer, self._merged = optimizer, merged
@@ -57,22 +58,22 @@ class Rates:
             self._check_schedule()
         factor = _scaling(merged.config.lr_scaling, batch)
         full = 1.0 if self._schedule is not None else self._typed(notice)
-        self._full = full * factor  # of a schedule: what it is multiplied by
+        self._full = full * factor  # with a schedule: the factor of its rates
         if factor != 1.0:
             what = "the schedule's rates" if self._schedule is not None else f"learning rate {full:g}"
             notice(f"lr_scaling={merged.config.lr_scaling}: {what} x {factor:g} = {self._full:g}")
         self._put_last = self._full
-        # Of the next update, or what the schedule's rate is multiplied by. Keras' own has seven digits.
+        # Rate of the next update, or factor of the schedule's rate. Keras's own variable has seven digits.
         self._rate = tf.Variable(self._full, dtype=tf.float64)
         self._put(self._full)
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[Callable[[list[Any], list[Any]], None]]:
-        """Within it is what makes one update at the rate that holds; traced once, on each replica."""
-        attributes = vars(self._optimizer)  # Keras tracks what is set through its own __setattr__
+        """Yield the function that makes one update at the present rate. It is traced once, on each replica."""
+        attributes = vars(self._optimizer)  # assign without Keras's __setattr__, which would track the value
         own = attributes["_learning_rate"]
         attributes["_learning_rate"] = self._current
-        attributes["_all_reduce_sum_gradients"] = list  # Keras would sum over the replicas once more
+        attributes["_all_reduce_sum_gradients"] = list  # Keras would sum over the replicas again
         try:
             yield self._optimizer.apply
         finally:
@@ -95,7 +96,7 @@ class Rates:
             )
 
     def _typed(self, notice: Callable[[str], None]) -> float:
-        """The rate to start from, which Keras keeps with seven digits."""
+        """Return the rate to start from. Keras keeps it with seven digits."""
         before, typed = float(fixed_rate(self._optimizer) or 0.0), self._merged.config.learning_rate
         if not self._merged.is_typed("learning_rate"):
             return before
@@ -104,9 +105,9 @@ class Rates:
         return typed
 
     def before_update(self, step: int) -> None:
-        """The rate of the update after `step` others. A schedule counts those that were made by itself."""
+        """Set the rate of the update after `step` others. A schedule counts updates itself."""
         if self._warmup and (rate := self._warm(step)) != self._put_last:
-            self._put(rate)  # not only while it warms up: its last updates may have been left out
+            self._put(rate)  # also after the warm-up, because its last updates may have been skipped
 
     def _warm(self, step: int) -> float:
         return self._merged.config.warm_rate(self._full, step)
@@ -115,25 +116,27 @@ class Rates:
         self._put_last = rate
         self._rate.assign(rate)
         if self._schedule is None:
-            self._optimizer.learning_rate = rate  # for who asks it
+            self._optimizer.learning_rate = rate  # for code that reads the optimizer's rate
 
     def at(self, step: int) -> float:
-        """The rate of the update after `step` others."""
+        """Return the rate of the update after `step` others."""
         of_schedule = 1.0 if self._schedule is None else float(self._schedule(self._optimizer._iterations))
         return self._warm(step) * of_schedule
 
     @property
     def fixed(self) -> float | None:
-        """The rate, with all its digits; None where a schedule gives it."""
+        """Rate with all its digits, or None if a schedule computes it."""
         return self._full if self._schedule is None else None
 
     def state(self) -> dict[str, Any]:
-        """What `load` takes, as JSON."""
+        """Return what `load` takes, as JSON."""
         return {"learning_rate": self._full, "schedule": self._kind(), "scheduler": None}
 
     def load(self, state: Mapping[str, Any], notice: Callable[[str], None]) -> None:
-        """Take up `state`, after the optimizer has taken up its own; this command's `learning_rate` holds from here on."""
-        here, there = self._kind(), state.get("schedule")
+        """Restore `state`, after the optimizer has restored its own. This command's `learning_rate` takes
+        precedence."""
+        here = self._kind()
+        there = schedule_kind(state.get("schedule"), here)
         if here and there and here != there:
             raise CheckpointError(
                 f"the schedule is {here}, the checkpoint holds {there}: use {there} or start without the checkpoint"
@@ -157,5 +160,5 @@ def _scaling(kind: str, batch: BatchPlan) -> float:
 
 
 def _equal(one: float, other: float) -> bool:
-    """As float32, in which Keras keeps a rate."""
+    """Return True if both rates are equal in float32, in which Keras keeps a rate."""
     return abs(one - other) <= 1e-6 * abs(other)

@@ -1,4 +1,4 @@
-"""The answer of `predict`: the outputs of all slices, joined in the order of the samples."""
+"""Result of `predict`: the outputs of all slices, joined in the order of the samples."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ Part = tuple[Any, int]  # (arrays of one slice, samples in it)
 
 
 def joined(parts: Sequence[Sequence[tuple[int, int, Part]]]) -> Any:
-    """One structure of arrays like each rank's, out of every rank's (number of the update, rank, part).
+    """Return one structure of arrays, joined from the parts of all ranks.
 
-    What does not have a row for each sample comes as a list with an entry for each slice.
+    Outputs without a row for each sample become a list with an entry for each slice.
+
+    Args:
+        parts: for each rank, entries (number of the update, rank, part).
     """
     entries = sorted((entry for part in parts for entry in part), key=lambda entry: entry[:2])
     updates = [[entry[2] for entry in group] for _, group in itertools.groupby(entries, key=lambda entry: entry[0])]
@@ -37,7 +40,7 @@ def _leaf(updates: list[list[Part]]) -> Any:
 
 
 def _woven(update: list[Part]) -> list[Any]:
-    """The samples of one update; rank r holds every len()-th one from r on."""
+    """Return the samples of one update in order. Of n ranks, rank r holds every n-th sample from sample r on."""
     out: list[Any] = [None] * sum(n for _, n in update)
     for rank, (value, _) in enumerate(update):
         out[rank :: len(update)] = list(value)

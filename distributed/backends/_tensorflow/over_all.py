@@ -31,14 +31,14 @@ _WORDS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-Calls = Mapping[str, Arguments]  # metric -> what it is called with for a batch
+Calls = Mapping[str, Arguments]  # metric -> its arguments for a batch
 
 
 class TensorFlowEngine:
-    """Arrays on the host; functions get tensors."""
+    """Engine that keeps arrays on the host and calls functions with tensors."""
 
     def joined(self, updates: Sequence[Update]) -> Arguments:
-        """The arguments for all samples of `updates`."""
+        """Return the arguments for all samples of `updates`."""
         parts = [
             (update, rank, (tuple(value), n))
             for update, each in enumerate(updates)
@@ -49,21 +49,21 @@ class TensorFlowEngine:
         return whole
 
     def to_raw(self, name: str, leaf: Any) -> RawTensor | None:
-        """An array as bytes."""
+        """Return an array as bytes, or None for any other value."""
         words = {dtype: word for word, dtype in _WORDS.items()}
         if not isinstance(leaf, numpy.ndarray) or leaf.dtype.name not in words:
             return None
         return RawTensor(name, words[leaf.dtype.name], leaf.shape, lambda: numpy.ascontiguousarray(leaf).tobytes())
 
     def from_raw(self, word: str, shape: tuple[int, ...], data: Any) -> Any:
-        """The array of `to_raw`, also of another engine, which may have written bfloat16."""
+        """Return the array of `to_raw`. Another engine may have written it, in bfloat16 too."""
         if word == "BF16":
             wide = numpy.frombuffer(data, numpy.uint16).astype(numpy.uint32) << 16
             return wide.view(numpy.float32).reshape(shape)
         return numpy.frombuffer(data, _WORDS[word]).reshape(shape).copy()
 
     def number(self, name: str, value: Any) -> float:
-        """A number, or a tensor or array with one element."""
+        """Return the float of a number, or of a tensor or array with one element."""
         array = numpy.asarray(value)
         if array.size != 1 or array.dtype.kind not in "biuf":
             raise not_a_number(name, value)
@@ -74,12 +74,12 @@ ENGINE = TensorFlowEngine()
 
 
 def is_whole(metric: Any) -> bool:
-    """Whether `metric` is computed over all samples."""
+    """Return True if `metric` is computed over all samples."""
     return isinstance(metric, OverAll) or (has_state(metric) and not (is_of_keras(metric) and measures.is_mean(metric)))
 
 
 def measure_of(metric: Any) -> Measure:
-    """What computes `metric`."""
+    """Return what computes `metric`."""
     if isinstance(metric, OverAll):
         return Kept(
             lambda updates: _called(metric, updates), lambda call: _kept(metric, call), training=metric.training
@@ -96,12 +96,12 @@ def measure_of(metric: Any) -> Measure:
 
 
 def measure_of_function(function: Callable[..., Any], *, training: bool) -> Measure:
-    """What computes a plain function over all samples."""
+    """Return what computes a plain function over all samples."""
     return measure_of(OverAll(function, training=training))
 
 
 def parts_of(calls: Sequence[tuple[Calls, int]], key: tuple[int, int]) -> dict[str, list[Part]]:
-    """By metric what the replicas gave for one micro-batch, with how many samples count."""
+    """Return by metric what the replicas gave for one micro-batch, with the number of samples that count."""
     parts: dict[str, list[Part]] = {}
     for replica, (found, number) in enumerate(calls):
         for name, call in found.items() if number else ():
@@ -116,7 +116,7 @@ def _called(metric: OverAll, updates: Sequence[Update]) -> Any:
     if is_of_sklearn(metric.function):
         return call_sklearn(metric, mapped(args, _as_array), mapped(named, _as_array))
     value = metric.function(*args, **named, **metric.arguments)
-    is_each = tf.is_tensor(value) and value.shape.rank  # the forms of a loss
+    is_each = tf.is_tensor(value) and value.shape.rank  # a value for each sample, one of the forms of a loss
     return (tf.reduce_sum(value), tf.size(value)) if is_each else value
 
 
@@ -133,7 +133,7 @@ def _kept(metric: OverAll, call: Arguments) -> Arguments:
 
 
 def on_host(call: Arguments) -> Arguments:
-    """The arguments of a metric as they are kept."""
+    """Return the arguments of a metric as arrays on the host."""
     kept: Arguments = mapped(call, _as_array)
     return kept
 

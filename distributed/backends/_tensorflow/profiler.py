@@ -1,4 +1,4 @@
-"""TensorFlow's profiler over some updates of one rank: a trace for TensorBoard's profile plugin, and its sums."""
+"""TensorFlow's profiler over some updates of one rank: a trace for TensorBoard's profile plugin, and its totals."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Span = tuple[str, float, float]  # type of operator, begin, end in seconds
 
 
 class TensorFlowProfiler:
-    """See `distributed.loggers.profiling.Profiler`. TensorFlow has no warm-up: those updates pass."""
+    """See `distributed.loggers.profiling.Profiler`. TensorFlow has no warm-up, so those updates are not traced."""
 
     def __init__(self, directory: Path, rank: int, warmup: int, active: int) -> None:
-        self._directory = directory / f"rank-{rank}"  # several processes of a host would write one file
+        self._directory = directory / f"rank-{rank}"  # otherwise several processes of a host would write one file
         self._left = warmup
         self._began: float | None = None
 
     def start(self) -> None:
-        """Nothing before the warm-up is over."""
+        """Do nothing. The trace begins after the warm-up."""
 
     def step(self) -> None:
         self._left -= 1
@@ -50,7 +50,7 @@ class TensorFlowProfiler:
         seconds = time.perf_counter() - self._began
         try:
             tf.profiler.experimental.stop()
-        except tf.errors.OpError as error:  # the disk: the run goes on
+        except tf.errors.OpError as error:  # the disk failed: the run continues
             return Profile(seconds, {}, None, "CPU", lost=error.message)
         return _summed(max(self._directory.rglob("*.xplane.pb")), seconds)
 
@@ -84,7 +84,8 @@ def _spans(plane: Any, line: Any) -> Iterator[Span]:
 
 
 def _own(spans: Sequence[Span]) -> Iterator[tuple[str, float, float, float]]:
-    """(type, seconds without the operators inside it, begin, end) of each of one thread's, sorted by their begin."""
+    """Yield (type, seconds without the operators inside it, begin, end) of each operator of one thread. `spans` are
+    sorted by their begin."""
     inside = [0.0] * len(spans)
     open_: list[int] = []
     for number, (_, begin, end) in enumerate(spans):

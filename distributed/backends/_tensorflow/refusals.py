@@ -1,4 +1,4 @@
-"""What the step on TensorFlow refuses, and what to use instead. Loads no engine."""
+"""Settings that the step on TensorFlow refuses, and what to use instead. Loads no engine."""
 
 from __future__ import annotations
 

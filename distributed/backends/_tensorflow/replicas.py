@@ -1,4 +1,5 @@
-"""The devices that this process trains on: one, or those of a MirroredStrategy, each with a slice of every micro-batch."""
+"""The devices that this process trains on: one, or those of a MirroredStrategy, each with a slice of every
+micro-batch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from distributed.state import Group
 
 
 def mirrored(device: str, number: int) -> Replicas:
-    """`number` GPUs, or as many logical devices of the CPU ("cpu")."""
+    """Return replicas on `number` GPUs, or on as many logical devices of the CPU (`device="cpu"`)."""
     if device == "cpu":
         split_cpu(number)
     kind = "CPU" if device == "cpu" else "GPU"
@@ -27,13 +28,14 @@ def mirrored(device: str, number: int) -> Replicas:
             f"tensorflow.num_devices={number}, but TensorFlow sees {len(found)} {kind}{'s' * (len(found) != 1)}: set"
             f" tensorflow.num_devices={len(found)} or look at CUDA_VISIBLE_DEVICES and at TensorFlow's CUDA libraries"
         )
-    # TensorFlow's collectives between devices of one CPU meet in an order that is not the same on all of them, and abort.
+    # TensorFlow's collectives between devices of one CPU may run in different orders on the devices, and then abort
+    # (TensorFlow 2.21).
     sums = tf.distribute.ReductionToOneDevice() if device == "cpu" else None
     return Replicas(tf.distribute.MirroredStrategy([f"{kind}:{i}" for i in range(number)], cross_device_ops=sums))
 
 
 def split_cpu(number: int) -> None:
-    """Make `number` logical devices of the CPU, which TensorFlow does before its first operation only."""
+    """Make `number` logical devices of the CPU. TensorFlow allows this only before its first operation."""
     (cpu,) = tf.config.list_physical_devices("CPU")
     try:
         known = tf.config.get_logical_device_configuration(cpu)
@@ -50,7 +52,8 @@ def split_cpu(number: int) -> None:
 
 @contextlib.contextmanager
 def _unscaled() -> Iterator[None]:
-    """Keras divides what its losses give by the number of replicas; the step here divides by the samples of all of them."""
+    """Disable the division by the number of replicas in Keras's losses (Keras 3.15, `scale_loss_for_distribution`).
+    The step here divides by the samples of all replicas. This can go when Keras makes the division optional."""
     module = importlib.import_module("keras.src.losses.loss")
     names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
     own = {name: getattr(module, name) for name in names}
@@ -64,18 +67,18 @@ def _unscaled() -> Iterator[None]:
 
 
 class Replicas:
-    """What runs on each device. `number` is 1 without a strategy."""
+    """Devices on which a function runs. `number` is 1 without a strategy."""
 
     def __init__(self, strategy: Any = None) -> None:
         self.strategy = strategy
         self.number: int = 1 if strategy is None else strategy.num_replicas_in_sync
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Variables that are made within have a copy on every device."""
+        """Return a context in which new variables get a copy on every device."""
         return contextlib.nullcontext() if self.strategy is None else self.strategy.scope()
 
     def run(self, function: Callable[..., Any], each: Sequence[Sequence[Any]]) -> list[Any]:
-        """`function(replica, *each[replica])` of every replica, on its device; while a graph is traced."""
+        """Return `function(replica, *each[replica])` of every replica, run on its device while a graph is traced."""
         if self.strategy is None:
             return [function(0, *each[0])]
 
@@ -92,13 +95,14 @@ class Replicas:
         return values[replica if len(values) > 1 else 0]
 
     def summed(self, tensors: list[Any]) -> list[Any]:
-        """`tensors` summed over the replicas; within `run`."""
+        """Return `tensors` summed over the replicas. Call it within `run`."""
         if self.strategy is None:
             return tensors
         return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors))
 
     def cut(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
-        """(batch, samples that count) of each replica. One without samples gets the first, which does not count."""
+        """Return (batch, samples that count) of each replica. A replica without samples gets the first one, which
+        does not count."""
         if self.number == 1:
             return [(batch, num_samples)]
         counts = [len(range(replica, num_samples, self.number)) for replica in range(self.number)]
@@ -109,19 +113,20 @@ class Replicas:
         ]
 
     def holds(self, model: Any) -> bool:
-        """Whether the model's variables lie where `run` looks for them; one that has none yet must be made in `scope`."""
+        """Return True if the model's variables belong to this strategy. A model without variables must be built in
+        `scope`."""
         owners = [getattr(variable.value, "distribute_strategy", None) for variable in model.variables]
         return self.strategy is None or (bool(owners) and all(owner is self.strategy for owner in owners))
 
     def copies(self, variable: Any) -> Sequence[Any]:
-        """The copies of a Keras variable, one for each replica; nothing for one that all of them share."""
+        """Return the copies of a Keras variable, one for each replica, or nothing if all replicas share it."""
         value = variable.value
         is_copied = self.strategy is not None and isinstance(value, tf.distribute.DistributedValues)
         return value.values if is_copied else ()
 
 
 class Joint(Data):
-    """Data whose micro-batches are for all devices of this process together. `batch` counts the devices."""
+    """Data whose micro-batches are for all devices of this process together. Its `batch` counts the devices."""
 
     def __init__(self, inner: Data, num_devices: int) -> None:
         self._inner, self.num_samples = inner, inner.num_samples
@@ -134,15 +139,15 @@ class Joint(Data):
 
     @property
     def updates_per_epoch(self) -> int | None:
-        """As the data's own."""
+        """Updates per epoch of the inner data."""
         return self._inner.updates_per_epoch
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """The groups of `epoch` after `skip` global samples."""
+        """Yield the groups of `epoch` after `skip` global samples."""
         return self._inner.epoch(epoch, skip)
 
     def example(self) -> Any:
-        """A batch to build a model with."""
+        """Return a batch to build a model with."""
         return self._inner.example()
 
     def close(self) -> None:
@@ -151,7 +156,7 @@ class Joint(Data):
 
 
 def joint_plan(batch: BatchPlan, num_devices: int) -> BatchPlan:
-    """The plan of a process that takes the slices of all its devices."""
+    """Return the plan of a process that takes the slices of all its devices."""
     return dataclasses.replace(
         batch, batch_size=batch.batch_size * num_devices, data_parallel_size=batch.data_parallel_size // num_devices
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run on TensorFlow: model, optimizer, learning rates and random generators."""
+"""Content of a checkpoint of a run on TensorFlow: model, optimizer, learning rates and random generators."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from distributed.backends._keras import files
 from distributed.backends._tensorflow.generators import Generators
 from distributed.backends._tensorflow.models import statistics
 from distributed.backends._tensorflow.optim import Rates
-from distributed.backends._tensorflow.world import World
+from distributed.backends._tensorflow.world import TensorFlowWorld
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Saved:
-    """All ranks call each of its methods."""
+    """State of a run. All methods are collectives: all ranks must call them."""
 
     model: Any
-    optimizer: Any  # None, and no `rates` either, where nothing is trained
+    optimizer: Any  # None if nothing is trained, as is `rates`
     rates: Rates | None
     generators: Generators
-    world: World
+    world: TensorFlowWorld
     data_parallel_size: int
 
     def sync_statistics(self) -> None:
-        """Moving averages follow each rank's own samples; the main process' are evaluated and stored."""
+        """Copy the moving averages of the main process to all ranks. Each rank's averages follow its own samples."""
         self.world.copy_from_main(statistics(self.model))
 
     def save(self, directory: Path, step: int) -> dict[str, Any]:
-        """Write the state after `step` updates; returns what of it is JSON."""
+        """Write the state after `step` updates. Return the part that is stored as JSON."""
         self.sync_statistics()
         extra: dict[str, Any] = {"world_size": self.data_parallel_size, "step": step, "scaler": None}
         if self.world.context.is_main_process:
@@ -44,7 +44,7 @@ class Saved:
         return extra
 
     def load(self, directory: Path, state: Mapping[str, Any], notice: Callable[[str], None]) -> bool:
-        """Put a stored state back. False where the generators have none of their own there, and are to be seeded."""
+        """Restore a stored state. Return False if it has no states for the generators, which must then be seeded."""
         files.load_model(self.model, directory)
         if self.rates is not None:
             files.load_optimizer(self.optimizer, self.model, directory, state["optimizer"])
@@ -52,7 +52,7 @@ class Saved:
         return int(state["world_size"]) == self.data_parallel_size and self.generators.load(directory)
 
     def export(self, path: Path) -> None:
-        """The model's variables in one file."""
+        """Write the model's variables into one file."""
         self.sync_statistics()
         if self.world.context.is_main_process:
             files.export(self.model, path)

@@ -1,4 +1,4 @@
-"""What can be known of a user's script and objects before TensorFlow is imported, which takes seconds: that they are torch's."""
+"""Detect that a user's script or objects belong to torch, before importing TensorFlow, which takes seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FIX = "choose backend='pytorch-ddp' or another one of torch's, or make it a Ker
 
 
 def refuse_torch(job: Job, words: str) -> None:
-    """ConfigError for a model or optimizer of torch; `words` are the setting that wants others."""
+    """Raise ConfigError for a model or optimizer of torch. `words` names the setting that needs Keras models."""
     for name, value in (("model", job.model), ("optimizer", job.optimizer)):
         of_torch = [cls for cls in type(value).__mro__ if cls.__module__.startswith("torch.")]
         if any(cls.__name__ in ("Module", "Optimizer") for cls in of_torch):
@@ -21,7 +21,8 @@ def refuse_torch(job: Job, words: str) -> None:
 
 
 def refuse_torch_script(script: Path) -> None:
-    """ConfigError for a script that, with the files beside it that it imports, makes torch modules and knows no Keras."""
+    """Raise ConfigError if a script, with the files beside it that it imports, makes torch modules and imports no
+    Keras."""
     is_of_torch = False
     for names in imported(script):
         if {name.partition(".")[0] for name in names} & {"keras", "tensorflow"}:

@@ -1,4 +1,4 @@
-"""Cuts a user's data over ranks, in our order: arrays, data sets that are asked by index, tf.data, and what torch loads."""
+"""Cut a user's data over ranks in our order: arrays, data sets with an index, tf.data, and what torch loads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from distributed.state import DataRole, Group, MicroBatch, WorkerContext
 
 Reduce = Callable[[Mapping[Any, float]], dict[Any, float]]
 _BATCHING = {"_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset", "BatchDataset", "PaddedBatchDataset"}
-_OF_INNER = {"_FlatMapDataset", "_InterleaveDataset", "_ParallelInterleaveDataset"}  # make data sets of each element
-# Between the batches and whoever reads them these leave each batch as it is, and the short one last.
+# these make a data set of each element
+_OF_INNER = {"_FlatMapDataset", "_InterleaveDataset", "_ParallelInterleaveDataset"}
+# These data sets leave each batch as it is, and keep the short batch last.
 _KEEPING = {"_PrefetchDataset", "_OptionsDataset", "_MapDataset", "_ParallelMapDataset", "_CacheDataset"}
 _FORMS = "give (inputs, targets) as arrays, a tf.data.Dataset, a data set with __len__ and __getitem__, or a torch DataLoader"
 
 
 def batch_size_of(data: Any) -> int | None:
-    """The batch size that the user gave a tf.data.Dataset or a torch DataLoader."""
+    """Return the batch size that the user gave a tf.data.Dataset or a torch DataLoader, or None."""
     if _is_torch(data):
         from distributed.backends._torch.loading import loader_batch_size
 
@@ -41,9 +42,9 @@ def batch_size_of(data: Any) -> int | None:
 def shard(
     data: Any, *, batch: BatchPlan, context: WorkerContext, config: DistributedConfig, role: DataRole, reduce: Reduce
 ) -> Data:
-    """This rank's part of `data`. A collective where there are several ranks: they compare lengths.
+    """Return this rank's part of `data`. A collective if there are several ranks, because they compare lengths.
 
-    ConfigError where `data` has none of the forms that can be cut, is empty or contradicts the settings.
+    Raises ConfigError if `data` is in no supported form, is empty, or contradicts the settings.
     """
     name, train = role.value, role.is_training
     agree = None if context.world_size == 1 else reduce
@@ -59,15 +60,15 @@ def shard(
 
 
 class Data(ShardedData):
-    """This rank's part of some data."""
+    """This rank's part of a data set."""
 
     @abc.abstractmethod
     def example(self) -> Any:
-        """A batch to build a model with."""
+        """Return a batch to build a model with."""
 
 
 class MapData(Data):
-    """Samples that can be asked for by index: nothing is read that is not used, also after a resume."""
+    """Samples with an index. Nothing is read that is not used, also after a resume."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class MapData(Data):
         _compare(agree, rank, batch.data_parallel_size, count, f"{name}: the ranks have data sets of different lengths")
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """The groups of `epoch` after `skip` global samples."""
+        """Yield the groups of `epoch` after `skip` global samples."""
         count, size = self.num_samples or 0, self.batch.global_batch_size
         order = epoch_order(count, self._seed, epoch, self._shuffle)
         for start in range(skip, count, size):
@@ -99,7 +100,7 @@ class MapData(Data):
             yield Group(micros, number, start)
 
     def example(self) -> Any:
-        """A batch of one sample."""
+        """Return a batch of one sample."""
         return self._fetch(0, range(1), [0])
 
     def _micro(self, epoch: int, order: Any, start: int, places: range) -> MicroBatch:
@@ -108,10 +109,10 @@ class MapData(Data):
 
 
 class StreamData(Data):
-    """A tf.data.Dataset that every rank walks whole, taking its slice of every update by position.
+    """A tf.data.Dataset that every rank reads completely, taking its slice of every update by position.
 
-    A data set that shuffles draws a new order each time it is read. A resume in epoch n therefore begins as often as the run
-    had, and reads what was used again.
+    A data set that shuffles draws a new order each time it is read. A resume in epoch n therefore starts reading as
+    many times as the run had, and reads used samples again.
     """
 
     num_samples = None
@@ -126,7 +127,7 @@ class StreamData(Data):
         self._is_compared = agree is None
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """The groups of `epoch` after `skip` global samples."""
+        """Yield the groups of `epoch` after `skip` global samples."""
         while self._times_read < epoch:
             self._times_read += 1
             next(iter(self._updates(0)), None)
@@ -143,7 +144,7 @@ class StreamData(Data):
             raise ConfigError(f"{self._name}: the tf.data.Dataset yields no batch: give it samples")
 
     def example(self) -> Any:
-        """A batch of one sample, made up after the data set's element_spec."""
+        """Return a batch of one sample, made from the data set's element_spec."""
         return tf.nest.map_structure(
             lambda spec: numpy.zeros([1, *(size or 1 for size in spec.shape)], spec.dtype.as_numpy_dtype),
             self._samples.element_spec,
@@ -162,7 +163,8 @@ class StreamData(Data):
         return MicroBatch(tf.nest.map_structure(lambda leaf: leaf[where], update), len(places))
 
     def _check(self, update: Any) -> None:
-        """Refuse streams that differ between ranks: cut once more, most samples would never be seen. A collective."""
+        """Refuse streams that differ between ranks. Otherwise most samples would never be used. A collective: every
+        rank must call it."""
         if self._is_compared:
             return
         self._is_compared = True
@@ -174,7 +176,7 @@ class StreamData(Data):
 
 
 class TorchData(Data):
-    """What torch loads, as arrays."""
+    """Data that torch loads, as arrays."""
 
     def __init__(
         self,
@@ -200,17 +202,17 @@ class TorchData(Data):
 
     @property
     def updates_per_epoch(self) -> int | None:
-        """As torch's own."""
+        """Updates per epoch of the inner data."""
         return self._inner.updates_per_epoch
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """The groups of `epoch` after `skip` global samples."""
+        """Yield the groups of `epoch` after `skip` global samples."""
         for group in self._inner.epoch(epoch, skip):
             micros = [MicroBatch(_arrays(micro.batch), micro.num_samples) for micro in group.micro_batches]
             yield Group(micros, group.num_samples, group.position)
 
     def example(self) -> Any:
-        """The first batch of the first epoch."""
+        """Return the first batch of the first epoch."""
         batch = next(iter(self.epoch(0))).micro_batches[0].batch
         self._inner.close()
         return batch
@@ -221,7 +223,7 @@ class TorchData(Data):
 
 
 def _indexed(data: Any, role: DataRole, seed: int) -> tuple[Callable[[int, range, Sequence[int]], Any], int]:
-    """(what fetches a batch, samples in all) of arrays or of a data set that is asked by index."""
+    """Return a function that fetches a batch, and the number of samples, for arrays or a data set with an index."""
     name = role.value
     if type(data).__mro__[-2].__name__ == "PyDataset" or any(c.__name__ == "PyDataset" for c in type(data).__mro__):
         raise ConfigError(f"{name}: a keras PyDataset yields whole batches, which cannot be cut over ranks: {_FORMS}")
@@ -246,8 +248,8 @@ def _indexed(data: Any, role: DataRole, seed: int) -> tuple[Callable[[int, range
 
 
 class _Fetcher:
-    """Fetches samples by index and joins them. What a data set draws from numpy's and Python's generators depends on
-    (seed, epoch, position) alone."""
+    """Fetch samples by index and join them. What a data set draws from numpy's and Python's generators depends only
+    on (seed, epoch, position)."""
 
     def __init__(self, dataset: Any, seed: int, name: str) -> None:
         self._dataset, self._seed, self._name = dataset, seed, name
@@ -273,7 +275,7 @@ class _Fetcher:
 
 
 def _batching(data: Any) -> int | None:
-    """The size of the batches that a tf.data.Dataset yields, or None where it yields samples."""
+    """Return the size of the batches that a tf.data.Dataset yields, or None if it yields samples."""
     kind = type(data).__name__
     if "Unbatch" in kind:
         return None
@@ -281,7 +283,7 @@ def _batching(data: Any) -> int | None:
         return int(data._batch_size)
     if kind in _OF_INNER:
         return _of_inner(data)
-    sizes = {_batching(each) for each in data._inputs()}  # several where data sets are zipped, say
+    sizes = {_batching(each) for each in data._inputs()}  # several sizes if data sets are zipped
     if len(sizes) > 1:
         words = sorted("samples" if size is None else f"batches of {size}" for size in sizes)
         raise ConfigError(f"the tf.data.Dataset joins {' and '.join(words)}: batch it after they are joined")
@@ -289,7 +291,8 @@ def _batching(data: Any) -> int | None:
 
 
 def _of_inner(data: Any) -> int | None:
-    """What flat_map and interleave make of each batch: its samples, or batches like it. Told by the dimensions."""
+    """Return what flat_map and interleave make of each batch: samples (None), or batches of the same size. The
+    numbers of dimensions decide."""
     (source,) = data._inputs()
     size = _batching(source)
     if size is None:
@@ -307,14 +310,15 @@ def _ranks(data: Any) -> list[int]:
 
 
 def _has_short_batch_last(data: Any) -> bool:
-    """Whether all batches but the last have the size that `_batching` says: not so after .repeat() or .rebatch()."""
+    """Return True if all batches but the last have the size that `_batching` returns. This is not so after .repeat()
+    or .rebatch()."""
     while type(data).__name__ in _KEEPING:
         data = data._input_dataset
     return type(data).__name__ in _BATCHING
 
 
 def _is_torch(data: Any) -> bool:
-    """Whether torch knows how to load it; torch is not imported for that."""
+    """Return True if torch can load `data`. torch is not imported for that."""
     torch = sys.modules.get("torch.utils.data")
     return torch is not None and isinstance(data, (torch.DataLoader, torch.Dataset))
 
@@ -330,7 +334,7 @@ def _array(value: Any) -> Any:
 
 
 def _arrays(batch: Any) -> Any:
-    """A batch of torch's tensors as arrays in tuples, which TensorFlow takes."""
+    """Return a batch of torch's tensors as arrays in tuples, which TensorFlow accepts."""
     if isinstance(batch, Mapping):
         return {name: _arrays(value) for name, value in batch.items()}
     if isinstance(batch, (tuple, list)):
@@ -339,7 +343,7 @@ def _arrays(batch: Any) -> Any:
 
 
 def _compare(agree: Reduce | None, rank: int, world: int, value: int, what: str) -> None:
-    """Refuse what differs between ranks. A collective."""
+    """Raise ConfigError if `value` differs between ranks. A collective: every rank must call it."""
     if agree is None:
         return
     values = agree({r: float(value) if r == rank else 0.0 for r in range(world)})

@@ -1,7 +1,8 @@
-"""How a worker joins TensorFlow's cluster: before the script runs, because what TensorFlow holds by then would be lost.
+"""How a worker joins TensorFlow's cluster. It joins before the script runs, because TensorFlow objects that exist by
+then become unusable.
 
-A MultiWorkerMirroredStrategy renames the devices of its process. Models and data sets that were made before are then out of
-reach ("unknown device"), so that a script that makes its model in its first lines could not train on several processes.
+A MultiWorkerMirroredStrategy renames the devices of its process. Models and data sets that were made before then fail
+with "unknown device". A script that makes its model in its first lines could not train on several processes.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from distributed.launching.listening import reachable_address
 from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import messages
 
-WORDS, FLAGS = "backend='tensorflow'", "--backend tensorflow"  # how it is set, and how workers that have it are started
+# the setting that selects it, and the flags that start such workers
+WORDS, FLAGS = "backend='tensorflow'", "--backend tensorflow"
 
-_KEYS_OF_ONE = 100_000  # numbers of groups that a strategy may give, as TensorFlow's own tests keep them apart
+_KEYS_OF_ONE = 100_000  # distance between the collective keys of two strategies, as in TensorFlow's own tests
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Joined:
-    """This process in TensorFlow's cluster. `store` is shared by all workers, as torch.distributed's Store."""
+    """This process in TensorFlow's cluster. `store` is shared by all workers and is a torch.distributed Store."""
 
     strategy: Any
     store: Any
@@ -46,12 +48,13 @@ class Joined:
 
 class _ThisProcess:
     joined: Joined | None = None
-    num_strategies = 0  # that the script has made since
-    own_gpu: str | None = None  # what CUDA_VISIBLE_DEVICES was set to
+    num_strategies = 0  # strategies that the script has made since then
+    own_gpu: str | None = None  # value that CUDA_VISIBLE_DEVICES was set to
 
 
 def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Callable[[dict[str, Any]], None]) -> None:
-    """In a worker, before its script: the environment that TensorFlow reads when it is imported, and the cluster."""
+    """Prepare a worker before its script runs: set the environment that TensorFlow reads at import, and join the
+    cluster."""
     check_engine(WORDS, FLAGS)
     check_cluster()
     if request.script is not None and request.payload is None:
@@ -64,7 +67,7 @@ def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Call
 
 
 def import_seeded(request: LaunchRequest) -> None:
-    """Import TensorFlow for a script, and seed it alike on every rank."""
+    """Import TensorFlow for a script, and seed it with the same number on every rank."""
     import_quietly()
     if request.device != "cpu":
         set_memory_growth()
@@ -77,7 +80,7 @@ def import_seeded(request: LaunchRequest) -> None:
 
 
 def set_environment(found: WorkerEnvironment | None, device: str) -> None:
-    """This worker's own GPU and share of the cores, which TensorFlow reads when it is imported."""
+    """Set this worker's own GPU and number of threads, which TensorFlow reads at import."""
     if threads := os.environ.get("OMP_NUM_THREADS"):
         os.environ.setdefault("TF_NUM_INTRAOP_THREADS", threads)
     if device == "cpu":
@@ -87,9 +90,9 @@ def set_environment(found: WorkerEnvironment | None, device: str) -> None:
 
 
 def _own_gpu(found: WorkerEnvironment) -> str:
-    """The one that this worker drives, as CUDA_VISIBLE_DEVICES calls it."""
+    """Return the GPU of this worker, as CUDA_VISIBLE_DEVICES names it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if visible and visible == _ThisProcess.own_gpu:  # asked before
+    if visible and visible == _ThisProcess.own_gpu:  # set by an earlier call
         return visible
     entries = [entry.strip() for entry in visible.split(",")] if visible else []
     if entries and found.local_rank >= len(entries):
@@ -103,14 +106,14 @@ def _own_gpu(found: WorkerEnvironment) -> str:
 
 
 def set_memory_growth(*, first_only: bool = False) -> None:
-    """GPUs give memory as it is needed, and not all of it at once; with `first_only` the others are left alone.
+    """Let TensorFlow allocate GPU memory as needed. With `first_only`, hide all GPUs but the first.
 
-    Only before TensorFlow's first operation; TF_FORCE_GPU_ALLOW_GROWTH, which workers have and a user may set to false, holds
-    at any time.
+    It has an effect only before TensorFlow's first operation. The variable TF_FORCE_GPU_ALLOW_GROWTH, which workers
+    have and a user may set to false, works at any time.
     """
     import tensorflow as tf
 
-    with contextlib.suppress(RuntimeError, ValueError):  # it is in use already, or the script has divided a GPU
+    with contextlib.suppress(RuntimeError, ValueError):  # TensorFlow is in use already, or the script has split a GPU
         gpus = tf.config.list_physical_devices("GPU")
         for gpu in gpus if os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH") != "false" else ():
             tf.config.experimental.set_memory_growth(gpu, True)
@@ -119,10 +122,11 @@ def set_memory_growth(*, first_only: bool = False) -> None:
 
 
 def join(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], None]) -> Joined:
-    """The cluster of this process' workers, which it joins at the first call. Every worker must call it.
+    """Join the cluster of the workers at the first call, and return it. A collective: every worker must call it.
 
-    ResourceError names the workers that did not come within `start_timeout` seconds; ConfigError where TensorFlow was used
-    in this process before.
+    Raises:
+        ResourceError: workers did not come within `start_timeout` seconds. The message names them.
+        ConfigError: TensorFlow was used in this process before.
     """
     if _ThisProcess.joined is None:
         from distributed.backends._torch.meeting import meet
@@ -139,8 +143,11 @@ def join(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
 
 @contextlib.contextmanager
 def _addresses(found: WorkerEnvironment, store: Any) -> Iterator[None]:
-    """Set TF_CONFIG to the workers' addresses, unless it is given. This worker's port is held until it is listened on:
-    a bound socket that does not listen keeps others away, and lets in who asks for the very same port."""
+    """Set TF_CONFIG to the addresses of the workers, unless it is given.
+
+    This worker's port is held until TensorFlow listens on it: a bound socket that does not listen keeps others away,
+    but a server that asks for this port with SO_REUSEADDR gets it.
+    """
     if found.source == "TF_CONFIG":
         yield
         return
@@ -174,7 +181,8 @@ def _strategy() -> Any:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep what SIGTERM does here: in a cluster TensorFlow notes it for its PreemptionWatcher, and nothing else comes of it."""
+    """Restore the handler of SIGTERM. In a cluster TensorFlow installs its own one for its PreemptionWatcher, which
+    only records the signal (TensorFlow 2.21)."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -184,10 +192,11 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _share_cluster() -> None:
-    """Let strategies that a script makes use the cluster that this process is in, each with collectives of its own.
+    """Let strategies of a script use the present cluster, each with its own collectives.
 
-    By itself TensorFlow would enable collectives anew for each of them. Worker 0 then forgets what the others have asked it
-    until then, and those that were ahead of it wait for ever.
+    TensorFlow 2.21 would enable collectives anew for each strategy. Worker 0 then forgets the requests of the others,
+    and those that were ahead of it wait for ever. This can go when `CollectiveAllReduceExtended` does not restart the
+    collectives.
     """
     from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
@@ -197,19 +206,19 @@ def _share_cluster() -> None:
         _ThisProcess.num_strategies += 1
         strategy._collective_key_base = next(first_keys)
         self._std_server_started = True
-        self._enable_check_health = False  # TensorFlow's coordination service sees to it, as for the first one
+        self._enable_check_health = False  # TensorFlow's coordination service checks it, as for the first strategy
         begin(self, strategy, *args, **kwargs)
 
     CollectiveAllReduceExtended.__init__ = begin_in_cluster
 
 
 def is_used_by_script() -> bool:
-    """Whether the script made the strategy of the cluster that this process is in, or one more of its own."""
+    """Return True if the script made the strategy of this process's cluster, or another one."""
     return _ThisProcess.joined is None or _ThisProcess.num_strategies > 0
 
 
 def _refuse_mirrored(world_size: int) -> None:
-    """Make MirroredStrategy say that it is for one process: in a cluster it kills its own."""
+    """Make MirroredStrategy raise ConfigError. In a cluster it would kill its own process (TensorFlow 2.21)."""
     import tensorflow as tf
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -231,7 +240,8 @@ def _refuse_late() -> None:
 
 
 def import_quietly() -> None:
-    """Import TensorFlow, whose C++ side greets on stderr whatever TF_CPP_MIN_LOG_LEVEL says."""
+    """Import TensorFlow without the lines that its C++ code prints on stderr for every TF_CPP_MIN_LOG_LEVEL
+    (TensorFlow 2.21)."""
     if "tensorflow" in sys.modules:
         return quieten()
     sys.stderr.flush()
@@ -248,27 +258,29 @@ def import_quietly() -> None:
 
 
 def quieten() -> None:
-    """Python's side of TensorFlow says only what is wrong."""
+    """Limit the Python logs of TensorFlow to errors."""
     import absl.logging
     import tensorflow as tf
 
     absl.logging.set_verbosity(absl.logging.ERROR)
     tf.get_logger().setLevel("ERROR")
-    # Of a compiled model that came by value: its optimizer has made no update yet.
+    # This comes from a compiled model that was pickled: its optimizer has made no update yet.
     warnings.filterwarnings("ignore", "Skipping variable loading for optimizer", UserWarning)
 
 
 def _seed(seed: int) -> None:
-    """Alike on every rank, as for other engines: the same model and the same order of a shuffled data set."""
+    """Seed Keras with the same number on every rank, as other engines do: for the same model and order of a shuffled
+    data set."""
     import keras
 
     state = random.getstate()
     keras.utils.set_random_seed(seed & 0xFFFFFFFF)
-    random.setstate(state)  # the launcher has seeded it by the whole number
+    random.setstate(state)  # the launcher has seeded it with the full number
 
 
 def check_engine(what: str, flags: str) -> None:
-    """ConfigError where Keras has another engine; `what` needs TensorFlow, and workers started with `flags` have it."""
+    """Raise ConfigError if Keras uses another engine. `what` needs TensorFlow, and workers started with `flags` have
+    it."""
     keras = sys.modules.get("keras")
     engine = keras.config.backend() if keras is not None else os.environ.get("KERAS_BACKEND", "tensorflow")
     if engine != "tensorflow":
@@ -279,7 +291,7 @@ def check_engine(what: str, flags: str) -> None:
 
 
 def check_cluster() -> None:
-    """ConfigError where TF_CONFIG makes no sense."""
+    """Raise ConfigError if TF_CONFIG is invalid."""
     text = os.environ.get("TF_CONFIG", "")
     if text and not isinstance(found := read_tf_config(text), TFCluster):
         raise ConfigError(f"TF_CONFIG={text[:60]!r}: {found}: correct it, or unset it to start workers here")

@@ -1,7 +1,7 @@
-"""The graphs of a step: forward and backward of a micro-batch, the sum over the ranks, the update, the evaluation.
+"""Graphs of a step: forward and backward of a micro-batch, the sum over ranks, the update, the evaluation.
 
-Each is traced once per form of batch, with the number of samples left open: which graph computes a batch, and so its last bit,
-does not depend on which batches came before. A resumed run begins in the middle.
+Each graph is traced once per form of batch with an open number of samples. Which graph computes a batch, and so its
+last bit, then does not depend on earlier batches: a resumed run begins in the middle.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy
 import tensorflow as tf
 
 from distributed.backends._tensorflow.objective import Measured, Objective
-from distributed.backends._tensorflow.world import World, heard
+from distributed.backends._tensorflow.world import TensorFlowWorld, heard
 from distributed.errors import ConfigError
 
 Update = Callable[[list[Any], list[Any]], None]  # (gradients, variables)
@@ -23,25 +23,26 @@ Update = Callable[[list[Any], list[Any]], None]  # (gradients, variables)
 
 @dataclasses.dataclass
 class Pending:
-    """Gradients and counts of the micro-batches of an update so far, of each replica; sums over all replicas in `rows`."""
+    """Gradients and counts of the micro-batches of an update so far, for each replica. `rows` are sums over all
+    replicas."""
 
     gradients: list[list[Any]]
     counts: list[Any]
     rows: dict[str, tuple[Any, Any]]
-    norm: Any = None  # of the summed gradient, once it is
+    norm: Any = None  # norm of the summed gradient, after the last micro-batch
     calls: list[tuple[Any, int]] = dataclasses.field(
         default_factory=list
-    )  # of this micro-batch, as `evaluate` gives them
+    )  # metric arguments of this micro-batch, in the form of `evaluate`
 
 
 class Graphs:
-    """Traces functions by the form of their arguments and calls them."""
+    """Trace functions by the form of their arguments and call them."""
 
     def __init__(self) -> None:
         self._traced: dict[Any, Any] = {}
 
     def __call__(self, name: Any, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(*args)` in a graph; `name` and the form of `args` say which one."""
+        """Call `function(*args)` in a graph. `name` and the form of `args` select the graph."""
         leaves = [each if tf.is_tensor(each) else numpy.asarray(each) for each in tf.nest.flatten(args)]
         form = tuple(
             (leaf.dtype.name if tf.is_tensor(leaf) else str(leaf.dtype), tuple(leaf.shape)[1:]) for leaf in leaves
@@ -69,36 +70,43 @@ class Graphs:
 
 
 def _outline(value: Any) -> Any:
-    """The containers of `value`, hashable."""
+    """Return the containers of `value` in hashable form."""
     return repr(tf.nest.map_structure(lambda _: 0, value))
 
 
 class Step:
-    """What training does with a model and its objective."""
+    """Training step with a model and its objective."""
 
     def __init__(
         self,
         model: Any,
         objective: Objective,
-        world: World,
+        world: TensorFlowWorld,
         updating: Callable[[], contextlib.AbstractContextManager[Update]],
         clipping: float | None,
     ) -> None:
-        """Within `updating()` is the function that makes the one update."""
+        """Store the parts of the step. The context `updating()` yields the function that makes an update."""
         self._model, self._objective, self._world = model, objective, world
         self._replicas = world.replicas
         self._updating, self._clipping = updating, clipping
         self._graphs = Graphs()
         self._is_built = False
-        self._used: list[int] = []  # the trainable variables that the loss depends on
+        self._used: list[int] = []  # indices of the trainable variables on which the loss depends
 
     # the update
 
     def forward_backward(
         self, batch: Any, num_samples: int, of_update: int, before: Pending | None, is_last: bool
     ) -> Pending:
-        """One micro-batch more; `of_update` is the number of samples of the update, over all ranks. With the last one the
-        gradients of all ranks are summed, divided by the true count and clipped: a collective."""
+        """Add one micro-batch to an update.
+
+        With the last micro-batch the gradients of all ranks are summed, divided by the true count and clipped, which is
+        a collective.
+
+        Args:
+            of_update: number of samples of the update, over all ranks.
+            before: what the earlier micro-batches gave.
+        """
         cut = self._cut(batch, num_samples)
         empty = tuple(number == 0 for _, number in cut)
         parts = [(part, numpy.float64(number)) for part, number in cut]
@@ -119,7 +127,7 @@ class Step:
         return Pending(gradients, counts, rows, norm if is_last else None, _counted(calls, cut))
 
     def _cut(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
-        """The slice of each replica. Before the first one everything has its variables, which no replica can make."""
+        """Return the slice of each replica. Before the first one, create all variables, because replicas cannot."""
         if not self._is_built and self._replicas.strategy is not None:
             with self._replicas.scope():
                 self._objective.build(tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf[:1]), batch))
@@ -136,9 +144,9 @@ class Step:
         some_are_empty: bool,
         is_last: bool,
     ) -> Any:
-        """On one replica."""
+        """Run the backward pass on one replica."""
         variables = [v.value for v in self._model.trainable_variables]
-        # All replicas put values back, their own or the old ones: some variables are only to be assigned together.
+        # All replicas assign values, old or new ones: some variables must be assigned on all replicas together.
         kept = [(v, tf.identity(v.value)) for v in self._model.non_trainable_variables] if some_are_empty else []
         with tf.GradientTape() as tape:
             measured = self._objective(batch, number, training=True)
@@ -151,7 +159,7 @@ class Step:
         if is_empty:
             gradients = [tf.zeros_like(g) for g in gradients]
             count, rows = tf.zeros_like(count), {n: (tf.zeros_like(a), tf.zeros_like(b)) for n, (a, b) in rows.items()}
-        else:  # a loss that is not finite makes the norm NaN, so that all ranks see it
+        else:  # a loss that is not finite makes the norm NaN, so that all ranks notice it
             gradients[0] += tf.cast(value * 0, gradients[0].dtype)
         if carried:
             gradients = [g + c for g, c in zip(gradients, carried[0], strict=True)]
@@ -169,10 +177,10 @@ class Step:
                 "the loss does not depend on any trainable variable of the model: compute it with TensorFlow's operations from"
                 " the model's outputs"
             )
-        return [tf.convert_to_tensor(found[i]) for i in self._used]  # those of embeddings become dense
+        return [tf.convert_to_tensor(found[i]) for i in self._used]  # gradients of embeddings become dense
 
     def _summed(self, gradients: list[Any], count: Any, nominal: Any, is_counted: bool) -> tuple[list[Any], Any]:
-        """The gradient of the mean over the update, and its norm before clipping."""
+        """Return the gradient of the mean over the update, and its norm before clipping."""
         gradients = self._world.summed_gradients(gradients)
         if is_counted:
             factor = nominal / self._world.summed_in_graph([count])[0]
@@ -184,11 +192,11 @@ class Step:
         return gradients, tf.cast(norm, tf.float64)
 
     def apply(self, gradients: list[list[Any]]) -> None:
-        """The one update, of every replica's copy with its gradients, which are alike."""
+        """Make the update on every replica's copy. The gradients of all replicas are equal."""
         self._graphs("apply", self._apply, gradients)
 
     def trained(self) -> list[Any]:
-        """The variables that the newest update changed, in the order of its gradients."""
+        """Return the variables that the newest update changed, in the order of its gradients."""
         return [self._model.trainable_variables[i] for i in self._used]
 
     def _apply(self, gradients: list[list[Any]]) -> Any:
@@ -205,8 +213,12 @@ class Step:
     # evaluation
 
     def evaluate(self, batch: Any, num_samples: int) -> tuple[dict[str, tuple[Any, Any]], list[tuple[Any, int]]]:
-        """(name -> (sum, count) over the samples of this batch, (what the metrics over all samples are called with, samples) of
-        each replica)."""
+        """Return the sums and metric arguments of a batch.
+
+        Returns:
+            `(rows, calls)`: (sum, count) over the samples of the batch by name, and for each replica the arguments of
+            metrics over all samples with the number of samples.
+        """
 
         cut = self._cut(batch, num_samples)
 
@@ -224,7 +236,7 @@ class Step:
         return rows, _counted([calls for _, calls in found], cut)
 
     def predict(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
-        """(the model's outputs as arrays, samples) of each replica."""
+        """Return (the model's outputs as arrays, samples) of each replica."""
         cut = self._cut(batch, num_samples)
 
         def outputs(replica: int, batch: Any) -> Any:
@@ -239,12 +251,12 @@ class Step:
 
 
 def _counted(calls: Sequence[Any], cut: Sequence[tuple[Any, int]]) -> list[tuple[Any, int]]:
-    """(calls, samples that count) of each replica."""
+    """Return (calls, samples that count) of each replica."""
     return [(each, number) for each, (_, number) in zip(calls, cut, strict=True)]
 
 
 def _added(rows: Sequence[Mapping[str, tuple[Any, Any]]]) -> dict[str, tuple[Any, Any]]:
-    """name -> (sum, count) over `rows`."""
+    """Return the sums of `rows` by name: (sum, count)."""
     total = dict(rows[0])
     for more in rows[1:]:
         total = {name: (value + more[name][0], count + more[name][1]) for name, (value, count) in total.items()}

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a Keras model: its graph and the values of its weights and gradients."""
+"""What TensorBoard shows of a Keras model: its graph, and the values of its weights and gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import tensorflow as tf
 
 
 def graph_of(predict: Callable[[Any], Any], batch: Any) -> bytes:
-    """The GraphDef of `predict` on one sample of `batch`. Traced, not run: no generator moves, no statistic changes."""
+    """Return the GraphDef of `predict` on one sample of `batch`. It is only traced, so no generator and no statistic
+    changes."""
     form = tf.nest.map_structure(lambda leaf: tf.TensorSpec((1, *leaf.shape[1:]), leaf.dtype), batch)
     traced = tf.function(predict, autograph=False).get_concrete_function(form)
     content: bytes = traced.graph.as_graph_def().SerializeToString()
@@ -18,10 +19,10 @@ def graph_of(predict: Callable[[Any], Any], batch: Any) -> bytes:
 
 
 def values_of(variables: Sequence[Any], gradients: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """(`weights/PATH` or `gradients/PATH`, flat array)."""
+    """Yield (`weights/PATH` or `gradients/PATH`, flat array) pairs."""
     for variable in variables:
         yield f"weights/{variable.path}", _flat(variable.value)
-    for variable, gradient in zip(variables, gradients):  # noqa: B905 - none before the first update
+    for variable, gradient in zip(variables, gradients):  # noqa: B905 - no gradients before the first update
         yield f"gradients/{variable.path}", _flat(gradient)
 
 

@@ -1,11 +1,11 @@
-"""The processes that train together, as TensorFlow sees them: sums and values over its own collectives."""
+"""Communication for TensorFlow: sums and values over its own collectives."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy
@@ -14,6 +14,7 @@ import tensorflow as tf
 from distributed.backends import wire
 from distributed.backends._tensorflow.replicas import Replicas
 from distributed.backends._tensorflow.start import Joined
+from distributed.backends.world import Key, World
 from distributed.errors import DistributedError
 from distributed.launching.secret import messages
 from distributed.state import WorkerContext
@@ -21,11 +22,11 @@ from distributed.state import WorkerContext
 _LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.CancelledError)
 
 
-_raised: list[Exception] = []  # by Python code inside a graph: TensorFlow makes one of its own errors of it
+_raised: list[Exception] = []  # exceptions of Python code inside a graph, which TensorFlow replaces by its own
 
 
 def carried(function: Callable[[Any], Any], value: Any) -> Any:
-    """`function` of an array, in a graph. What it raises comes out of `heard`."""
+    """Call `function` with an array, in a graph. `heard` raises its exceptions."""
 
     def call(array: Any) -> Any:
         try:
@@ -39,7 +40,8 @@ def carried(function: Callable[[Any], Any], value: Any) -> Any:
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """A collective that ends because another worker has gone is a ConnectionResetError that names it, in one line."""
+    """Turn the failure of a collective after the loss of a worker into a ConnectionResetError of one line that names
+    the worker."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -58,26 +60,26 @@ def heard() -> Iterator[None]:
 
 
 class Collectives(Protocol):
-    """How tensors are combined over several processes."""
+    """Interface to combine tensors over several processes. Every method is a collective."""
 
     def summed(self, tensors: list[Any]) -> list[Any]:
-        """Tensors of one element type summed over all ranks; in a graph."""
+        """Return tensors of one element type summed over all ranks, in a graph."""
 
     def gradients(self, tensors: list[Any]) -> list[Any]:
-        """As `summed`, as the options of a run want gradients to be sent."""
+        """Return the same as `summed`, in the element type that the options of the run choose for gradients."""
 
     def sum_floats(self, vector: Any) -> Any:
-        """A vector of float64, element by element over all ranks."""
+        """Return a float64 vector summed element by element over all ranks."""
 
     def sum_integers(self, vector: Any) -> Any:
-        """A vector of int64, the same."""
+        """Return an int64 vector summed element by element over all ranks."""
 
     def gather(self, vector: Any) -> Any:
-        """Every rank's vector of int32, one after the other."""
+        """Return the int32 vectors of all ranks, concatenated."""
 
 
 class ClusterCollectives:
-    """Those of MultiWorkerMirroredStrategy, traced once for a cluster, however many trainers use it."""
+    """Collectives of MultiWorkerMirroredStrategy, traced once for a cluster and shared by all trainers."""
 
     def __init__(self, strategy: Any, timeout_s: float) -> None:
         self._strategy = strategy
@@ -89,7 +91,7 @@ class ClusterCollectives:
 
     def summed(self, tensors: list[Any]) -> list[Any]:
         def call(*each: Any) -> Any:
-            here = [tf.identity(tensor) for tensor in each]  # a graph's arguments are on no device yet
+            here = [tf.identity(tensor) for tensor in each]  # the arguments of a graph have no device yet
             return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, here, self._options)
 
         return list(self._strategy.run(call, args=tuple(tensors)))
@@ -101,51 +103,55 @@ class ClusterCollectives:
         return [self._strategy.run(call, args=tuple(tensors))]
 
     def _of_vectors(self, function: Callable[[list[Any]], list[Any]], dtype: Any) -> Any:
-        """`function` of one vector of any length."""
+        """Return `function` for a single vector of any length."""
         signature = [tf.TensorSpec([None], dtype)]
         return tf.function(lambda vector: function([vector])[0], input_signature=signature, autograph=False)
 
 
 @functools.cache
 def cluster_collectives(joined: Joined, timeout_s: float) -> ClusterCollectives:
-    """The collectives of a cluster."""
+    """Return the collectives of a cluster."""
     return ClusterCollectives(joined.strategy, timeout_s)
 
 
-class World:
-    """One process or several. All verbs but `store` are collectives: every rank calls them, in the same order."""
+class TensorFlowWorld(World):
+    """The processes that train together, with collectives for TensorFlow's tensors. Every rank calls each of them in
+    the same order."""
 
     def __init__(
         self, context: WorkerContext, them: Collectives | None, store: Any = None, replicas: Replicas | None = None
     ) -> None:
-        """`them`: the collectives of several processes; `store`: shared by all of them; `replicas`: of this process."""
+        """Make the world of this process.
+
+        Args:
+            them: collectives of several processes, or None.
+            store: store that all processes share.
+            replicas: replicas of this process.
+        """
         self.context, self._them, self._store = context, them, store
         self.replicas = Replicas() if replicas is None else replicas
 
     def summed_in_graph(self, tensors: list[Any]) -> list[Any]:
-        """`tensors` summed over all ranks and replicas, while a graph is traced."""
+        """Return `tensors` summed over all ranks and replicas, while a graph is traced."""
         return self.replicas.summed(tensors) if self._them is None else _by_type(self._them.summed, tensors)
 
     def summed_gradients(self, gradients: list[Any]) -> list[Any]:
-        """As `summed_in_graph`, in fewer bits where the options of a run say so."""
+        """Return the same as `summed_in_graph`, in fewer bits if the options of the run say so."""
         return self.replicas.summed(gradients) if self._them is None else _by_type(self._them.gradients, gradients)
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Element by element over all ranks."""
-        if self._them is None or not values:
-            return list(values)
-        with heard():
-            total: list[float] = self._them.sum_floats(numpy.asarray(values, numpy.float64)).numpy().tolist()
-        return total
+    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
+        return dict(zip(sums, self._sum(list(sums.values())), strict=True))
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        return self.gather(value if self.rank == src else None)[src]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in the order of ranks."""
         if self._them is None:
             return [value]
         data = wire.to_bytes(value)
         padded = data + b"\0" * (-len(data) % 4)
         world = range(self.context.world_size)
-        lengths = self.sum([float(len(data)) if rank == self.context.rank else 0.0 for rank in world])
+        lengths = self._sum([float(len(data)) if rank == self.context.rank else 0.0 for rank in world])
         with heard():
             everything = self._them.gather(numpy.frombuffer(padded, numpy.int32)).numpy().tobytes()
         values, start = [], 0
@@ -155,11 +161,10 @@ class World:
         return values
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.sum([0.0])
+        self._sum([0.0])
 
     def copy_from_main(self, variables: Sequence[Any]) -> None:
-        """Give `variables`, alike on every rank and replica but for their values, those of the first."""
+        """Copy the values of the first rank and replica into `variables`. A collective."""
         if self._them is None:
             for variable in variables if self.replicas.number > 1 else ():
                 variable.assign(variable.numpy())
@@ -172,15 +177,20 @@ class World:
             total = (self._them.sum_integers if is_whole else self._them.sum_floats)(mine.reshape(-1)).numpy()
             variable.assign(total.reshape(value.shape).astype(dtype.as_numpy_dtype))
 
-    def store(self) -> Any:
-        """What `Backend.key_value_store` describes."""
-        if self._store is None:
-            return None
-        return messages(self._store, "common-step")
+    def key_value_store(self) -> Any:
+        return None if self._store is None else messages(self._store, "common-step")
+
+    def _sum(self, values: Sequence[float]) -> list[float]:
+        """Return `values` summed element by element over all ranks. A collective."""
+        if self._them is None or not values:
+            return list(values)
+        with heard():
+            total: list[float] = self._them.sum_floats(numpy.asarray(values, numpy.float64)).numpy().tolist()
+        return total
 
 
 def _by_type(combine: Callable[[list[Any]], list[Any]], tensors: list[Any]) -> list[Any]:
-    """`combine` of those of each element type, in the order of `tensors`."""
+    """Return the tensors combined by `combine` for each element type, in the order of `tensors`."""
     out = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]

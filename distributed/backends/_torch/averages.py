@@ -19,11 +19,11 @@ from distributed.backends._torch.objective import (
 )
 from distributed.backends._torch.over_all import ENGINE, is_whole, measure_of, measure_of_function, on_host, widened
 from distributed.backends.checking import CHECK
-from distributed.backends.failures import no_arguments
+from distributed.backends.failures import no_arguments, not_called
 from distributed.backends.measured import Measured
 from distributed.backends.non_finite import Row, without_weight
 from distributed.backends.over_all import Deferred, Wholes
-from distributed.backends.parts import Arguments, Part, arguments, mapped
+from distributed.backends.parts import JOINED, Arguments, Part, arguments, mapped
 from distributed.backends.sums import added
 from distributed.state import Group, MicroBatch, StepResult, Sums
 
@@ -51,6 +51,11 @@ class Averages:
         self._metrics, self._device, self._dtype = functions, device, dtype
         self.measured = Measured(functions, wholes, ENGINE, measure_of_function, _pair, on_host, notice)
         self._large: list[Kept] = []  # the newest step's large outputs
+        self._unchecked: list[
+            tuple[int, StepResult]
+        ] = []  # (position, result) of updates that the check has not seen yet
+        if (check := self.measured.check("train")) is not None:
+            check.newest = self._newest
         self._has_accuracy = "accuracy" in metrics  # else class indices get it
         for name, metric in metrics.items():
             if is_whole(metric):
@@ -70,6 +75,8 @@ class Averages:
                 self._keep(loss.outputs, loss.targets, micro.num_samples, deferred.kept)
             self._keep_parts(deferred, (group.position, number), micro.num_samples, loss)
         result = StepResult(rows, group.num_samples, deferred)
+        if self._metrics and self.measured.check("train") is not None:
+            self._unchecked.append((group.position, result))
         self.measured.wholes.keep("train", result)
         return result
 
@@ -93,21 +100,39 @@ class Averages:
 
     def _keep_parts(self, deferred: Deferred, key: tuple[int, int], n: int, loss: Loss) -> None:
         for name in self.measured.wholes.names(deferred.split):
+            if name == CHECK and deferred.split == "train":
+                continue  # see `_newest`
             call = self._call(name, loss)
-            if n and call is not None and (name != CHECK or self._admits(deferred.split, call, n)):
+            if n and call is not None and (name != CHECK or self._admits(call, n)):
                 deferred.parts.setdefault(name, []).append(Part(key, n, _detached(call)))
 
-    def _admits(self, split: str, call: Arguments, n: int) -> bool:
-        """Whether the check keeps a micro-batch. In training large outputs are measured of some updates only."""
-        check = self.measured.check(split)
+    def _admits(self, call: Arguments, n: int) -> bool:
+        """Return whether the check of an evaluation keeps a batch. Else the batch is examined now."""
+        check = self.measured.check("val")
         assert check is not None
-        if split == "train" and not all(map(_is_small, call.args)):
-            check.leave_out()
         if check.admits(call):
             return True
-        if split == "val":  # in training that can wait for the log line
-            self.measured.ask(split, _detached(call), n)
+        self.measured.ask("val", _detached(call), n)
         return False
+
+    def _newest(self) -> Sequence[Part]:
+        """Return the updates of training since the last call for the check, joined, and examine those that it does not keep.
+
+        Of large outputs only some are measured, so that the check keeps no others either.
+        """
+        updates, self._unchecked = self._unchecked, []
+        check = self.measured.check("train")
+        kept: list[tuple[list[int], Kept]] = []
+        for position, result in updates if check is not None else ():
+            for number, (outputs, targets, n) in enumerate(result.deferred.kept if result.deferred else ()):
+                assert check is not None
+                if not (_is_small(outputs) and _is_small(targets)):
+                    check.leave_out()
+                elif check.admits(Arguments((outputs, targets), {})):
+                    kept.append(([position, number, n], (outputs, targets, n)))
+                else:
+                    self.measured.ask("train", Arguments((outputs, targets), {}), n)
+        return _parts_of(kept)
 
     def _call(self, name: str, loss: Loss) -> Arguments | None:
         if loss.metrics is not None and name in loss.metrics and self.measured.is_call(name):
@@ -155,11 +180,13 @@ class Averages:
         return [(0, *row) for row in self._measure([each for _, each in kept], split)]
 
     def _ask_in_training(self, split: str, outputs: Any, targets: Any, n: int) -> None:
-        check = self.measured.check("train") if split == "train" else None
-        if check is not None and check.is_over:
+        if split == "train" and not (_is_small(outputs) and _is_small(targets)):
             self.measured.ask("train", Arguments((outputs, targets), {}), n)
 
     def _rows(self, loss: Loss, n: int) -> list[Row]:
+        if loss.targets is None:
+            for name in self._metrics.keys() - (loss.metrics or {}).keys():
+                raise not_called(name)
         value = loss.value.detach()
         rows: list[Row] = [("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count)]
         if loss.metrics:
@@ -230,6 +257,27 @@ def _pair(function: Callable[..., Any], outputs: Any, targets: Any, n: int) -> t
 
 def _is_small(outputs: Any) -> bool:
     return isinstance(outputs, torch.Tensor) and outputs.numel() <= _SMALL_OUTPUTS
+
+
+def _parts_of(kept: list[tuple[list[int], Kept]]) -> list[Part]:
+    """Return [position, number, samples] and outputs of micro-batches as one part, or as several if they cannot be joined."""
+    if not kept:
+        return []
+    joined = _joined([entry for _, entry in kept if entry[2]] or [kept[0][1]])
+    (position, number, _), _ = kept[0]
+    if len(joined) > 1:
+        return [
+            Part((place[0], place[1]), n, on_host(Arguments((outputs, targets), {})))
+            for place, (outputs, targets, n) in kept
+            if n
+        ]
+    outputs, targets, n = joined[0]
+    call = on_host(Arguments((outputs, targets), {}))
+    return (
+        [Part((position, number), n, Arguments(call.args, {JOINED: [place for place, _ in kept if place[2]]}))]
+        if n
+        else []
+    )
 
 
 def _joined(kept: list[Kept]) -> list[Kept]:

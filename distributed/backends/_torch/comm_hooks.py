@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.backends._torch.world import World
+from distributed.backends._torch.world import TorchWorld
 from distributed.errors import ConfigError
 
 
@@ -93,7 +93,7 @@ def _my_group(groups: list[list[int]], timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
-def near_ranks(world: World, group_size: int | None) -> list[list[int]]:
+def near_ranks(world: TorchWorld, group_size: int | None) -> list[list[int]]:
     """The groups of a hierarchical all-reduce: `group_size` ranks each, or those of one node. A collective.
 
     Raises ConfigError, on all ranks alike, where nodes have different numbers of ranks.

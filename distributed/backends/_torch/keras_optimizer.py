@@ -45,6 +45,7 @@ class LearningRateSchedule:
 
     def __init__(self, schedule: Any, optimizer: KerasOptimizer, factor: float, scope: Scope) -> None:
         self._schedule, self._optimizer, self._factor, self._scope = schedule, optimizer, factor, scope
+        self.kind = type(schedule).__name__
 
     def step(self) -> None:
         """Set the rate of the next update."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from distributed.backends._keras.models import schedule_kind
 from distributed.backends._torch import optim, tensors
 from distributed.config.merging import MergedConfig
 from distributed.errors import CheckpointError
@@ -22,6 +23,7 @@ class Schedule:
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer, merged: MergedConfig) -> None:
         self._scheduler, self._optimizer, self._merged = scheduler, optimizer, merged
         self._is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+        self._is_of_keras = getattr(scheduler, "counts_updates", False)
         self.counts = scheduler is not None and not self._is_plateau  # updates or epochs, as scheduler_interval says
         self.follows_updates = self.counts and merged.config.scheduler_interval == "step"
         self._is_new = True
@@ -29,8 +31,7 @@ class Schedule:
 
     def notice(self) -> str | None:
         """When the schedule steps, to be said once; None where the settings say it, or there is none."""
-        says_itself = getattr(self._scheduler, "counts_updates", False)
-        if says_itself or not self.follows_updates or self._merged.is_typed("scheduler_interval"):
+        if self._is_of_keras or not self.follows_updates or self._merged.is_typed("scheduler_interval"):
             return None
         kind = type(self._scheduler).__name__
         return f"{kind} steps after every update: set scheduler_interval='epoch' where it counts epochs"
@@ -82,6 +83,7 @@ class Schedule:
         """Take up `state`, after the optimizer has taken up its own; this command's `learning_rate` holds from here on."""
         content, here = state.get("scheduler"), self._kind()
         there = state.get("schedule", here if content else None)  # a checkpoint without the name is taken at its word
+        there = schedule_kind(there, here) if self._is_of_keras else there
         if here and there and here != there:
             raise CheckpointError(
                 f"the schedule is {here}, the checkpoint holds {there}: use {there} or start without the checkpoint"
@@ -92,10 +94,16 @@ class Schedule:
             notice(f"the checkpoint has no schedule: {here} starts anew")
         elif there:
             notice(f"the checkpoint's {there} is not given here: the learning rate stays as it left it")
+        if not self._is_of_keras:  # which computes its rates from the number of updates
+            self._load_rate(state, notice)
+
+    def _load_rate(self, state: Mapping[str, Any], notice: Callable[[str], None]) -> None:
         before, now = float(state.get("learning_rate", self._full_rate)), self._full_rate
         if before != now:
             optim.change_rates(self._optimizer, self._scheduler, lambda rate: rate * (now / before))
             notice(f"learning_rate={now:g} replaces the checkpoint's {before:g}")
 
     def _kind(self) -> str | None:
-        return None if self._scheduler is None else type(self._scheduler).__name__
+        if self._scheduler is None:
+            return None
+        return self._scheduler.kind if self._is_of_keras else type(self._scheduler).__name__

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from distributed.backends._torch.world import World
+from distributed.backends._torch.world import TorchWorld
 
 
-def average(parameters: Sequence[torch.nn.Parameter], world: World) -> None:
+def average(parameters: Sequence[torch.nn.Parameter], world: TorchWorld) -> None:
     """Give each of `parameters` the mean over all ranks of its gradients. A collective.
 
     A rank without a gradient adds nothing; where no rank has one, there is none.
@@ -42,7 +42,7 @@ def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> t
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False).coalesce()
 
 
-def _gathered(rows: torch.Tensor, lengths: Sequence[int], world: World) -> torch.Tensor:
+def _gathered(rows: torch.Tensor, lengths: Sequence[int], world: TorchWorld) -> torch.Tensor:
     """The rows of all ranks, of which there are `lengths`, one after the other."""
     padded = rows.new_zeros(max(*lengths, 1), *rows.shape[1:])
     padded[: len(rows)] = rows

@@ -1,4 +1,4 @@
-"""The processes that train together, as the torch family sees them: what it asks of them, with one process and with many."""
+"""Communication for the torch family: collectives of tensors, in one process and in many."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import abc
 import atexit
 import gc
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from distributed.backends import wire
+from distributed.backends import wire, world
 from distributed.backends._torch.meeting import meet
 from distributed.backends._torch.modules import sparse_names
+from distributed.backends.world import Key
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import TRANSPORTS
 from distributed.config.settings import DistributedConfig
@@ -33,10 +34,9 @@ class Pending(Protocol):
         """Until its result may be used."""
 
 
-class World(abc.ABC):
-    """All verbs are collectives: every rank calls them, in the same order."""
+class TorchWorld(world.World):
+    """The processes that train together, with collectives for torch tensors. Every rank calls each, in the same order."""
 
-    context: WorkerContext
     transport: str | None = None  # nccl, gloo or mpi; None in a world of one
 
     def is_alive(self) -> bool:
@@ -66,28 +66,19 @@ class World(abc.ABC):
     def unwrap(self, wrapped: torch.nn.Module) -> None:
         """The end of what `wrap` made: its module is this process' alone. No collective."""
 
-    @abc.abstractmethod
-    def broadcast(self, value: Any, src: int) -> Any:
-        """Rank `src`'s `value` on every rank."""
-
-    @abc.abstractmethod
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in the order of ranks."""
-
-    @abc.abstractmethod
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-
-    @abc.abstractmethod
-    def store(self) -> Any:
-        """What `Backend.key_value_store` describes. No collective."""
+    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
+        if self.world_size == 1 or not sums:
+            return dict(sums)
+        values = torch.tensor(list(sums.values()), dtype=torch.float64, device=self.context.device)
+        self.combine(values, "sum").wait()
+        return dict(zip(sums, values.tolist(), strict=True))
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """Leave the others, where it was not the user who joined them; nobody waits."""
+        """Leave the others, unless the user joined them. Does not wait for other ranks."""
 
     def end(self) -> None:
-        """Leave the others, whoever joined them; nobody waits."""
+        """Leave the others, whoever joined them. Does not wait for other ranks."""
         self.leave()
 
 
@@ -98,8 +89,8 @@ class _Done:
         return None
 
 
-class OneProcess(World):
-    """Nobody else."""
+class OneProcess(world.OneProcess, TorchWorld):
+    """A world of one process."""
 
     def __init__(self, plan: ProcessPlan) -> None:
         found = worker_environment()
@@ -120,23 +111,11 @@ class OneProcess(World):
     def wrap(self, module: torch.nn.Module, **options: Any) -> torch.nn.Module:
         return module
 
-    def broadcast(self, value: Any, src: int) -> Any:
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def barrier(self) -> None:
-        return None
-
-    def store(self) -> Any:
-        return None
-
     def leave(self) -> None:
         return None
 
 
-class ProcessGroup(World):
+class ProcessGroup(TorchWorld):
     """torch.distributed's default group: the user's, where the script has made it, else one that we join."""
 
     def __init__(
@@ -215,7 +194,7 @@ class ProcessGroup(World):
         is_on_one_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
         return DistributedDataParallel(module, device_ids=list(devices) if is_on_one_gpu else None, **options)
 
-    def broadcast(self, value: Any, src: int) -> Any:
+    def broadcast(self, value: Any, src: int = 0) -> Any:
         is_mine = self.context.rank == src
         content = self._bytes(value) if is_mine else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([content.numel()], device=self._device)
@@ -241,7 +220,7 @@ class ProcessGroup(World):
         is_named = device.type == "cuda" and self.transport != "gloo"
         dist.barrier(device_ids=[device.index] if is_named else None)
 
-    def store(self) -> Any:
+    def key_value_store(self) -> Any:
         return messages(dist.distributed_c10d._get_default_store(), "common-step")
 
     def leave(self) -> None:

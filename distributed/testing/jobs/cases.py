@@ -1,12 +1,15 @@
-"""A training script: every case of the conformance suite, one after the other, on whatever backend it was started.
+"""Training script of the conformance suite: train every case one after the other on the backend that it was started
+with.
 
     cases.py OUT ASKED
 
-ASKED is JSON: `model` ("torch" or "keras"), `dtypes`, `refused` (cases to leave out), `kinds` ("bf16", "fp16", "compile": cases
-to add), and `reference`, which adds what only one process is measured at. OUT/DTYPE gets NAME.npz for each case (losses and what
-else a check compares), its weights in NAME.safetensors, NAME-RANK.json with what each rank saw, and `source/`, the checkpoint of
-a run cut off in the middle of an epoch, which OUT/float32 gets in any case. The cases in float32, bfloat16 and float16 lie
-beside the others of the last DTYPE.
+ASKED is JSON: `model` ("torch" or "keras"), `dtypes`, `refused` (cases to leave out), `kinds` ("bf16", "fp16",
+"compile": cases to add), and `reference`, which adds the cases that only a reference of one process needs.
+
+For each case, OUT/DTYPE gets NAME.npz (losses and other numbers to compare), NAME.safetensors (the weights) and
+NAME-RANK.json (what each rank saw). It also gets `source/`, the checkpoint of a run that was cut off in the middle of
+an epoch; OUT/float32 always gets one. The cases in float32, bfloat16 and float16 are in the directory of the last
+DTYPE.
 """
 
 from __future__ import annotations
@@ -41,12 +44,12 @@ BASE: dict[str, Any] = {
 
 
 def parts_of(model: str) -> Any:
-    """The module with the models, losses and data of that kind."""
+    """Return the module with the models, losses and data of that kind."""
     return importlib.import_module(f"distributed.testing.jobs.{model}_parts")
 
 
 def resumable(parts: Any) -> dict[str, Any]:
-    """With everything that a resume has to find again."""
+    """Return settings that use everything that a resume has to restore."""
     return {
         "scheduler": parts.cosine, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "optimizer": parts.adamw,
         "model": parts.smooth, "learning_rate": None, "metrics": parts.metrics(),
@@ -54,7 +57,7 @@ def resumable(parts: Any) -> dict[str, Any]:
 
 
 def cases(parts: Any) -> dict[str, dict[str, Any]]:
-    """Cases of which every backend and world size must make the same numbers."""
+    """Return the cases in which every backend and world size must make the same numbers."""
     own = {"optimizer": parts.sgd, "learning_rate": None}
     return {
         "adamw": {},
@@ -63,13 +66,14 @@ def cases(parts: Any) -> dict[str, dict[str, Any]]:
         "accumulation-clip": {"gradient_accumulation_steps": 2, "optimizer": parts.sgd, "gradient_clipping": 0.1},
         "sum-count": {"loss_fn": parts.pair_loss, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
         "unreduced": {"loss_fn": parts.unreduced},
-        "tiny-last": {"global_batch_size": 50, "gradient_accumulation_steps": 2},  # a last update of one sample
+        "tiny-last": {"global_batch_size": 50, "gradient_accumulation_steps": 2},  # the last update has one sample
         "empty-slices": {"global_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 40},  # fewer samples than slices
         "stream": {"data": "stream"},
         "class-weights": {**parts.weighing(), "gradient_accumulation_steps": 2},
         "ignored": {**parts.ignoring(), "gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
         "epoch-schedule": {**own, "scheduler": parts.halving, "scheduler_interval": "epoch"},
-        "scaled-rate": {"lr_scaling": "linear", "learning_rate": RATE * -(-GLOBAL // WORLD) / GLOBAL},  # RATE once it is scaled
+        # equals RATE after scaling
+        "scaled-rate": {"lr_scaling": "linear", "learning_rate": RATE * -(-GLOBAL // WORLD) / GLOBAL},
         "in-order": {"shuffle": False, "seed": 4},
         "kept": {"model": parts.counted},
         "recomputed": {"activation_checkpointing": True, "model": parts.counted},
@@ -82,13 +86,13 @@ def cases(parts: Any) -> dict[str, dict[str, Any]]:
 
 
 def measured_columns(metrics: Iterable[str]) -> list[str]:
-    """Names in a row of what is measured over all samples."""
+    """Return the names of the metrics over all samples in a row."""
     names = sorted(metrics)
     return [*names, *(f"val_{name}" for name in names)]
 
 
 class Watch(Callback):
-    """What the loop told this rank."""
+    """Record what the loop passes to the callbacks of this rank."""
 
     def __init__(self, parts: Any, stop_at: int | None) -> None:
         self.context_of_start: Any = None
@@ -111,13 +115,13 @@ class Watch(Callback):
 
 
 class Fits:
-    """Trains cases and writes what came of them."""
+    """Train cases and write their results."""
 
     def __init__(self, parts: Any, out: Path, dtype: str) -> None:
         self.parts, self.out, self.dtype = parts, out, dtype
 
     def __call__(self, name: str, only_weights: bool = False, **case: Any) -> None:
-        """Train the case, and unless its weights alone are compared, validate it, evaluate it and predict with it."""
+        """Train the case. Unless only its weights are compared, also validate, evaluate and predict."""
         settings = {"model": self.parts.model, "dtype": self.dtype, "log_every_n_steps": 1, **BASE, **case}
         kind, sign, dtype = settings.pop("data", ""), settings.pop("val", 1), settings["dtype"]
         built = settings.pop("model")
@@ -146,7 +150,8 @@ class Fits:
             }
             after["expected"] = [expected[name.removeprefix("val_")] for name in EXPECTED]
             after["found"] = [history.rows[-1].get(name, 0.0) for name in EXPECTED]
-        trainer.save(self.out / f"{name}.safetensors")  # whole everywhere; trainer.model may hold this rank's part
+        # the file is complete; trainer.model may hold only this rank's part
+        trainer.save(self.out / f"{name}.safetensors")
         given = watch.context_of_start
         seen = {
             "context": [
@@ -170,7 +175,7 @@ class Fits:
             )  # fmt: skip
 
     def _one(self) -> dict[str, Any]:
-        """One update of plain SGD at rate 1 moves the weights by the gradient that was applied."""
+        """Return settings for one update of plain SGD at rate 1, which changes the weights by the applied gradient."""
         return {
             "optimizer": self.parts.plain_sgd, "learning_rate": None, "max_steps": 1, "model": self.parts.same_weights
         }  # fmt: skip
@@ -180,37 +185,38 @@ class Fits:
         self("one-clipped-update", **self._one(), gradient_clipping=CLIP)
 
     def cut_off(self) -> None:
-        """In the middle of an epoch."""
+        """Train a run that stops in the middle of an epoch."""
         self("cut-off", **resumable(self.parts), max_steps=CUT_OFF, checkpoint_dir=str(self.out / "source"))
 
     def resumed(self) -> None:
-        """Taken up by another trainer."""
+        """Resume that run with another trainer."""
         (checkpoint,) = (self.out / "source").rglob(f"step-{CUT_OFF:08d}")
         self("resumed", **resumable(self.parts), resume_from_checkpoint=str(checkpoint))
 
     def mixed(self) -> None:
-        """In bfloat16: one update, and a whole training."""
+        """Train in bfloat16: one update, and a whole training."""
         self("bf16-update", **self._one(), only_weights=True, dtype="float32", mixed_precision="bf16")
         self("bf16", dtype="float32", model=self.parts.smooth, mixed_precision="bf16")
 
     def scaled(self) -> None:
-        """In float16, with a loss scale that doubles every third update."""
+        """Train in float16, with a loss scale that doubles every third update."""
         half: dict[str, Any] = {"mixed_precision": "fp16", "scaler_init_scale": 256.0, "scaler_growth_interval": 3}
         self("fp16", dtype="float32", model=self.parts.smooth, checkpoint_frequency=1, **half)
 
     def compiled(self) -> None:
-        """Graphs as the engine's wrapper cuts them, run one operation after the other: no compiler is needed."""
+        """Train with graphs as the engine's wrapper cuts them. They run one operation after the other, so no
+        compiler is needed."""
         with self.parts.compiling():
             self("compiled", model=self.parts.smooth, compile=True)
 
     def unmixed(self) -> None:
-        """The same in float32, and the update at twice the rate, which tells the gradient."""
+        """Train the same in float32, and one update at twice the rate, from which the gradient follows."""
         self("float32-update", **self._one(), only_weights=True, dtype="float32")
         self("float32-double-update", **(self._one() | {"learning_rate": 2.0}), only_weights=True, dtype="float32")
         self("float32", dtype="float32", model=self.parts.smooth)
 
     def in_float32(self, is_reference: bool) -> None:
-        """The measure there is what one process itself moves when it cuts the same batches into slices."""
+        """Train in float32. The reference also cuts its batches into slices: that difference is the tolerance."""
         for seed in range(4):
             case: dict[str, Any] = {"seed": seed, "epochs": 4, "dtype": "float32", "only_weights": True}
             self(f"fp32-{seed}", **case)
@@ -218,15 +224,25 @@ class Fits:
                 self(f"fp32-{seed}-cut-{cut}", **case, gradient_accumulation_steps=cut)
 
 
+def freeze() -> None:
+    """Exclude imported objects from the garbage collection at the end of each fit, which would take a fifth of a
+    second."""
+    gc.collect()
+    gc.freeze()
+
+
 def main(out: Path, asked: dict[str, Any]) -> None:
     parts = parts_of(asked["model"])
-    gc.freeze()  # each fit ends with a collection, which need not look through the libraries again
+    parts.metrics()  # imports torchmetrics
+    freeze()
     for dtype in asked["dtypes"]:
         (out / dtype).mkdir(exist_ok=True)
         fits = Fits(parts, out / dtype, dtype)
-        for name, case in cases(parts).items():
+        for number, (name, case) in enumerate(cases(parts).items()):
             if name not in asked["refused"]:
                 fits(name, **case)
+            if number == 0:
+                freeze()  # the first fit imports more
         fits.clipped()
         fits.cut_off()
         fits.resumed()
@@ -239,7 +255,7 @@ def main(out: Path, asked: dict[str, Any]) -> None:
     if asked["reference"]:
         fits.unmixed()
     fits.in_float32(asked["reference"])
-    if "float32" not in asked["dtypes"]:  # for those that have nothing wider
+    if "float32" not in asked["dtypes"]:  # for backends without float64
         (out / "float32").mkdir(exist_ok=True)
         Fits(parts, out / "float32", "float32").cut_off()
 

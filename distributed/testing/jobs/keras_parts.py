@@ -1,4 +1,4 @@
-"""What the suite's cases are made of for Keras models. torch_parts.py has the same names."""
+"""Parts of the suite's cases for Keras models. torch_parts.py has the same names."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from distributed.testing.jobs import overall
 
 SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3, 4
 RATE = 1e-2
-_NAN_AT = 65  # of the samples in order: in the third update of 22, the last rank's
-_WEIGHTS = (1.0, 5.0, 0.5, 2.0, 1.5)  # of the classes
+_NAN_AT = 65  # index of the sample in order: it is in the third of 22 updates, in the last rank's slice
+_WEIGHTS = (1.0, 5.0, 0.5, 2.0, 1.5)  # weight of each class
 
 
 # ------------------------------------------------------------------ data
 
 
 def samples(dtype: str, kind: str = "", sign: int = 1) -> Any:
-    """Inputs, classes and for some kinds a weight of each sample.
+    """Return inputs, classes and, for some kinds, a weight of each sample.
 
-    Kind `ignored`: the first 60 weigh nothing, so that whole slices of an update have none left.
+    With kind `ignored` the first 60 samples have weight 0, so that whole slices of an update have none left.
     """
     draw = numpy.random.default_rng(7)
     x, y = (sign * draw.normal(size=(SAMPLES, FEATURES))).astype(dtype), draw.integers(0, CLASSES, SAMPLES)
@@ -32,12 +32,15 @@ def samples(dtype: str, kind: str = "", sign: int = 1) -> Any:
 
 
 def classes(dtype: str) -> Any:
-    """The targets of `samples`."""
+    """Return the targets of `samples`."""
     return samples(dtype)[1]
 
 
 def source(dtype: str, kind: str = "") -> Any:
-    """The training data. Kind `stream`: a tf.data.Dataset, which is read in its own order; `poisoned`: one sample is NaN."""
+    """Return the training data.
+
+    Kind `stream` is a tf.data.Dataset, which is read in its own order. In kind `poisoned` one sample is NaN.
+    """
     x, y, *weights = samples(dtype, kind)
     if kind == "poisoned":
         x[_NAN_AT] = float("nan")
@@ -49,7 +52,7 @@ def source(dtype: str, kind: str = "") -> Any:
 
 
 def numbers(outputs: Any) -> numpy.ndarray[Any, Any]:
-    """Predictions as float64."""
+    """Return predictions as float64."""
     return numpy.asarray(outputs, dtype="float64")
 
 
@@ -57,14 +60,16 @@ def numbers(outputs: Any) -> numpy.ndarray[Any, Any]:
 
 
 class Drawn(keras.initializers.Initializer):  # type: ignore[misc]
-    """The same weights in every element type; Keras's own draw others in float64."""
+    """Initializer with the same weights in every element type. Keras's own initializers draw other weights in
+    float64."""
 
     def __call__(self, shape: Any, dtype: Any = None) -> Any:
         return ops.cast(numpy.random.default_rng(shape).uniform(-1.0, 1.0, shape) / shape[0] ** 0.5, dtype)
 
 
 def _net(*activations: str) -> Any:
-    """Hidden layers of 16, then the scores of the classes. It has the same names however often it is made."""
+    """Return a net with hidden layers of 16 units and the scores of the classes as output. Its names are the same
+    each time."""
     sizes = [*(16 for _ in activations), CLASSES]
     layers = [
         keras.layers.Dense(size, activation=activation, kernel_initializer=Drawn(), name=f"dense{number}")
@@ -78,11 +83,11 @@ def model() -> Any:
 
 
 def smooth() -> Any:
-    """Without the corner of a ReLU, at which rounding decides."""
+    """Return a net without ReLU, whose corner makes results depend on rounding."""
     return _net("tanh", "tanh")
 
 
-same_weights = smooth  # the same in every run, whatever its seed
+same_weights = smooth  # the same weights in every run, whatever its seed
 counted = smooth
 
 
@@ -90,7 +95,7 @@ counted = smooth
 
 
 def counts() -> dict[str, int]:
-    """Nothing is counted: no engine of Keras models recomputes or compiles them."""
+    """Return no counts: no engine of Keras models recomputes or compiles them."""
     return {}
 
 
@@ -108,24 +113,24 @@ def unreduced(outputs: Any, targets: Any) -> Any:
 
 
 def pair_loss(outputs: Any, targets: Any) -> Any:
-    """Weighted by a count that differs from slice to slice."""
+    """Return a loss and a weight that differs from slice to slice."""
     weights = 1.0 + ops.cast(targets % 3, outputs.dtype)
     return ops.sum(unreduced(outputs, targets) * weights), ops.sum(weights)
 
 
 def ignoring() -> dict[str, Any]:
-    """Settings of a case whose loss leaves out the targets that `samples` marks."""
+    """Return settings of a case whose loss ignores the targets that `samples` marks."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
     return {"data": "ignored", "loss_fn": loss}
 
 
 def weighing() -> dict[str, Any]:
-    """Settings of a case whose loss weighs the classes."""
+    """Return settings of a case whose loss weighs the classes."""
     return {"data": "weighted"}
 
 
 def poisoned() -> dict[str, Any]:
-    """Settings of a case whose third update is NaN on the last rank."""
+    """Return settings of a case whose third update is NaN on the last rank."""
     return {"data": "poisoned", "shuffle": False}
 
 
@@ -133,12 +138,12 @@ def poisoned() -> dict[str, Any]:
 
 
 def root_mean(outputs: Any, targets: Any) -> Any:
-    """No mean over samples, and nothing says so."""
+    """Return a metric that is no mean over samples, without declaring it."""
     return ops.sqrt(ops.mean(outputs**2))
 
 
 def metrics() -> dict[str, Any]:
-    """Metrics over all samples of each form."""
+    """Return metrics over all samples of each form."""
     union = keras.metrics.MeanIoU(CLASSES, sparse_y_pred=False)
     return {**overall.declared(), overall.FOUND_OUT: root_mean, "object": union}
 
@@ -169,6 +174,6 @@ halving = None  # no schedule of Keras counts epochs
 
 
 def short() -> tuple[Any, Any]:
-    """(factory of a small model, 32 samples for it)."""
+    """Return a factory of a small model, and 32 samples for it."""
     inputs = numpy.random.default_rng(1).normal(size=(32, 6)).astype("float32")
     return lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]), (inputs, inputs.argmax(1) % 3)

@@ -1,4 +1,4 @@
-"""Four updates with a checkpoint, or a rank that fails among them.
+"""Train four updates and save a checkpoint. Optionally a rank fails in between.
 
 short.py MODEL [raise|kill]
 """
@@ -18,7 +18,7 @@ RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 
 
 class Fault(Callback):
-    """Strikes the last rank after the second update."""
+    """Fail on the last rank after the second update."""
 
     def on_step_end(self, state: Any, result: Any) -> None:
         if state.step != 2 or RANK != WORLD - 1:

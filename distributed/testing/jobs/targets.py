@@ -1,25 +1,24 @@
-"""Takes up every checkpoint named: saves it again at once, and trains it to its end.
+"""Resume every given checkpoint: save it again at once, and train it to its end.
 
     targets.py OUT ASKED
 
-ASKED is JSON: `model`, and `sources`, a list of [NAME, DTYPE, CHECKPOINT]. OUT/NAME/again holds the checkpoint as this backend
-writes it, OUT/NAME/onward that of the end.
+ASKED is JSON: `model`, and `sources`, a list of [NAME, DTYPE, CHECKPOINT]. OUT/NAME/again holds the checkpoint as this
+backend writes it, OUT/NAME/onward the one at the end.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from distributed import Trainer
-from distributed.testing.jobs.cases import BASE, CUT_OFF, parts_of, resumable
+from distributed.testing.jobs.cases import BASE, CUT_OFF, freeze, parts_of, resumable
 
 
 def go_on(parts: Any, checkpoint: str, directory: Path, dtype: str, **settings: Any) -> None:
-    """The training of the suite's case "whole" from its checkpoint."""
+    """Continue the training of the suite's case "whole" from a checkpoint."""
     case = {**BASE, **resumable(parts), **settings}
     built = case.pop("model")
     del case["learning_rate"]
@@ -29,9 +28,10 @@ def go_on(parts: Any, checkpoint: str, directory: Path, dtype: str, **settings: 
 
 def main(out: Path, asked: dict[str, Any]) -> None:
     parts = parts_of(asked["model"])
-    gc.freeze()  # as in cases.py
-    for name, dtype, checkpoint in asked["sources"]:
+    for number, (name, dtype, checkpoint) in enumerate(asked["sources"]):
         go_on(parts, checkpoint, out / name / "again", dtype, max_steps=CUT_OFF)
+        if number == 0:
+            freeze()
         go_on(parts, checkpoint, out / name / "onward", dtype)
 
 

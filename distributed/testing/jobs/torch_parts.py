@@ -1,4 +1,4 @@
-"""What the suite's cases are made of for torch modules. keras_parts.py has the same names."""
+"""Parts of the suite's cases for torch modules. keras_parts.py has the same names."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from distributed.testing.jobs import overall
 SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3, 4
 RATE = 1e-2
 _ELEMENTS = {"float64": torch.float64, "float32": torch.float32}
-_WEIGHTS = (1.0, 5.0, 0.5, 2.0, 1.5)  # of the classes
+_WEIGHTS = (1.0, 5.0, 0.5, 2.0, 1.5)  # weight of each class
 
 
 # ------------------------------------------------------------------ data
 
 
 def samples(dtype: str, kind: str = "", sign: int = 1) -> TensorDataset:
-    """Inputs and classes. Kind `ignored`: without the first 60 targets, so that whole slices of an update have none left."""
+    """Return inputs and classes. With kind `ignored` the first 60 targets are ignored, so that whole slices of an
+    update have none left."""
     generator = torch.Generator().manual_seed(7)
     x = sign * torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64).to(_ELEMENTS[dtype])
     y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
@@ -34,17 +35,17 @@ def samples(dtype: str, kind: str = "", sign: int = 1) -> TensorDataset:
 
 
 def classes(dtype: str) -> Any:
-    """The targets of `samples`."""
+    """Return the targets of `samples`."""
     return samples(dtype).tensors[1].numpy()
 
 
 def source(dtype: str, kind: str = "") -> Any:
-    """The training data. Kind `stream`: as many samples as it has."""
+    """Return the training data. Kind `stream` is an iterable data set of the same samples."""
     return Stream(dtype) if kind == "stream" else DataLoader(samples(dtype, kind), batch_size=1, shuffle=True)
 
 
 class Stream(IterableDataset[Any]):
-    """Says no length."""
+    """Iterable data set without a length."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -55,7 +56,7 @@ class Stream(IterableDataset[Any]):
 
 
 def numbers(outputs: Any) -> numpy.ndarray[Any, Any]:
-    """Predictions as float64."""
+    """Return predictions as float64."""
     array: numpy.ndarray[Any, Any] = outputs.double().numpy()
     return array
 
@@ -68,14 +69,14 @@ def model() -> torch.nn.Module:
 
 
 def smooth() -> torch.nn.Module:
-    """Without the corner of a ReLU, at which rounding decides."""
+    """Return a net without ReLU, whose corner makes results depend on rounding."""
     inner = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh())
     first = torch.nn.Sequential(torch.nn.Linear(FEATURES, 16), torch.nn.Tanh())
     return torch.nn.Sequential(first, inner, torch.nn.Linear(16, CLASSES))
 
 
 class _Counted(torch.nn.Tanh):
-    """Counts the forwards that a backward pass may follow."""
+    """Layer that counts its forward passes with gradients enabled."""
 
     forwards = 0
 
@@ -85,13 +86,13 @@ class _Counted(torch.nn.Tanh):
 
 
 def counted() -> torch.nn.Module:
-    """With blocks that can be recomputed, and that count how often they are computed."""
+    """Return a net with blocks that can be recomputed and that count their forward passes."""
     blocks = [torch.nn.Sequential(torch.nn.Linear(16, 16), _Counted()) for _ in range(2)]
     return torch.nn.Sequential(torch.nn.Linear(FEATURES, 16), *blocks, torch.nn.Linear(16, CLASSES))
 
 
 def same_weights() -> torch.nn.Module:
-    """The same in every run, whatever its seed."""
+    """Return a net with the same weights in every run, whatever its seed."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         return smooth()
@@ -101,7 +102,7 @@ def same_weights() -> torch.nn.Module:
 
 
 def counts() -> dict[str, int]:
-    """So far: forwards of `counted` with gradients, and graphs that torch.compile has made."""
+    """Return the forward passes of `counted` with gradients and the graphs of torch.compile, both so far."""
     from torch._dynamo.utils import counters
 
     return {"forwards": _Counted.forwards, "graphs": int(counters["stats"]["unique_graphs"])}
@@ -113,7 +114,7 @@ def is_deterministic() -> bool:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Within it torch.compile makes its graphs and compiles none of them."""
+    """Make torch.compile trace its graphs without compiling them."""
     given = torch.compile
     torch.compile = functools.partial(given, backend="eager")
     try:
@@ -126,7 +127,7 @@ def compiling() -> Iterator[None]:
 
 
 def pair_loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted by a count that differs from slice to slice."""
+    """Return a loss and a weight that differs from slice to slice."""
     weights = 1.0 + (targets % 3).to(outputs.dtype)
     losses = torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
     return (losses * weights).sum(), weights.sum()
@@ -137,7 +138,7 @@ def unreduced(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class _Poisoned:
-    """A loss that is NaN in the third training forward of the last rank's."""
+    """Loss that is NaN in the third training forward of the last rank."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -150,17 +151,17 @@ class _Poisoned:
 
 
 def ignoring() -> dict[str, Any]:
-    """Settings of a case whose loss leaves out the targets that `samples` marks."""
+    """Return settings of a case whose loss ignores the targets that `samples` marks."""
     return {"data": "ignored"}
 
 
 def weighing() -> dict[str, Any]:
-    """Settings of a case whose loss weighs the classes."""
+    """Return settings of a case whose loss weighs the classes."""
     return {"loss_fn": torch.nn.CrossEntropyLoss(weight=torch.tensor(_WEIGHTS), label_smoothing=0.1)}
 
 
 def poisoned() -> dict[str, Any]:
-    """Settings of a case whose third update is NaN on the last rank."""
+    """Return settings of a case whose third update is NaN on the last rank."""
     return {"loss_fn": _Poisoned()}
 
 
@@ -168,12 +169,12 @@ def poisoned() -> dict[str, Any]:
 
 
 def root_mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """No mean over samples, and nothing says so."""
+    """Return a metric that is no mean over samples, without declaring it."""
     return (outputs.double() ** 2).mean().sqrt()
 
 
 def metrics() -> dict[str, Any]:
-    """Metrics over all samples of each form; an object of torchmetrics where that is installed."""
+    """Return metrics over all samples of each form, with an object of torchmetrics if that is installed."""
     found = {**overall.declared(), overall.FOUND_OUT: root_mean}
     if importlib.util.find_spec("torchmetrics") is not None:
         from torchmetrics.classification import MulticlassF1Score
@@ -202,7 +203,7 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def halving(optimizer: torch.optim.Optimizer) -> Any:
-    """For `scheduler_interval="epoch"`."""
+    """Return a schedule for `scheduler_interval="epoch"`."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
@@ -210,6 +211,6 @@ def halving(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def short() -> tuple[Any, Any]:
-    """(factory of a small model, 32 samples for it)."""
+    """Return a factory of a small model, and 32 samples for it."""
     inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
     return lambda: torch.nn.Linear(6, 3), TensorDataset(inputs, inputs.argmax(1) % 3)

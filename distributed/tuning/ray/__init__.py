@@ -1,1 +1,1 @@
-"""A search on Ray Tune."""
+"""The engine that runs a search plan on Ray Tune. Only this package imports Ray Tune."""

@@ -1,4 +1,4 @@
-"""Ray Tune's schedulers, made for our plan of a search. Runs where Ray is installed."""
+"""Ray Tune's schedulers, configured from a search plan. Importing Ray is left to the functions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from distributed.errors import ConfigError
 from distributed.tuning.plan import SearchPlan
 from distributed.tuning.sweep import OPEN, score_of
 
-STOPPING_S = 60  # for trials to save and leave once the search is stopped; then their actors are killed
+STOPPING_S = 60  # time for trials to save and leave after the search was stopped; then their actors are killed
 
 
 def make_scheduler(plan: SearchPlan) -> Any:
-    """The scheduler that `plan` names, with what trials of an earlier process reached."""
+    """Return the scheduler that `plan` names, primed with the results of trials of an earlier process."""
     from ray.tune import schedulers
 
     options = {
@@ -30,8 +30,12 @@ def make_scheduler(plan: SearchPlan) -> Any:
 
 
 def _patient(kind: Any) -> Any:
-    """At the end of a search Ray Tune waits 10 s for its actors, by a constant, and kills them. Some trials save for longer:
-    let it wait as long as for one that is stopped alone. A scheduler is what gets to see the controller."""
+    """Return a subclass of the scheduler `kind` with which Ray Tune waits longer for its actors at the end of a search.
+
+    Ray Tune waits a hard-coded 10 s before it kills the actors (Ray 2.60, `_actor_force_cleanup_timeout`). Some trials
+    need longer to save, so wait as long as for a trial that is stopped alone. Only a scheduler receives the controller.
+    This can go when Ray Tune makes the timeout a setting.
+    """
 
     class Patient(kind):  # type: ignore[misc]
         def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
@@ -43,7 +47,7 @@ def _patient(kind: Any) -> Any:
 
 
 def _population(plan: SearchPlan) -> type:
-    """Ray Tune's population based training, in our space and with our numbers of trials."""
+    """Return a subclass of Ray Tune's population based training for our search space and trial numbers."""
     from ray.tune.schedulers import PopulationBasedTraining
 
     mutations = {"values": _mutations(plan)}
@@ -53,7 +57,8 @@ def _population(plan: SearchPlan) -> type:
             super().__init__(hyperparam_mutations=mutations, **options)
 
         def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-            # It takes no searcher, as one might learn from values that it changes. Ours then is no such one (check_pairing).
+            # Population based training refuses every searcher, because one might learn from values that it changes.
+            # Searches that learn were refused before (check_pairing).
             super().on_trial_add(types.SimpleNamespace(search_alg=None), trial)
 
         def _get_new_config(self, trial: Any, trial_to_clone: Any) -> Any:
@@ -65,7 +70,7 @@ def _population(plan: SearchPlan) -> type:
 
 
 def _mutations(plan: SearchPlan) -> dict[str, Any]:
-    """What population based training may change: every dimension, by Ray Tune's names."""
+    """Return the dimensions that population based training may change, as domains of Ray Tune."""
     from ray import tune
 
     made: dict[str, Any] = {}
@@ -84,7 +89,7 @@ def _mutations(plan: SearchPlan) -> dict[str, Any]:
 
 
 def _replay(scheduler: Any, plan: SearchPlan) -> None:
-    """Tell a scheduler what trials of an earlier process reached, so that later ones are held against them."""
+    """Tell a scheduler the results of trials of an earlier process, so that it compares later trials with them."""
 
     class Earlier:
         def __init__(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""A search on Ray Tune: it starts and stops trials as the plan says, and says what happens to each."""
+"""Running a search on Ray Tune: start and stop trials as the plan says, and report the events of each trial."""
 
 from __future__ import annotations
 
@@ -31,14 +31,22 @@ from distributed.tuning.ray.schedulers import STOPPING_S, make_scheduler
 from distributed.tuning.ray.trial import Order, run
 from distributed.tuning.sweep import OPEN
 
-Listen = Callable[[Mapping[str, Any]], None]  # gets lines of the journal: {"trial": 3, "event": "row", "row": {...}}
-_HOPELESS = 3  # trials that fail before any trial has reported anything
+# called with lines of the journal: {"trial": 3, "event": "row", "row": {...}}
+Listen = Callable[[Mapping[str, Any]], None]
+_HOPELESS = 3  # number of failed trials after which the search ends if no trial has reported anything
 _QUIET = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
 
 
 def search(plan: SearchPlan, listen: Listen) -> None:
-    """Run the trials of `plan` to their ends. Raises DistributedError where the search as a whole cannot be, or every trial
-    fails; a stop by the stop file is no error."""
+    """Run the trials of `plan` until they end.
+
+    Args:
+        plan: the checked plan of the search.
+        listen: called with each line of the journal.
+
+    Raises:
+        DistributedError: the search cannot run, or every trial failed. A stop by the stop file is no error.
+    """
     check_here(plan)
     is_own = has_own_cluster(plan.address)
     with _environment(is_own), _joined(plan) as ray:
@@ -51,7 +59,7 @@ def search(plan: SearchPlan, listen: Listen) -> None:
 
 
 def check_here(plan: SearchPlan) -> None:
-    """What can be known without Ray. Raises DistributedError."""
+    """Check what can be known without importing Ray. Raises DistributedError."""
     if importlib.util.find_spec("ray") is None:
         raise ResourceError("a search needs ray, which is not installed: run pip install 'distributed-trainer[tune]'")
     address = _address(plan)
@@ -66,7 +74,7 @@ def check_here(plan: SearchPlan) -> None:
 
 
 def has_own_cluster(address: str | None) -> bool:
-    """Whether a search with this `address` would start a cluster now: there is none to join."""
+    """Return True if a search with this `address` would start its own cluster, because there is none to join."""
     return _named(address) is None and not _is_connected()
 
 
@@ -89,7 +97,7 @@ def _is_connected() -> bool:
 
 @contextlib.contextmanager
 def _environment(is_own: bool) -> Iterator[None]:
-    """What Ray reads at import, in this process and in those of a cluster of its own. Put back afterwards."""
+    """Set the variables that Ray reads at import, for this process and for its own cluster. Restore them afterwards."""
     before = dict(os.environ)
     os.environ.update({
         "RAY_AIR_NEW_OUTPUT": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -111,8 +119,12 @@ def _environment(is_own: bool) -> Iterator[None]:
 
 
 def _read_token_again() -> None:
-    """Ray keeps its mode and its token from the import and the first connection on. The order of the two calls is that of
-    ray/_private/authentication_test_utils.py: a thread that still ends may ask for the token in between."""
+    """Make Ray read its authentication mode and token again.
+
+    Ray 2.60 caches the mode at import and the token at the first connection. The two calls are in the order of
+    ray/_private/authentication_test_utils.py: a thread that is still ending may read the token between them. This can
+    go when `ray.init` takes the token as an argument.
+    """
     if "ray" in sys.modules:
         raylet: Any = importlib.import_module("ray._raylet")
         raylet.Config.initialize("")
@@ -121,14 +133,15 @@ def _read_token_again() -> None:
 
 @contextlib.contextmanager
 def _joined(plan: SearchPlan) -> Iterator[Any]:
-    """Ray, connected: to what this process is connected to already, to a cluster by its address, or to one of its own."""
+    """Yield Ray, connected to the cluster of this process, to the cluster at the plan's address, or to its own new
+    cluster."""
     with _without_advice():
         ray = import_library("ray", "ray")
     if ray.is_initialized():
         yield ray
         return
     scratch: Path | None = None
-    # Ray puts a handler of its own in its place, which ends the process at once.
+    # Ray replaces the handler of SIGTERM by its own, which ends the process at once.
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if (address := _address(plan)) is not None:
@@ -146,13 +159,14 @@ def _joined(plan: SearchPlan) -> Iterator[Any]:
 
 
 def _own_cpus(plan: SearchPlan) -> int:
-    """Of a cluster of its own: no more than the trials that may run at once have."""
+    """Return the CPUs of the search's own cluster: no more than the trials that may run at once need."""
     there, cpus = int(here()["CPU"]), total(plan.bundles).get("CPU", 0.0)
     return min(there, math.ceil(cpus * plan.max_concurrent)) if cpus and plan.max_concurrent else there
 
 
 def _with_gpus(ray: Any, plan: SearchPlan) -> SearchPlan:
-    """Nobody said how many GPUs a trial takes: of a cluster that has any it takes its share."""
+    """Return `plan` with a share of the GPUs for each trial if the cluster has GPUs and the user did not say how
+    many."""
     if not plan.gpus_if_any or not ray.cluster_resources().get("GPU"):
         return plan
     first, *others = plan.bundles
@@ -160,7 +174,7 @@ def _with_gpus(ray: Any, plan: SearchPlan) -> SearchPlan:
 
 
 def _resources(ray: Any, plan: SearchPlan) -> dict[str, float]:
-    """What the cluster has. Raises ResourceError where a bundle fits on no node of it."""
+    """Return the resources of the cluster. Raises ResourceError if a bundle fits on no node."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for bundle in plan.bundles:
         largest = max(nodes, key=lambda node: min(node.get(name, 0.0) - amount for name, amount in bundle.items()))
@@ -172,19 +186,20 @@ def _resources(ray: Any, plan: SearchPlan) -> dict[str, float]:
 
 
 class _Search:
-    """One run of Ray Tune."""
+    """One run of Ray Tune, and what its callbacks report."""
 
     def __init__(self, plan: SearchPlan, listen: Listen, num_live: int) -> None:
         self._plan, self._listen, self._num_live = plan, listen, num_live
         self._started: set[int] = set()
-        self._ended: set[int] = set()  # trials whose job came to its end
-        self._failures: dict[int, str] = {}  # trial -> its cause
-        self._judged: set[int] = set()  # trials that had begun when enough had failed
+        self._ended: set[int] = set()  # trials whose job ended
+        self._failures: dict[int, str] = {}  # trial -> its error
+        self._judged: set[int] = set()  # trials that had begun when enough trials had failed
         self._num_rows = sum(len(record.rows) for record in plan.earlier)
-        self._error: DistributedError | None = None  # why the search as a whole ends
+        self._error: DistributedError | None = None  # the error that ends the whole search
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tune writes all down for a restore of its own, which nobody asks for: who listens may hold threads and files."""
+        """Leave out the listener, which may hold threads and files. Ray Tune pickles this object for its own
+        restore, which we do not use."""
         return {**self.__dict__, "_listen": None}
 
     def run(self) -> None:
@@ -206,7 +221,8 @@ class _Search:
                 run_config=tune.RunConfig(
                     name="search", storage_path=str(plan.directory / ".tune"), verbose=0, callbacks=[_listener(self)],
                     stop=_stopper(self), failure_config=tune.FailureConfig(max_failures=plan.max_failures),
-                    progress_reporter=tune.CLIReporter() if in_notebook() else None,  # its own takes away what a cell shows
+                    # Ray Tune's own reporter clears the output of the cell
+                    progress_reporter=tune.CLIReporter() if in_notebook() else None,
                 ),
             ).fit()  # fmt: skip
         if self._error is not None:
@@ -215,12 +231,13 @@ class _Search:
             raise self._all_failed()
 
     def _has_failed(self) -> bool:
-        """Whether every trial failed, those of an earlier process too, or those that did not had nothing to say."""
+        """Return True if every trial failed, those of an earlier process included, or if the others reported
+        nothing."""
         is_mute = not self._num_rows and not self._ended
         others = any(record.status not in (*OPEN, "failed") for record in self._plan.earlier)
         return bool(self._failures) and (is_mute or (self._started <= self._failures.keys() and not others))
 
-    # what Tune tells
+    # called by the callbacks of Ray Tune
 
     def started(self, trial: Any) -> None:
         self._started.add(trial.config["trial"])
@@ -241,7 +258,7 @@ class _Search:
         self._note(trial, "retried", error=self._cause(trial)["error"])
 
     def failed(self, trial: Any) -> None:
-        if self._plan.stop_file.exists():  # it left before Tune told it to
+        if self._plan.stop_file.exists():  # it left because of the stop file, before Ray Tune stopped it
             return
         cause = self._cause(trial)
         self._failures.setdefault(trial.config["trial"], cause["error"])
@@ -252,23 +269,24 @@ class _Search:
             self._error = self._error or self._all_failed()
 
     def _is_hopeless(self) -> bool:
-        """Whether enough trials failed, no other one had anything to say, and none that began before is still at work."""
+        """Return True if enough trials failed, no other trial reported anything, and every trial that had begun
+        before has failed."""
         if len(self._failures) < _HOPELESS or self._num_rows or self._ended:
             return False
         self._judged = self._judged or set(self._started)
         return self._judged <= self._failures.keys()
 
     def is_over(self) -> bool:
-        """Whether all trials are to stop now."""
+        """Return True if all trials are to stop now."""
         return self._error is not None or self._plan.stop_file.exists()
 
     def _note(self, trial: Any, event: str, **detail: Any) -> None:
-        if trial.config["trial"] not in self._started:  # its actor did not come up
+        if trial.config["trial"] not in self._started:  # its actor did not start
             self.started(trial)
         self._listen({"trial": trial.config["trial"], "event": event, **detail})
 
     def _cause(self, trial: Any) -> dict[str, Any]:
-        """What the trial wrote down, or what Ray says of a process that could not."""
+        """Return the error that the trial wrote, or a general one if its process died before it could write."""
         file = self._plan.directory / "trials" / f"{trial.config['trial']:05d}.error.json"
         with contextlib.suppress(OSError, ValueError):
             content: dict[str, Any] = json.loads(file.read_text())
@@ -287,7 +305,7 @@ class _Search:
 
 @contextlib.contextmanager
 def _own_generators(seed: int) -> Iterator[None]:
-    """Schedulers draw from the process' generators: seeded here, and put back."""
+    """Seed the generators of the process, from which schedulers draw, and restore them afterwards."""
     import numpy
 
     python, arrays = random.getstate(), numpy.random.get_state()
@@ -302,7 +320,7 @@ def _own_generators(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _said_shortly() -> Iterator[None]:
-    """Ray tells in forty lines what of a function cannot be sent."""
+    """Replace Ray's long report of a function that cannot be pickled by an error of one line."""
     try:
         yield
     except TypeError as error:
@@ -316,7 +334,8 @@ def _said_shortly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Ray Tune misses the files of its own loggers, and shows each failure through its own frames; ours are in the logs."""
+    """Silence Ray Tune's warnings about the missing files of its own loggers and about failures, which our logs
+    contain."""
     logger = logging.getLogger("ray.tune")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -328,13 +347,13 @@ def _without_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Around imports of Ray: in a notebook's kernel it advises to install widgets, in which nothing of ours is shown."""
+    """Silence Ray's advice to install notebook widgets during its import. We do not use them."""
     advisor = logging.getLogger("ray.widgets")
     before = advisor.level
     advisor.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's
+            warnings.filterwarnings("ignore", "IProgress not found")  # tqdm issues this warning
             yield
     finally:
         advisor.setLevel(before)
@@ -348,7 +367,7 @@ def _trainable(order: Order) -> Callable[[dict[str, Any]], None]:
 
 
 def _searcher(plan: SearchPlan, num_live: int) -> Any:
-    """Our proposals as Ray Tune asks for them."""
+    """Return our proposals as a searcher of Ray Tune."""
     from ray.tune.search import Searcher
 
     class Ours(Searcher):  # type: ignore[misc]
@@ -378,13 +397,13 @@ def _searcher(plan: SearchPlan, num_live: int) -> Any:
             self._proposals.tell(values, min(scores, default=float("inf")))
 
         def save(self, checkpoint_path: str) -> None:
-            """The journal has all."""
+            """Do nothing: the journal has all."""
 
         def restore(self, checkpoint_path: str) -> None:
-            """The journal has all."""
+            """Do nothing: the journal has all."""
 
         def save_to_dir(self, *args: Any, **kwargs: Any) -> None:
-            """The journal has all."""
+            """Do nothing: the journal has all."""
 
     return Ours()
 

@@ -1,4 +1,4 @@
-"""A trial of a sweep, inside the actor that Ray Tune made for it: it runs the job, and gives Tune a score for each epoch."""
+"""A trial of a sweep, inside the actor that Ray Tune made for it: run the job, and report a score for each epoch."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ from distributed.tuning.plan import SearchPlan, total
 from distributed.tuning.results import checkpoint_of, rows_of
 from distributed.tuning.sweep import score_of
 
-_THREAD_S = "600"  # for a trial that was stopped to save and leave, before its actor takes another
-_COPY_S = 30.0  # for a trial whose state is taken over to write its first checkpoint
+_THREAD_S = "600"  # seconds for a stopped trial to save and leave, before its actor runs another one
+_COPY_S = 30.0  # time for the trial whose state is taken over to write its first checkpoint
 _SOURCE = "source.json"
 
 
 class Stopped(SystemExit):
-    """Raised out of a report: Tune stops or pauses the trial."""
+    """Raised by a report if Ray Tune stops or pauses the trial."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What an actor must know beside a trial's values."""
+    """What an actor needs besides the values of a trial."""
 
     plan: SearchPlan
     cwd: str
-    is_shared: bool  # the scheduler pauses trials, or has one take over the state of another
+    is_shared: bool  # whether the scheduler pauses trials, or lets one take over the state of another
 
 
 def run(order: Order, config: Mapping[str, Any]) -> None:
-    """One trial to its end. What it raises is written down first: Tune keeps it as text among its own."""
+    """Run one trial until it ends. Write an exception to a file before raising it: Ray Tune keeps only its text,
+    mixed with its own."""
     number, plan = int(config["trial"]), order.plan
     directory = plan.directory / "trials" / f"{number:05d}"
     error_file = directory.with_name(f"{directory.name}.error.json")
@@ -55,7 +56,7 @@ def run(order: Order, config: Mapping[str, Any]) -> None:
             reports.catch_up(directory)
         trial = Trial(directory, is_again, reports.epoch)
         reports.finish(plan.job.run(trial, config["values"], total(plan.bundles).get("CPU", 1.0)))
-    except BaseException as error:  # the top frame of a trial: who reads the table must hear of it
+    except BaseException as error:  # the top frame of a trial: the table must show every error
         if isinstance(error, Stopped) or (isinstance(error, SystemExit) and plan.stop_file.exists()):
             raise
         text = "".join(traceback.format_exception(error))
@@ -65,32 +66,36 @@ def run(order: Order, config: Mapping[str, Any]) -> None:
             log.write(text)
         if isinstance(error, Exception):
             raise
-        raise TrainingError(one_line(error)) from error  # Ray takes sys.exit() for the end of the process
+        raise TrainingError(one_line(error)) from error  # Ray takes SystemExit for the end of the process
 
 
 def _prepare(order: Order) -> None:
-    """Make the actor's thread behave: it ends before its actor does, or takes another trial."""
+    """Make Ray Tune wait for the thread of a trial before the actor ends or runs another trial.
+
+    Ray 2.60 waits only a limited time for it. This can go when Ray Tune waits for a thread that is saving.
+    """
     from ray.train._internal.session import get_session
 
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = _THREAD_S
     thread = get_session().training_thread
     thread.join = lambda timeout=None: type(thread).join(thread)
-    with contextlib.suppress(OSError):  # a node that does not see it
+    with contextlib.suppress(OSError):  # the directory does not exist on this node
         os.chdir(order.cwd)
 
 
 class Reports:
-    """What Tune hears of a trial: its score, the smaller the better, how far it is, and the row for our own tables."""
+    """Reports of a trial to Ray Tune: the score (smaller is better), the progress in epochs, and the row for our
+    tables."""
 
     def __init__(self, order: Order, number: int, cloned: int | None, file: Path) -> None:
         self._order, self._plan, self._number, self._cloned, self._file = order, order.plan, number, cloned, file
         self._rows = 0
-        # A trial that was paused after its last epoch, or cut off there, has nothing more to report.
+        # A trial that was paused or cut off after its last epoch has nothing more to report.
         self._last: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-        self._names: dict[str, Any] = {}  # of all that was reported
+        self._names: dict[str, Any] = {}  # every metric that was reported
 
     def epoch(self, row: Mapping[str, Any]) -> None:
-        """A finished epoch. Raises Stopped where Tune stops or pauses the trial."""
+        """Report a finished epoch. Raises Stopped if Ray Tune stops or pauses the trial."""
         row = _plain(row)
         self._names |= row
         self._rows += 1
@@ -101,14 +106,18 @@ class Reports:
             raise self._unknown()
 
     def catch_up(self, directory: Path) -> None:
-        """Epochs that were trained and never reported: a script's processes do not wait for Tune."""
+        """Report epochs that were trained but never reported. The processes of a script do not wait for Ray Tune."""
         if self._cloned is None:
             for row in rows_of(directory):
                 if row["epoch"] > self._last.get("epoch", 0):
                     self.epoch(row)
 
     def finish(self, returned: Any) -> None:
-        """The end of a trial that was not stopped: with what its function returned, if anything."""
+        """Report the end of a trial that was not stopped.
+
+        Args:
+            returned: what its function returned: metrics, a number, or None.
+        """
         metrics = {self._plan.metric: returned} if _is_number(returned) else returned
         if metrics is not None and not isinstance(metrics, Mapping):
             raise ConfigError(
@@ -148,12 +157,12 @@ class Reports:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one number: of Python, NumPy or a framework."""
+    """Return True if `value` is one number of Python, NumPy or a framework."""
     return not isinstance(value, (bool, Mapping)) and isinstance(_value(value), (int, float))
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and text: arrays of one number and the like are read."""
+    """Return the row with plain numbers and text. Arrays of one element become numbers."""
     return {str(name): _value(value) for name, value in row.items()}
 
 
@@ -162,7 +171,7 @@ def _value(value: Any) -> Any:
         return value
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):  # the last one of tensors
+    except (TypeError, ValueError, RuntimeError):  # tensors raise RuntimeError
         return str(value)
 
 
@@ -170,7 +179,12 @@ def _value(value: Any) -> Any:
 
 
 def _take_over(plan: SearchPlan, number: int) -> int | None:
-    """Where Tune has this trial go on from another one: put that one's newest checkpoint in the place of its own."""
+    """Take over the state of another trial if Ray Tune asks for it: replace the own checkpoints by the newest one of
+    that trial.
+
+    Returns:
+        The number of the other trial, or None.
+    """
     from ray import tune
 
     given = tune.get_checkpoint()
@@ -178,7 +192,7 @@ def _take_over(plan: SearchPlan, number: int) -> int | None:
         return None
     with given.as_directory() as directory:
         source = int(json.loads(Path(directory, _SOURCE).read_text())["trial"])
-    if source == number:  # it was paused: its own directory has all
+    if source == number:  # the trial itself was paused: its own directory is complete
         return None
     trials = plan.directory / "trials"
     own, new = trials / f"{number:05d}" / "checkpoints", trials / f"{number:05d}" / ".taken"
@@ -190,7 +204,8 @@ def _take_over(plan: SearchPlan, number: int) -> int | None:
 
 
 def _copied(source: Path, target: Path) -> bool:
-    """The newest checkpoint of a trial that goes on, and prunes them. False where it saves none."""
+    """Copy the newest checkpoint of `source`, a trial that is running and may prune checkpoints. Return False if it
+    has none."""
     deadline = time.monotonic() + _COPY_S
     while time.monotonic() < deadline:
         shutil.rmtree(target, ignore_errors=True)
@@ -199,8 +214,8 @@ def _copied(source: Path, target: Path) -> bool:
             if newest is not None:
                 shutil.copytree(newest, target / newest.name)
                 return True
-        except (OSError, shutil.Error):  # pruned meanwhile
+        except (OSError, shutil.Error):  # the checkpoint was pruned in the meantime
             continue
-        time.sleep(0.1)  # its first one is being written
+        time.sleep(0.1)  # its first checkpoint is being written
     shutil.rmtree(target, ignore_errors=True)
     return False

@@ -61,7 +61,7 @@ class Forgetful(Callback):
     trainer: Trainer
 
     def on_step_end(self, state: Any, result: Any) -> None:
-        self.trainer.backend._hook.forget()
+        self.trainer.backend.wrapper.hook.forget()
 
 
 def line() -> TensorDataset:

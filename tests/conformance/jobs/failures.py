@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from distributed import Callback, Trainer
+from distributed import Callback, ConfigError, Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 OUT = Path(sys.argv[2])
@@ -173,5 +173,21 @@ CASES = {
     "no-data": lambda: Trainer(model).fit(None),
 }
 
+MISTAKES = (
+    "bad-setting", "bad-directory", "loader-disagrees", "no-length", "shuffled-stream", "no-parameters", "no-data",
+)  # fmt: skip
+
+
+def mistakes() -> None:
+    """Make each mistake in turn; each rank writes what it was told."""
+    found = {}
+    for name in MISTAKES:
+        try:
+            CASES[name]()
+        except ConfigError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    (OUT / f"mistakes-{RANK}.json").write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
-    CASES[sys.argv[1]]()
+    mistakes() if sys.argv[1] == "mistakes" else CASES[sys.argv[1]]()

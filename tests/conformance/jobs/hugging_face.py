@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from distributed import Callback, Trainer
+from distributed.testing.jobs.cases import freeze
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -188,6 +189,7 @@ def in_pieces(case, name):
 
 
 def main():
+    freeze()
     for case in CASES:
         name, _, stage = case.partition("-")
         run(case, name, **({"deepspeed": {"zero_stage": int(stage)}} if stage else {}))

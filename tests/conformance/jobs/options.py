@@ -289,7 +289,7 @@ def counted(model: Any = deep, **settings: Any) -> Any:
 
         def counting(group: Any) -> Any:
             counts.append([count_all_reduces(lambda: box.append(step(group))), len(group.micro_batches)])
-            wrapped = trainer.backend._wrapped
+            wrapped = trainer.backend.wrapped
             stats = wrapped._get_ddp_logging_data()
             details.update({key: stats.get(key) for key in ("bucket_sizes", "rebuilt_bucket_sizes", "static_graph")})
             return box.pop()
@@ -526,7 +526,7 @@ CASES = {
     "by-epochs": checkpoints(checkpoint_frequency=2),
     "by-steps": checkpoints(checkpoint_every_n_steps=5),
     "at-start": checkpoints(checkpoint_at_start=True, checkpoint_frequency=None),
-    "by-time": checkpoints(checkpoint_every_s=0.01, epochs=60, keep_latest_k=10_000),
+    "by-time": checkpoints(checkpoint_every_s=0.01, epochs=20, keep_latest_k=10_000),
     "elsewhere": checkpoints(checkpoint_frequency=1, to="elsewhere"),
     "newest": checkpoints(checkpoint_frequency=1, epochs=5, keep_latest_k=2, keep_best=False, val=inverted),
     "newest-and-best": checkpoints(checkpoint_frequency=1, epochs=5, keep_latest_k=2, val=inverted),

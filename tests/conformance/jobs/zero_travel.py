@@ -33,7 +33,7 @@ else:
         trainer = Trainer(odd, resume_from_checkpoint=KIND, deepspeed=options, **BASE)
         trainer.fit(loader)  # nothing is left to do
         trainer.backend.rewrap()
-        trainer.backend._before_first_update(None)
+        trainer.backend.wrapper.before_first_update(None)
         trainer.save(OUT / name)
         trainer.backend.reassemble()
         trainer.backend.unwrap()

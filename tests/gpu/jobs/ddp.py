@@ -1,4 +1,4 @@
-"""A worker under pytorch-ddp: trains, resumes, and uses the verbs of communication. Each rank writes what it saw."""
+"""A worker under pytorch-ddp: train, resume and use the collectives. Each rank writes what it saw."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ seen = {
     "rank": rank,
     "transport": str(dist.get_backend()),
     "device": str(backend.device),
-    "reduced": backend.reduce({"value": 3.0}),
-    "gathered": backend.gather({"rank": rank}),
-    "given_out": backend.broadcast("word" if rank == 0 else None),
+    "reduced": backend.world.reduce({"value": 3.0}),
+    "gathered": backend.world.gather({"rank": rank}),
+    "given_out": backend.world.broadcast("word" if rank == 0 else None),
     "is_quiet": None,
 }
-backend.barrier()
+backend.world.barrier()
 
-# A stop and a resume, with dropout on every rank's own stream.
+# Stop and resume, with dropout on every rank's own stream.
 fit("straight", Net(dropout=0.3), max_steps=12)
 _, history = fit("halted", Net(dropout=0.3), max_steps=5)
 fit("resumed", Net(dropout=0.3), max_steps=12, resume_from_checkpoint=str(checkpoint(history)))
 
-if not REHEARSAL and dist.get_backend() == "nccl":  # whose exchange makes nobody wait; an epoch has eight updates
+# NCCL's exchange does not make the host wait; an epoch has eight updates
+if not REHEARSAL and dist.get_backend() == "nccl":
     fit("quiet", Net(), log_every_n_steps=1000, callbacks=[During(SyncMode("error"), 9, 15)])
     seen["is_quiet"] = True
 

@@ -1,4 +1,4 @@
-"""A worker under fsdp with its parameters in host memory: trains in float64, resumes, and trains in fp16 and bf16."""
+"""A worker under fsdp with its parameters in host memory: train in float64, resume, and train in fp16 and bf16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distributed import Callback, Trainer
 
 
 def in_pairs(outputs, targets):
-    """A loss as (sum, count): the gradients in host memory are rescaled by a number of the GPU."""
+    """Return a loss as (sum, count). The gradients in host memory are then scaled by a number on the GPU."""
     return cross_entropy(outputs, targets, reduction="sum"), float(len(targets))
 
 
@@ -25,7 +25,7 @@ def fit(name, model, **settings):
 
 
 class LeftOut(Callback):
-    """Which updates were left out, and what the parameters are like while training."""
+    """Record which updates were skipped, and where the parameters are during training."""
 
     def __init__(self):
         self.steps, self.facts = [], {}

@@ -1,4 +1,4 @@
-"""Two workers under pytorch-ddp, the second of which asks for more memory than there is."""
+"""Two workers under pytorch-ddp. The second one asks for more memory than there is."""
 
 from __future__ import annotations
 

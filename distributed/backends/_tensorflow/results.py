@@ -1,0 +1,101 @@
+"""What steps report: sums at once, and what metrics over all samples keep."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from distributed.backends._tensorflow import over_all
+from distributed.backends._tensorflow.objective import pair
+from distributed.backends.checking import CHECK
+from distributed.backends.measured import Measured
+from distributed.backends.over_all import Deferred, Wholes
+from distributed.backends.sums import added
+from distributed.metrics.over_all import is_of_keras
+from distributed.state import Job, StepResult, Sums
+
+if TYPE_CHECKING:
+    from distributed.backends._tensorflow.world import TensorFlowWorld
+    from distributed.backends.parts import Part
+
+Rows = Mapping[str, tuple[Any, Any]]  # name -> (sum, count)
+Say = Callable[[str], None]
+
+
+class Results:
+    """Make up the results of steps, and sum them up over the ranks."""
+
+    def __init__(
+        self,
+        job: Job,
+        world: TensorFlowWorld,
+        keeping_generators: Callable[[], contextlib.AbstractContextManager[None]],
+        warn: Say,
+        notice: Say,
+    ) -> None:
+        self._world = world
+        self._unasked: Part | None = None
+        wholes = Wholes(
+            over_all.ENGINE, world, is_presharded=False, warn=warn, keeping_generators=keeping_generators
+        )  # fmt: skip
+        functions = {n: f for n, f in job.metrics.items() if not over_all.is_whole(f) and not is_of_keras(f)}
+        self.measured = Measured(
+            functions, wholes, over_all.ENGINE, over_all.measure_of_function, pair, over_all.on_host, notice
+        )
+        for name, metric in job.metrics.items():
+            # The objective measures Keras's means itself, unless a training_step returns their arguments.
+            if over_all.is_whole(metric) or (is_of_keras(metric) and job.training_step is not None):
+                wholes.add(name, lambda metric=metric: over_all.measure_of(metric))  # type: ignore[misc]
+
+    def keep(self, deferred: Deferred, calls: Sequence[Any], key: tuple[int, int]) -> None:
+        """Add to `deferred` what the metrics keep of one micro-batch."""
+        for name, parts in self._parts(deferred.split, calls, key).items():
+            deferred.parts.setdefault(name, []).extend(parts)
+
+    def of_training(self, rows: Rows, num_samples: int, deferred: Deferred) -> StepResult:
+        """Return the result of an update."""
+        return self._made("train", rows, num_samples, deferred)
+
+    def of_evaluation(self, rows: Rows, num_samples: int, calls: Sequence[Any]) -> StepResult:
+        """Return the result of an evaluation batch."""
+        self.measured.num_evaluated += 1
+        deferred = Deferred("val", [], {})
+        self.keep(deferred, calls, (self.measured.num_evaluated, 0))
+        return self._made("val", rows, num_samples, deferred)
+
+    def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
+        """Return name -> (sum, count) of each of `results` over all ranks, as `Backend.collect` does. A collective."""
+        part, self._unasked = self._unasked, None
+        if part is not None:
+            self.measured.ask("train", over_all.on_host(part.value), part.num_samples)
+        sums: dict[str, Any] = {}
+        for place, result in enumerate(results):
+            for name, value, _, count in result.averages:
+                rows = sums.setdefault(name, numpy.zeros((len(results), 2)))
+                rows[place] += (float(value), float(count))
+        return added(self._world.gather(sums))
+
+    def _made(self, split: str, rows: Rows, num_samples: int, deferred: Deferred) -> StepResult:
+        averages = [(name, value, 1.0, count) for name, (value, count) in rows.items()]
+        result = StepResult(averages, num_samples, deferred)
+        self.measured.wholes.keep(split, result)
+        return result
+
+    def _parts(self, split: str, calls: Sequence[Any], key: tuple[int, int]) -> dict[str, list[Part]]:
+        """Return, by metric, what the replicas gave for one micro-batch; of the check for means only what it may keep."""
+        found = over_all.parts_of(calls, key)
+        check = self.measured.check(split)
+        for part in found.pop(CHECK, ()) if check is not None else ():
+            assert check is not None
+            if split == "train" and check.is_over:
+                self._unasked = part  # the newest one: it can wait for the log line
+                continue
+            part = part._replace(value=over_all.on_host(part.value))
+            if check.admits(part.value):
+                found.setdefault(CHECK, []).append(part)
+            elif split == "val":
+                self.measured.ask(split, part.value, part.num_samples)
+        return found

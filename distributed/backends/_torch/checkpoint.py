@@ -1,0 +1,63 @@
+"""What a torch engine writes into a checkpoint, and what it takes up from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distributed.backends._torch import modules, tensors
+
+if TYPE_CHECKING:
+    from distributed.backends.torch_base import TorchBackend
+    from distributed.config.settings import DistributedConfig
+
+
+def save(backend: TorchBackend[Any], directory: Path) -> dict[str, Any]:
+    """Write this rank's tensors into `directory` and return the JSON-able rest. All ranks."""
+    update, passes, wholes = backend.update, backend.passes, backend.measured.wholes
+    extra: dict[str, Any] = {"world_size": backend.world.world_size, "step": update.step}
+    extra["loss_form"] = passes.objective.form if passes.is_settled else None
+    extra["means"] = backend.measured.form
+    extra["over_all"] = wholes.save(directory)
+    extra["model"] = backend.kind.save_model(directory)
+    extra["optimizer"] = backend.kind.save_optimizer(backend.optimizer, directory)
+    extra |= update.schedule.state()
+    extra["scaler"] = backend.precision.state()
+    tensors.save_rng(directory, backend.world.rank, backend.device)
+    return extra
+
+
+def load(backend: TorchBackend[Any], directory: Path, state: Mapping[str, Any], notice: Callable[[str], None]) -> bool:
+    """Take up what `save` wrote, at any world size. All ranks.
+
+    Returns whether the random generators were taken up too: they are not at another world size.
+    """
+    update, passes = backend.update, backend.passes
+    backend.kind.load_model(directory, state.get("model") or {})
+    backend.kind.load_optimizer(backend.optimizer, directory, state["optimizer"])
+    update.schedule.load(state, notice)
+    backend.precision.load(state.get("scaler"))
+    update.resume(int(state["step"]))
+    backend.measured.form = state.get("means") or {}
+    backend.measured.wholes.load(directory, state.get("over_all"))
+    if form := state.get("loss_form"):  # found anew in another batch, it could be another one
+        passes.resume(form)
+    is_same = int(state["world_size"]) == backend.world.world_size
+    return is_same and tensors.load_rng(directory, backend.world.rank, backend.device)
+
+
+def take_weights(model: Any, directory: Path, config: DistributedConfig) -> Any:
+    """Return the user's `model`, built on the CPU if it is a factory, with the weights of a checkpoint."""
+    from distributed.backends._keras.models import is_model
+    from distributed.backends._torch import keras_module
+
+    made = modules.make_model(model, config, torch.device("cpu"))
+    if is_model(made):
+        keras_module.take_weights(made, directory, config.dtype)
+        return made
+    built = modules.build_model(made, config, torch.device("cpu"))
+    tensors.load_model(built, directory)
+    return built

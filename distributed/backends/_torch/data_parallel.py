@@ -1,0 +1,266 @@
+"""DistributedDataParallel around a model: what it exchanges, what it leaves out, what it must be watched for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from distributed.backends._torch.observer import TorchObserver
+from distributed.backends._torch.waits import Waits
+from distributed.backends._torch.wrapper import Wrapper
+from distributed.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from distributed.backends._torch.comm_hooks import CommHook
+    from distributed.backends.ddp import DDPBackend, DDPOptions
+    from distributed.state import Group
+
+_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"  # where DDP looks, in the model
+
+
+class DDPWrapper(Wrapper):
+    """Put DistributedDataParallel around the model. It exchanges gradients in the backward pass."""
+
+    _backend: DDPBackend
+
+    def __init__(self, backend: DDPBackend) -> None:
+        super().__init__(backend)
+        self._options = backend.options
+        self.hook: CommHook | None = None
+        self._watched: _Watch | None = None  # in the first update
+        self._sparse: list[torch.nn.Parameter] = []
+        self._is_first_group = False
+        self._is_unused = False
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        from torch.nn.parallel import DistributedDataParallel
+
+        if not any(p.requires_grad for p in model.parameters()):
+            return model  # build_optimizer says what is wrong
+        options, own = self._options, self._backend
+        capacity = options.bucket_cap_mb
+        if options.comm_hook == "powersgd":
+            # With several buckets gloo mixes up the messages of PowerSGD's chained all-reduces (gloo::EnforceNotMet).
+            capacity = 1 + sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+        with self._leaving_out_sparse(model):
+            wrapped = DistributedDataParallel(
+                model,
+                device_ids=[own.device.index] if own.device.type == "cuda" else None,
+                **_buffer_sync(DistributedDataParallel, any(True for _ in model.buffers())),
+                gradient_as_bucket_view=True,
+                find_unused_parameters=options.find_unused_parameters,
+                static_graph=options.static_graph,
+                bucket_cap_mb=capacity,
+            )
+        self._is_first_group = True
+        own.observer.begin(wrapped)
+        if options.comm_hook is not None:
+            hook = self.hook = self.hook or self._make_hook(options.comm_hook, model)
+            # DDP compares annotations with its own types, and ours are words (`from __future__ import annotations`).
+            wrapped.register_comm_hook(None, lambda state, bucket: hook.average(bucket))
+        return wrapped
+
+    @contextlib.contextmanager
+    def _leaving_out_sparse(self, model: torch.nn.Module) -> Iterator[None]:
+        """A wrapper made within leaves to `sparse.average` what torch cannot exchange: a sparse gradient is right as its only
+        one."""
+        from distributed.backends._torch.modules import sparse_names
+
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        names = sorted(sparse_names(model) & trained.keys())
+        if len(names) == len(trained):
+            names = names[1:]
+        self._sparse = [trained[name] for name in names]
+        for parameter in self._sparse:  # as DDP does for all others
+            self._backend.world.copy_from(parameter.detach(), 0)
+        own = vars(model).get(_LEFT_OUT)
+        setattr(model, _LEFT_OUT, names)
+        try:
+            yield
+        finally:  # the user's own wrapper would leave them out too
+            delattr(model, _LEFT_OUT) if own is None else setattr(model, _LEFT_OUT, own)
+
+    def _make_hook(self, name: str, model: torch.nn.Module) -> CommHook:
+        import torch
+
+        from distributed.backends._torch import comm_hooks
+        from distributed.backends._torch.tensors import named_parameters
+        from distributed.backends._torch.topk import TopK
+
+        if name in ("fp16", "bf16"):
+            return comm_hooks.Cast(torch.float16 if name == "fp16" else torch.bfloat16)
+        if name == "hierarchical":
+            groups = comm_hooks.near_ranks(self._backend.world, self._options.hierarchical_group_size)
+            return comm_hooks.Hierarchical(groups, self._backend.config.timeout_s)
+        parameters = [(name, p) for name, p in named_parameters(model) if p.requires_grad]
+        if name == "topk":
+            return TopK(parameters, self._options.topk_ratio)
+        return _powersgd_of(parameters, self._options)
+
+    def release(self) -> None:
+        self._backend.observer.end()
+
+    def close_hook(self) -> None:
+        """Close the hook, unless it has a memory that the next fit goes on with. After DDP itself was dropped."""
+        if self.hook is not None and not self.hook.has_memory:
+            self.hook.close()
+            self.hook = None
+
+    def without_sync(self) -> contextlib.AbstractContextManager[None]:
+        if self._options.static_graph and self._is_first_group:
+            # torch 2.13 aborts when the first backward of a static graph is not synchronised; sums stay the same.
+            self._is_first_group = False
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = self._backend.wrapped.no_sync()
+        return context
+
+    def before_first_update(self, group: Group) -> torch.nn.Module:
+        """Let DDP order its buckets, where a wrapper goes on with a run.
+
+        After its first backward DDP orders its buckets anew, and three or more terms sum up differently in another order. Such
+        a wrapper learns the order in a pass without weight, before its first update.
+        """
+        own = self._backend
+        is_further = own.update.step > 0 and own.context.world_size > 2
+        has_memory = self.hook is not None and self.hook.has_memory
+        if is_further and not has_memory and not self._options.find_unused_parameters:
+            with own.kind.without_draws():
+                own.passes.weightless(group.micro_batches[0], group, None, [], False)
+            self._is_first_group = False
+            for parameter in own.update.parameters:
+                parameter.grad = None
+        self._watch_first_call()
+        self._watched = None if self._options.static_graph else _Watch(own.plain)  # it waits for all pieces
+        return super().before_first_update(group)
+
+    def backward(self, value: torch.Tensor) -> None:
+        super().backward(value)
+        if self._watched is not None:
+            self._watched.end_backward()
+
+    def _watch_first_call(self) -> None:
+        """Note whether the wrapper is called. It exchanges the gradients of its own calls only; a training_step may go around it."""
+        self._is_unused = True
+        wrapped: Any = self._backend.wrapped
+        enter = wrapped._pre_forward
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self._is_unused = False
+            del wrapped._pre_forward  # the method of the class again
+            return enter(*args, **kwargs)
+
+        wrapped._pre_forward = called
+
+    def exchange(self) -> None:
+        own = self._backend
+        if self._is_unused:
+            raise ConfigError(
+                "training_step never called its argument `model`, so no gradient was exchanged between the processes: compute"
+                " the loss from model(...), not from one of its parts or a model of the script"
+            )
+        if self._watched is not None:
+            self._watched.close()
+            self._watched = None
+        try:
+            own.wrapped.reducer._check_reducer_finalized()
+        except RuntimeError as error:  # torch itself says it in the next forward, after an update with local gradients
+            raise ConfigError(_unused(own.plain, str(error))) from None
+        if self._sparse:
+            from distributed.backends._torch import sparse
+
+            sparse.average(self._sparse, own.world)
+
+    def after_non_finite(self) -> None:
+        if self.hook is not None:
+            self.hook.forget()
+
+
+class DDPObserver(TorchObserver):
+    """Observe DistributedDataParallel, which measures how long it waits."""
+
+    def __init__(self, backend: DDPBackend) -> None:
+        super().__init__(backend)
+        self._wrapped: Any = None
+        self._waits = Waits()
+
+    def begin(self, wrapped: Any) -> None:
+        """Observe a new wrapper."""
+        self._wrapped, self._waits = wrapped, Waits()
+
+    def end(self) -> None:
+        """Let go of the wrapper."""
+        self._wrapped = None
+
+    def waited_s(self) -> float | None:
+        """Read torch's own clock, which runs in the first ten updates of a wrapper and in one of a hundred."""
+        return super().waited_s() if self._wrapped is None else self._waits.take(self._wrapped._get_ddp_logging_data())
+
+
+class _Watch:
+    """Of the first update: DDP averages the first piece of a gradient that comes in two, and loses the second in silence."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._seen: set[str] = set()
+        self._twice: list[str] = []
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(functools.partial(self._see, name))  # type: ignore[no-untyped-call]
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
+
+    def _see(self, name: str, parameter: torch.Tensor) -> None:
+        if name in self._seen:
+            self._twice.append(name)
+        self._seen.add(name)
+
+    def end_backward(self) -> None:
+        """Raises ConfigError where a parameter got two pieces."""
+        self._seen.clear()
+        if self._twice:
+            raise ConfigError(
+                f"{min(self._twice)} got a second gradient in one backward pass, as where it is shared by parts recomputed with"
+                " use_reentrant=True: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or set"
+                " ddp.static_graph=true"
+            )
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, Any]:
+    """No broadcast of buffers before each forward where there are none; the word for it changed in torch 2.13."""
+    if has_buffers:
+        return {}
+    has_new_word = "forward_sync_buffers" in inspect.signature(wrapper.__init__).parameters
+    return {"forward_sync_buffers" if has_new_word else "broadcast_buffers": False}
+
+
+def _powersgd_of(parameters: list[tuple[str, torch.nn.Parameter]], options: DDPOptions) -> CommHook:
+    from distributed.backends._torch.powersgd import PowerSGD
+
+    kinds = sorted({str(p.dtype) for _, p in parameters})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"ddp.comm_hook='powersgd' takes all gradients in one bucket, and the model's are {' and '.join(kinds)}:"
+            " use ddp.comm_hook='bf16'"
+        )
+    return PowerSGD(parameters, options.powersgd_rank, options.powersgd_start_step)
+
+
+def _unused(model: torch.nn.Module, error: str) -> str:
+    """Our words for torch's "Expected to have finished reduction", which names parameters by their number."""
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = [trainable[int(index)] for index in found[1].split()] if found else []
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"no gradient for {', '.join(names[:3]) or 'some parameters'}{more}: a forward that does not use every parameter needs"
+        " ddp.find_unused_parameters=true (--set ddp.find_unused_parameters=true), or requires_grad=False on those"
+    )

@@ -1,0 +1,146 @@
+"""Forward and backward of one update: every micro-batch weighs what it weighs in the mean over the update's true count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distributed.backends._torch.generators import forked
+from distributed.backends._torch.nested import move
+from distributed.errors import ConfigError
+from distributed.state import Group, MicroBatch
+
+if TYPE_CHECKING:
+    from distributed.backends._torch.objective import Loss, Objective
+    from distributed.backends._torch.world import Pending
+    from distributed.backends.torch_base import TorchBackend
+
+
+class Passes:
+    """Run the forward and backward passes of a fit, and the forward passes of evaluation."""
+
+    def __init__(self, backend: TorchBackend[Any], objective: Objective) -> None:
+        self._backend, self.objective = backend, objective
+        self._world, self._device, self._wrapper = backend.world, backend.device, backend.wrapper
+        self._num_replicas = backend.data_parallel_size
+        self._is_plain = backend.mixed_precision == "no"
+        self.dtype = torch.float64 if backend.config.dtype == "float64" else None
+        self._moves = self._device.type != "cpu" or self.dtype is not None
+        self.is_settled = False  # whether the ranks have agreed on the form of the loss
+        self._total: torch.Tensor | None = None  # the count of a (sum, count) loss, while it is being summed
+        self._counting: Pending | None = None
+
+    def move(self, batch: Any) -> Any:
+        """Return `batch` on this rank's device, in the element type of the run."""
+        return move(batch, self._device, self.dtype) if self._moves else batch
+
+    def settle(self, batch: Any) -> None:
+        """Agree on the form of the loss, by trying it out on each rank's first batch. A collective."""
+        backend = self._backend
+        with forked(self._device), backend.precision.autocast():
+            votes = self.objective.probe(backend.plain, self.move(batch))
+        self.objective.settle(self._world.reduce(votes))
+        backend.wrapped.train()
+        self.is_settled = True
+
+    def resume(self, form: Mapping[str, bool]) -> None:
+        """Take up the form of the loss that a checkpoint holds. Found anew in another batch, it could be another one."""
+        self.objective.form, self.is_settled = form, True
+
+    def run(self, group: Group) -> list[Loss]:
+        """Run all micro-batches of an update. Gradients are exchanged in the last backward pass only."""
+        micros = group.micro_batches
+        items = self._count_items(micros) if self.objective.takes_count else None
+        losses: list[Loss] = []
+        if len(micros) > 1:
+            with self._wrapper.without_sync():
+                for micro in micros[:-1]:
+                    losses.append(self._forward_backward(micro, group, items, losses, False))
+        losses.append(self._forward_backward(micros[-1], group, items, losses, True))
+        return losses
+
+    def take_total(self) -> torch.Tensor | None:
+        """Return the count of a (sum, count) loss over all ranks as float64 [1], or None where the loss has none."""
+        total, self._total = self._total, None
+        if total is not None:
+            assert self._counting is not None
+            self._counting.wait()
+        return total
+
+    def _forward_backward(
+        self, micro: MicroBatch, group: Group, items: torch.Tensor | None, done: list[Loss], is_last: bool
+    ) -> Loss:
+        """One forward and backward, scaled so that the synchronised gradient is the mean over the update's true count."""
+        if micro.num_samples == 0:
+            return self.weightless(micro, group, items, done, is_last)
+        loss = self._forward(micro, items)
+        replicas = self._num_replicas  # whose gradients the exchange averages
+        scale: Any
+        if loss.count is None:
+            scale = micro.num_samples * replicas / group.num_samples
+        elif items is not None:
+            scale = replicas / items
+        else:  # the count of all ranks is not known yet: a nominal one now, the true one before clipping
+            scale = replicas / group.num_samples
+        if is_last and loss.count is not None and items is None:
+            self.start_counting([*done, loss])
+        self._wrapper.backward(self._scaled(loss.value, scale))
+        return loss
+
+    def weightless(
+        self, micro: MicroBatch, group: Group, items: torch.Tensor | None, done: list[Loss], is_last: bool
+    ) -> Loss:
+        """Run the passes of a rank without samples. They take part in every collective and leave no trace."""
+        buffers = [(buffer, buffer.clone()) for buffer in self._backend.plain.buffers()]
+        with forked(self._device):
+            loss = self._forward(micro, items)
+            count = None if loss.count is None else torch.zeros((), device=self._device)
+            loss.count = count
+            if is_last and count is not None and items is None:
+                self.start_counting([*done, loss])
+            self._wrapper.backward(torch.nan_to_num(loss.value) * 0.0)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        loss.value = loss.value.detach() * 0.0
+        return loss
+
+    def _forward(self, micro: MicroBatch, items: torch.Tensor | None) -> Loss:
+        batch, model = self.move(micro.batch), self._backend.wrapped
+        if self._is_plain:
+            return self.objective(model, batch, items)
+        with self._backend.precision.autocast():
+            return self.objective(model, batch, items)
+
+    def _scaled(self, value: torch.Tensor, scale: Any) -> torch.Tensor:
+        """Return `value * scale`. A loss that is not finite makes every gradient NaN, so that all ranks see it."""
+        if not value.requires_grad:
+            raise ConfigError("the loss has no gradient: return it as a tensor, without .item(), .detach() or no_grad")
+        if self._device.type == "cpu":
+            if not math.isfinite(value.item()):
+                return value * math.nan
+        else:
+            value = value * (1.0 + 0.0 * value.detach())
+        return value if isinstance(scale, float) and scale == 1.0 else value * scale
+
+    def start_counting(self, losses: list[Loss]) -> None:
+        """Begin to sum the count of a (sum, count) loss over all ranks, while the last backward runs."""
+        counts = [loss.count for loss in losses]
+        total = self._on_device(sum(counts))
+        self._total, self._counting = total, self._world.combine(total, "sum")
+
+    def _count_items(self, micros: list[MicroBatch]) -> torch.Tensor | None:
+        """Return the labels of the whole update over all ranks, for models that divide by it. A collective."""
+        counts = [self.objective.label_count(micro.batch) for micro in micros if micro.num_samples]
+        known = [count for count in counts if count is not None]
+        total = self._on_device(sum(known))
+        self._world.combine(total, "sum").wait()
+        return total.reshape(())
+
+    def _on_device(self, number: Any) -> torch.Tensor:
+        """Return `number` as float64 of shape [1] on this rank's device. The host does not wait."""
+        value = torch.as_tensor(number, dtype=torch.float64).reshape(1)
+        return value.to(self._device, non_blocking=True)

@@ -1,0 +1,132 @@
+"""One update of a torch optimizer out of the gradients of all ranks: rescale, clip, look for NaN, step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any
+
+from distributed.backends._torch.lookback import Unread
+from distributed.backends.non_finite import NanPolicy, describe, votes_of
+from distributed.state import Group, StepResult
+
+if TYPE_CHECKING:
+    import torch
+
+    from distributed.backends._torch.objective import Loss
+    from distributed.backends._torch.schedule import Schedule
+    from distributed.backends.torch_base import TorchBackend
+
+
+class Update:
+    """Make the updates of a fit, with the optimizer's rates as schedule and warm-up say."""
+
+    def __init__(self, backend: TorchBackend[Any], optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+        self._backend, self.optimizer, self.schedule = backend, optimizer, schedule
+        self._precision, self._config = backend.precision, backend.config
+        self.step = 0  # updates done, for warm-up and messages
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._gradients = backend.wrapper.make_gradients(self.parameters)
+        self._nan_policy = NanPolicy(self._config.nan_policy, backend.report)
+        self._apply_gradients = self._precision.updating(optimizer)
+        self._clipped_norm: torch.Tensor | None = None  # of the newest update, before clipping
+        self._unread: Unread | None = None  # the newest update, while nobody knows whether its gradients were finite
+        self._looks_later = self._may_look_later()
+
+    def finish(self, group: Group, losses: list[Loss], result: StepResult) -> None:
+        """Make the one update of `group`, unless its gradients are not finite and `nan_policy` leaves it out. All ranks."""
+        self._make_ready(group, losses, result)
+        if result.skipped:
+            self._precision.leave_out()
+        else:
+            with self._warming_up():
+                is_made = self._apply()
+            if not is_made:
+                self._on_non_finite(group, losses, result)
+            if self.schedule.follows_updates and not result.skipped:
+                self.schedule.step()
+        self.step += 1
+
+    def look_back(self) -> None:
+        """Do what `nan_policy` says about the newest update, if nobody has looked at it yet. All ranks."""
+        unread, self._unread = self._unread, None
+        if unread is not None and unread.is_bad():
+            self._on_non_finite(unread.group, unread.losses, StepResult([], unread.group.num_samples), is_late=True)
+
+    def resume(self, step: int) -> None:
+        """Go on after `step` updates."""
+        self.step = step
+
+    def forget(self) -> None:
+        """Do not look at the newest update any more."""
+        self._unread = None
+
+    def gradient_norm(self) -> float | None:
+        """Return the global norm of the newest update's gradient, before clipping. All ranks."""
+        return self._gradients.norm() if self._clipped_norm is None else float(self._clipped_norm)
+
+    def rates(self) -> list[float]:
+        """Return the rate of each parameter group for the next update."""
+        return self.schedule.rates(self.step)
+
+    # ------------------------------------------------------------------ the parts of an update
+
+    def _make_ready(self, group: Group, losses: list[Loss], result: StepResult) -> None:
+        """Make the gradients true ones, clip them, and look for NaN."""
+        self._precision.unscale(self.optimizer)
+        gradients = self._gradients.views()
+        total = self._backend.passes.take_total()
+        if total is not None:
+            self._gradients.rescale(gradients, group.num_samples / total)
+        if self._config.gradient_clipping is not None:
+            self._clipped_norm = self._gradients.clip(gradients, self._config.gradient_clipping)
+        if self._looks_later:
+            self.look_back()
+            self._unread = self._unread_of(gradients, group, losses)
+        elif not self._are_finite(gradients):
+            self._on_non_finite(group, losses, result)
+
+    def _apply(self) -> bool:
+        """Let the optimizer step. Return whether the gradients were finite, for an engine that finds out only here."""
+        self._apply_gradients()
+        return True
+
+    def _may_look_later(self) -> bool:
+        """Return whether a look at the gradients can wait for the next update.
+
+        It can where the device has work meanwhile and no update is ever left out.
+        """
+        is_on_gpu = self._gradients.device.type == "cuda"
+        return is_on_gpu and not self._precision.leaves_out and self._config.nan_policy != "skip"
+
+    def _are_finite(self, gradients: list[torch.Tensor]) -> bool:
+        if self._clipped_norm is not None:
+            return math.isfinite(self._clipped_norm.item())
+        return self._gradients.are_finite(gradients)
+
+    def _unread_of(self, gradients: list[torch.Tensor], group: Group, losses: list[Loss]) -> Unread:
+        norm = self._clipped_norm  # less itself: 0, or NaN
+        bad = self._gradients.non_finite(gradients) if norm is None else (norm - norm)
+        return Unread.of(bad, group, losses)
+
+    def _warming_up(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which the rates are those of the coming update."""
+        is_warm = self.step >= self._config.warmup_steps
+        return contextlib.nullcontext() if is_warm else self.schedule.warming_up(self.step)
+
+    def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult, *, is_late: bool = False) -> None:
+        """Apply `nan_policy`. Every rank comes here together, because the synchronised gradients are the same everywhere.
+
+        `is_late`: the update has been made, and is the newest one.
+        """
+        self._judge(group, losses, result, is_late)
+        self._backend.wrapper.after_non_finite()
+
+    def _judge(self, group: Group, losses: list[Loss], result: StepResult, is_late: bool) -> None:
+        votes = votes_of(self._backend.world, (float(loss.value.detach()) for loss in losses))
+        if not any(votes.values()) and self._precision.may_overflow():
+            result.skipped = True  # the scaler lowers its scale
+            return
+        step = self.step - is_late
+        where = describe(step + 1, group, votes)
+        self._nan_policy.apply(step, where, result, can_be_made=not self._precision.leaves_out, is_late=is_late)

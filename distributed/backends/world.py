@@ -1,0 +1,75 @@
+"""Communication between the processes of a run: one protocol for every engine."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from distributed.state import WorkerContext
+
+Key = TypeVar("Key")
+
+
+class World(abc.ABC):
+    """The processes that train together.
+
+    `reduce`, `broadcast`, `gather` and `barrier` are collectives: every rank calls them, in the same order.
+    """
+
+    context: WorkerContext  # this process among them
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+        return self.context.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.context.world_size
+
+    @abc.abstractmethod
+    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
+        """Return each value summed over all ranks, in float64. Every rank passes the same keys in the same order."""
+
+    @abc.abstractmethod
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """Return the `value` of rank `src` on every rank. `distributed.backends.wire` says which values can be sent."""
+
+    @abc.abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """Return the `value` of every rank, in the order of ranks. Values as in `broadcast`."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    @abc.abstractmethod
+    def key_value_store(self) -> Any:
+        """Return a store that all ranks share, with `set`, `get`, `check` and `compare_set`, or None in a world of one.
+
+        No collective.
+        """
+
+
+class OneProcess(World):
+    """A world of one process, which needs no engine."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
+        return dict(sums)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        return None
+
+    def key_value_store(self) -> Any:
+        return None

@@ -1,0 +1,123 @@
+"""The size of the adapter protocol, and who may change an adapter. Read from the source: no engine is loaded."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import distributed
+from distributed.backends.base import Backend
+
+ROOT = Path(distributed.__file__).parent
+MOST_PUBLIC, MOST_METHODS = 24, 40
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclasses.dataclass
+class Found:
+    """A class of the package."""
+
+    methods: list[ast.FunctionDef | ast.AsyncFunctionDef]
+    bases: list[str]  # "module:Class"
+
+    @property
+    def names(self) -> set[str]:
+        return {method.name for method in self.methods} - set(dir(object))
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), ast.parse(path.read_text())
+
+
+def classes() -> dict[str, Found]:
+    """ "module:Class" -> what it defines itself."""
+    found = {}
+    for module, tree in sources():
+        origin = {
+            (alias.asname or alias.name): (node.module, alias.name)
+            for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+        }  # fmt: skip
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                methods = [each for each in node.body if isinstance(each, FUNCTIONS)]
+                found[f"{module}:{node.name}"] = Found(methods, [place(base, module, origin) for base in node.bases])
+    return found
+
+
+def place(base: ast.expr, module: str, origin: dict[str, tuple[str | None, str]]) -> str:
+    if isinstance(base, ast.Subscript):
+        base = base.value
+    if isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name):
+        package, name = origin.get(base.value.id, ("", base.value.id))
+        return f"{package}.{name}:{base.attr}"
+    if isinstance(base, ast.Name):
+        package, name = origin.get(base.id, (module, base.id))
+        return f"{package}:{name}"
+    return ""
+
+
+def all_names(name: str, found: dict[str, Found]) -> set[str]:
+    """Methods of a class and of its bases in this package."""
+    if name not in found:
+        return set()
+    return set.union(found[name].names, *(all_names(base, found) for base in found[name].bases))
+
+
+def test_the_protocol_has_few_methods_and_those_that_an_engine_owes_come_first() -> None:
+    methods = classes()["distributed.backends.base:Backend"].methods
+    public = [method.name for method in methods if not method.name.startswith("_")]
+    owed = [name for name in public if name in Backend.__abstractmethods__]
+    assert len(public) <= MOST_PUBLIC
+    assert public[: len(owed)] == owed and len(owed) == len(Backend.__abstractmethods__)
+
+
+def test_no_class_has_many_methods() -> None:
+    found = classes()
+    sizes = {name: len(all_names(name, found)) for name in found}
+    assert sizes["distributed.backends.ray:RayBackend"] > len(found["distributed.backends.base:Backend"].methods)
+    assert {name: size for name, size in sizes.items() if size > MOST_METHODS} == {}
+
+
+def is_adapter(node: ast.expr, names: set[str]) -> bool:
+    """Whether an expression is an adapter, by its name: `backend`, `self._backend`, `run.backend`, or a name bound to one."""
+    if isinstance(node, ast.Name):
+        return node.id in names
+    return isinstance(node, ast.Attribute) and node.attr in ("backend", "_backend")
+
+
+def changed(function: ast.AST) -> Iterator[str]:
+    """The attributes of adapters that a function sets or deletes."""
+    names = {"backend", "adapter"}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+                targets = target.elts if isinstance(target, ast.Tuple) else [target]
+                if len(values) == len(targets):
+                    pairs = zip(targets, values, strict=True)
+                    names |= {t.id for t, v in pairs if isinstance(t, ast.Name) and is_adapter(v, names)}
+    for node in ast.walk(function):
+        targets = itertools.chain(getattr(node, "targets", ()), [getattr(node, "target", None)])
+        for target in itertools.chain.from_iterable(t.elts if isinstance(t, ast.Tuple) else [t] for t in targets if t):
+            if isinstance(target, ast.Attribute) and is_adapter(target.value, names):
+                yield ast.unparse(target)
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("setattr", "delattr")
+            and is_adapter(node.args[0], names)
+        ):
+            yield ast.unparse(node)
+
+
+def test_nobody_changes_an_adapter_from_outside() -> None:
+    assert list(changed(ast.parse("def f(setup):\n own, n = setup.backend, 1\n own.merged, x = 1, 2"))) == [
+        "own.merged"
+    ]
+    assert list(changed(ast.parse("setattr(self._backend, 'report', print)"))) != []
+    found = {module: list(changed(tree)) for module, tree in sources()}
+    assert {module: each for module, each in found.items() if each} == {}

@@ -1,0 +1,51 @@
+"""Register the toy engine, train with it, and resume. Prints JSON."""
+
+import json
+import sys
+
+import numpy
+
+from distributed.config import registry
+from distributed.config.registry import BackendRow
+
+registry.REGISTRY["toy"] = BackendRow(
+    "toy", "toy_engine", "ToyBackend", "toy", preload=(), requires=("numpy",), install="pip install numpy",
+    summary="least squares with numpy", single_process=True, alone="toy",
+)  # fmt: skip
+
+from toy_engine import Line  # noqa: E402 - settings read the registry
+
+from distributed import Trainer  # noqa: E402
+from distributed.errors import ConfigError  # noqa: E402
+
+rng = numpy.random.default_rng(0)
+inputs = rng.normal(size=(64, 3))
+data = inputs, inputs @ [1.0, -2.0, 3.0]
+
+
+def trainer(**settings):
+    return Trainer(Line(3), backend="toy", batch_size=8, learning_rate=0.1, device="cpu", verbose=False, **settings)
+
+
+first = trainer(epochs=4)
+history = first.fit(data, data)
+again = trainer(epochs=8, resume_from_checkpoint=history.run_dir)
+more = again.fit(data, data)
+try:
+    trainer(mixed_precision="bf16")
+    refused = ""
+except ConfigError as error:
+    refused = str(error)
+print(
+    json.dumps(
+        {
+            "losses": [row["val_loss"] for row in history.rows],
+            "steps": more.steps,
+            "weights": again.model.weights.tolist(),
+            "evaluated": again.evaluate(data)["loss"],
+            "predicted": numpy.abs(again.predict(data) - data[1]).max(),
+            "refused": refused,
+            "has_torch": "torch" in sys.modules,
+        }
+    )
+)
