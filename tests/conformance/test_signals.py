@@ -124,10 +124,10 @@ def test_a_second_signal_does_no_harm(start, tmp_path):
 
 def test_only_ctrl_c_and_only_the_third_one_kills():
     stop = Stop(60.0)
-    assert [stop.note(number) for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT)] == [True, False, False]
-    stop.note(signal.SIGINT)
+    assert [stop.add(number) for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT)] == [True, False, False]
+    stop.add(signal.SIGINT)
     assert not stop.is_due() and stop.exit_code == 143
-    stop.note(signal.SIGINT)
+    stop.add(signal.SIGINT)
     assert stop.is_due()
 
 
