@@ -18,7 +18,7 @@ from distributed.cli.train import read_typed
 from distributed.config.registry import REGISTRY, backend_row
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
-from distributed.launching.request import check_script
+from distributed.launching.script import check_script
 from distributed.parity.comparison import FIRST_LOSS, FLOORS, Compared, Report, measure
 from distributed.parity.runs import Asked, Cell, is_for
 from distributed.runs.temporary import temporary_directory

@@ -28,15 +28,9 @@ from distributed.launching.environments.torchrun import pass_over_stale_rank
 from distributed.launching.exposure import launcher_warnings, warnings_of
 from distributed.launching.forkserver import launch
 from distributed.launching.listening import listen_at
-from distributed.launching.request import (
-    Handover,
-    LaunchRequest,
-    check_script,
-    make_request,
-    set_missing,
-    set_thread_variables,
-    thread_count,
-)
+from distributed.launching.request import Handover, LaunchRequest, make_request
+from distributed.launching.script import check_script
+from distributed.launching.variables import set_missing, set_thread_variables, thread_count
 from distributed.loggers import registry as loggers
 from distributed.runs.directory import RunDirectory, choose_run_dir
 

@@ -21,8 +21,10 @@ from typing import Any
 
 from distributed.launching.forking import fork
 from distributed.launching.output import display_of
-from distributed.launching.request import LaunchRequest, check_script, crowding, set_thread_variables
+from distributed.launching.request import LaunchRequest
+from distributed.launching.script import check_script
 from distributed.launching.stopping import Signals, Stop
+from distributed.launching.variables import crowding, set_thread_variables
 from distributed.runs.directory import RunDirectory
 from distributed.runs.processes import STOP_SIGNALS
 from distributed.runs.temporary import sweep

@@ -7,14 +7,11 @@ import json
 import os
 import sys
 import threading
-import traceback
-import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.config.merging import Typed
-from distributed.errors import ConfigError, ScriptError, nearest
+from distributed.errors import ConfigError
 from distributed.launching.environments.torchrun import is_local_rank
 
 if TYPE_CHECKING:
@@ -29,8 +26,6 @@ _FOR_ANY_SCRIPT = frozenset({
     "master_port", "timeout_s", "start_timeout", "monitor_interval", "max_restarts", "restart_on_exception", "seed",
     "verbose",
 })  # fmt: skip
-_MOST_PER_CORE = 4  # processes: a start with more shows a warning
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 # What travels to a worker
@@ -267,73 +262,3 @@ def make_request(
         device=plan.device, preload=row.preload, rendezvous=row.rendezvous, before_script=row.before_script,
         started_lines=(*merged.notices, *started_lines), **settings, **more,
     )  # fmt: skip
-
-
-def check_script(script: str) -> None:
-    """Check that `script` can be run.
-
-    Raises ConfigError if it is no readable file, with the nearest name in its directory, and ScriptError if it does not compile.
-    """
-    path = Path(script)
-    if path.is_file():
-        if not os.access(path, os.R_OK):
-            raise ConfigError(f"script {script!r} cannot be read: check its permissions")
-        _check_syntax(script, path.read_bytes())
-        return
-    if path.is_dir():
-        raise ConfigError(f"script {script!r} is a directory: name the file with --script")
-    there = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    hint = nearest(path.name, there)
-    raise ConfigError(
-        f"script {script!r} does not exist{hint}: check --script, the working directory is {str(Path.cwd())!r}"
-    )
-
-
-def _check_syntax(script: str, source: bytes) -> None:
-    """Raise ScriptError with Python's own message if `source` does not compile. Warnings are left to the workers."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            compile(source, script, "exec", dont_inherit=True)
-        except (SyntaxError, ValueError) as error:  # ValueError: a null byte, in Python 3.11
-            said = "".join(traceback.format_exception_only(error)).rstrip()
-            raise ScriptError(f"script {script!r} does not compile:\n{said}") from None
-        except (RecursionError, MemoryError):  # too deep for the compiler here: the workers will report it
-            return
-
-
-def thread_count(local_processes: int) -> int:
-    """Return the number of threads of each process of this machine: its share of the cores, or OMP_NUM_THREADS."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) > 0:
-        return int(threads)
-    return max(1, _cores() // max(1, local_processes))
-
-
-def crowding(local_processes: int) -> str | None:
-    """Return a warning if this machine gets far more processes than it has cores, else None."""
-    cores = _cores()
-    if local_processes <= _MOST_PER_CORE * cores:
-        return None
-    return (
-        f"{local_processes} processes share {cores} core{'s' * (cores > 1)}, more than {_MOST_PER_CORE} on each:"
-        " they start slowly and wait for each other; lower --nproc-per-node"
-    )
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def set_missing(environ: Mapping[str, str]) -> None:
-    """Set the variables of `environ` that the user has not set."""
-    for name, value in environ.items():
-        os.environ.setdefault(name, value)
-
-
-def set_thread_variables(local_processes: int) -> None:
-    """Share the cores of this machine between its processes, unless the user did."""
-    threads = str(thread_count(local_processes))
-    for name in THREAD_VARIABLES:
-        os.environ.setdefault(name, threads)

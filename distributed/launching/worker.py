@@ -29,16 +29,9 @@ from distributed.launching.causes import full_traceback, short_traceback
 from distributed.launching.engines import has_joined, seed_generators
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
-from distributed.launching.request import (
-    Handover,
-    LaunchRequest,
-    has_trainer,
-    link,
-    set_missing,
-    set_this_worker,
-    unused_settings,
-)
+from distributed.launching.request import Handover, LaunchRequest, has_trainer, link, set_this_worker, unused_settings
 from distributed.launching.sharing import ways_out
+from distributed.launching.variables import set_missing
 from distributed.loggers.registry import environ_of_run
 from distributed.runs.processes import flush_c_streams, keep_interrupts
 

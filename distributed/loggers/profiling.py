@@ -23,12 +23,11 @@ _SCHEDULE = ("profile_wait", "profile_warmup", "profile_active")
 class Profile:
     """What the recorded updates of one rank show."""
 
-    seconds: float  # from their begin to their end
-    operators: Mapping[
-        str, tuple[float, int]
-    ]  # name -> (seconds in it and not in others that it calls, number of calls)
-    communication_s: float | None  # with a collective under way; None where the engine's trace does not show them
-    device: str  # whose time the operators' seconds are: "CPU" or "GPU"
+    seconds: float  # from the first to the last update
+    # name -> (seconds in it without the operators that it calls, number of calls)
+    operators: Mapping[str, tuple[float, int]]
+    communication_s: float | None  # while a collective ran; None if the engine's trace does not show them
+    device: str  # "CPU" or "GPU": the device whose time the operators' seconds are
     lost: str = ""  # why the trace could not be written
 
 

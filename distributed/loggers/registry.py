@@ -20,20 +20,35 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LoggerRow:
-    """What the rest of the package may know of a logger without importing it. "" stands for a function that does nothing."""
+    """What the rest of the package may know of a logger without importing it.
+
+    Each field but `name` and `record` names a function; "" stands for one that does nothing.
+
+    Attributes:
+        name: the name of the logger.
+        make: `(LoggedFit) -> list[Callback]`, the loggers of this process. All ranks call it.
+        is_on: `(MergedConfig) -> bool`; "" for a logger that is always on. The fields marked * are called only if it is on.
+        check: `(MergedConfig) -> None`, raises ConfigError for settings that are wrong or have no effect.
+        check_library: * `(MergedConfig) -> None`, raises ResourceError if a library is missing. Imports nothing heavy.
+        check_directory: * `(MergedConfig) -> None`, raises ConfigError if a directory of the user's cannot be written.
+        environ_of_workers: * `(MergedConfig) -> dict`, the variables by which the workers of a `fit` continue in what is open in this
+            process.
+        record: the file in the run directory that shows that the logger was used. The two functions below are called only if it
+            exists.
+        environ_of_run: `(run directory) -> dict`, the variables for the workers of a further attempt.
+        end: `(RunDirectory, exit code) -> None`, called by the launcher after a failure, when no worker may be left to end the log.
+    """
 
     name: str
-    make: str  # (LoggedFit) -> list[Callback]: the loggers of this process. All ranks call it
-    is_on: str = ""  # (MergedConfig) -> bool; "" for a logger that is always on
-    check: str = ""  # (MergedConfig) -> None: raise ConfigError for its settings, also where it is off
-    # (MergedConfig) -> None, where it is on: raise ResourceError if a library is missing. Imports nothing heavy.
+    make: str
+    is_on: str = ""
+    check: str = ""
     check_library: str = ""
-    check_directory: str = ""  # (MergedConfig) -> None, where it is on: raise ConfigError for a directory of the user's
-    # (MergedConfig) -> dict of variables, where it is on: how workers of a `fit` continue what is open in this process
+    check_directory: str = ""
     environ_of_workers: str = ""
-    record: str = ""  # the file in the run directory that shows that the logger was used; the two below need it
-    environ_of_run: str = ""  # (run directory) -> dict of variables for the workers of a further attempt
-    end: str = ""  # (RunDirectory, exit code) -> None: in the launcher, once no worker is left to end the log itself
+    record: str = ""
+    environ_of_run: str = ""
+    end: str = ""
 
     def call(self, function: str, *arguments: Any) -> Any:
         """Call one of the functions above by its field's name. Return None if this logger has none."""
@@ -45,7 +60,7 @@ class LoggerRow:
         return not self.is_on or bool(self.call("is_on", merged))
 
 
-# In the order in which they hear of things.
+# In the order in which their hooks are called.
 LOGGERS: list[LoggerRow] = [
     LoggerRow("files", "distributed.loggers.files:make"),
     LoggerRow(
@@ -79,7 +94,7 @@ def used_in(run_dir: Path) -> Iterator[LoggerRow]:
 
 
 def loggers_of(fit: LoggedFit) -> list[Callback]:
-    """Return the loggers of this process, in the order in which they hear of things. All ranks call it."""
+    """Return the loggers of this process, in the order in which their hooks are called. All ranks call it."""
     return [logger for row in in_use(fit.merged) for logger in row.call("make", fit)]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from distributed.config.merging import Typed, joined, merge, split_sweep
 from distributed.errors import ConfigError, DistributedError, TrainingError
 from distributed.launching.engines import seed_generators
-from distributed.launching.request import THREAD_VARIABLES
+from distributed.launching.variables import THREAD_VARIABLES
 from distributed.launching.worker_server import WorkerServer
 from distributed.runs.directory import RunDirectory
 from distributed.training.trial import Trial, inside

@@ -22,7 +22,7 @@ from distributed.config.plan import plan_processes
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError
 from distributed.launcher.start import launch_request
-from distributed.launching.request import check_script
+from distributed.launching.script import check_script
 from distributed.launching.stopping import Signals
 from distributed.launching.subreaper import Report, Subreaper
 from distributed.loggers.registry import check_directories, check_libraries

@@ -19,7 +19,7 @@ from distributed.config.merging import MergedConfig, Typed, merge
 from distributed.config.settings import canonical
 from distributed.errors import ConfigError, ResourceError, TrainingInterrupted
 from distributed.launching.engines import seed_generators
-from distributed.launching.request import check_script
+from distributed.launching.script import check_script
 from distributed.loggers.notebook import in_notebook
 from distributed.loggers.registry import check_directories, check_libraries
 from distributed.runs.directory import choose_run_dir, script_name

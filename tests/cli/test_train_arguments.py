@@ -18,7 +18,8 @@ from distributed.config.settings import GROUPS, DistributedConfig, group_options
 from distributed.errors import DistributedError, ResourceError
 from distributed.launcher.scripts import main as launcher
 from distributed.launcher.start import _again
-from distributed.launching.request import LaunchRequest, check_script
+from distributed.launching.request import LaunchRequest
+from distributed.launching.script import check_script
 
 FLAGS = """
 --script --config --set --run-dir --resume --dry-run --help --token-file

@@ -13,7 +13,7 @@ from distributed import ConfigError, DistributedLauncher, LaunchConfig, launch_d
 from distributed.config.plan import ProcessPlan, starting_line
 from distributed.launcher import scripts as script_launcher
 from distributed.launcher.scripts import parse
-from distributed.launching.request import crowding
+from distributed.launching.variables import crowding
 
 
 def test_flags_are_ours_on_either_side_of_the_script_and_the_rest_is_the_scripts():

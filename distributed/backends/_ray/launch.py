@@ -26,10 +26,12 @@ from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, Row, write_row
 from distributed.launching.listening import loopback_environ, reachable_address
 from distributed.launching.output import WorkerOutput, display_of
-from distributed.launching.request import THREAD_VARIABLES, LaunchRequest, check_script, set_thread_variables
+from distributed.launching.request import LaunchRequest
+from distributed.launching.script import check_script
 from distributed.launching.secret import VARIABLE
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.subreaper import Report, Subreaper
+from distributed.launching.variables import THREAD_VARIABLES, set_thread_variables
 from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere

@@ -24,9 +24,7 @@ class WorkerEnvironment:
     master_addr: str
     master_port: int
     restart_count: int
-    source: (
-        str  # the name of a row in `environments/registry.py`; "alone", "arguments" or "torch" if no launcher said it
-    )
+    source: str  # the name of a row in `registry.py`, or "alone", "arguments" or "torch" if no launcher set it
 
     def to_environ(self) -> dict[str, str]:
         """Return the variables that a plain torchrun script reads."""
@@ -95,16 +93,23 @@ def _no_job(environ: Mapping[str, str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterEnvironment:
-    """A row of the registry: one way in which a launcher tells a process its place."""
+    """A row of the registry: one way in which a launcher gives a process its rank.
 
-    name: str  # `WorkerEnvironment.source` of its workers
+    Attributes:
+        name: `WorkerEnvironment.source` of its workers.
+        worker: return the place of this process among the workers, None, or False (see `Worker`).
+        node: return this node among those that launch their processes themselves, None, or False.
+        listens: which ports its launcher opens to others, shown as a warning; "" for none.
+        listens_with: an environment variable without which it opens none, or "".
+        job: return a name that this start and its restarts have in common, and no other start, or "".
+    """
+
+    name: str
     worker: Callable[[Surroundings], Worker]
     node: Callable[[Surroundings], Node] = _no_node
-    listens: str = ""  # which ports its launcher opens to others: shown as a warning
-    listens_with: str = ""  # a variable without which it opens none
-    job: Callable[[Mapping[str, str]], str] = (
-        _no_job  # (environ) -> a name of this start that its restarts have too, or ""
-    )
+    listens: str = ""
+    listens_with: str = ""
+    job: Callable[[Mapping[str, str]], str] = _no_job
 
 
 def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -1,0 +1,43 @@
+"""Check a script before any process is started for it. Running it belongs to `worker`."""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from pathlib import Path
+
+from distributed.errors import ConfigError, ScriptError, nearest
+
+
+def check_script(script: str) -> None:
+    """Check that `script` can be run.
+
+    Raises ConfigError if it is no readable file, with the nearest name in its directory, and ScriptError if it does not compile.
+    """
+    path = Path(script)
+    if path.is_file():
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"script {script!r} cannot be read: check its permissions")
+        _check_syntax(script, path.read_bytes())
+        return
+    if path.is_dir():
+        raise ConfigError(f"script {script!r} is a directory: name the file with --script")
+    there = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    hint = nearest(path.name, there)
+    raise ConfigError(
+        f"script {script!r} does not exist{hint}: check --script, the working directory is {str(Path.cwd())!r}"
+    )
+
+
+def _check_syntax(script: str, source: bytes) -> None:
+    """Raise ScriptError with Python's own message if `source` does not compile. Warnings are left to the workers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            compile(source, script, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:  # ValueError: a null byte, in Python 3.11
+            said = "".join(traceback.format_exception_only(error)).rstrip()
+            raise ScriptError(f"script {script!r} does not compile:\n{said}") from None
+        except (RecursionError, MemoryError):  # too deep for the compiler here: the workers will report it
+            return

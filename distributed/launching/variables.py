@@ -1,0 +1,46 @@
+"""The environment variables that a launcher sets, unless the user did: each process' share of the cores, and those of engines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+_MOST_PER_CORE = 4  # processes: a start with more shows a warning
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def thread_count(local_processes: int) -> int:
+    """Return the number of threads of each process of this machine: its share of the cores, or OMP_NUM_THREADS."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > 0:
+        return int(threads)
+    return max(1, _cores() // max(1, local_processes))
+
+
+def crowding(local_processes: int) -> str | None:
+    """Return a warning if this machine gets far more processes than it has cores, else None."""
+    cores = _cores()
+    if local_processes <= _MOST_PER_CORE * cores:
+        return None
+    return (
+        f"{local_processes} processes share {cores} core{'s' * (cores > 1)}, more than {_MOST_PER_CORE} on each:"
+        " they start slowly and wait for each other; lower --nproc-per-node"
+    )
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_missing(environ: Mapping[str, str]) -> None:
+    """Set the variables of `environ` that the user has not set."""
+    for name, value in environ.items():
+        os.environ.setdefault(name, value)
+
+
+def set_thread_variables(local_processes: int) -> None:
+    """Share the cores of this machine between its processes, unless the user did."""
+    threads = str(thread_count(local_processes))
+    for name in THREAD_VARIABLES:
+        os.environ.setdefault(name, threads)
