@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 
 import distributed
 from distributed.config.registry import REGISTRY
@@ -35,6 +36,17 @@ def test_everything_required_is_pinned_exactly():
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in PINS)
     assert requirement_names() - pinned == set()
     assert "torch==2.13.0" in PINS
+
+
+def test_lower_bounds_are_no_later_than_what_the_tests_run_with():
+    pins = {normal(name): Version(version) for name, version in (line.split("==") for line in PINS)}
+    lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
+    bounds = [
+        re.fullmatch(r"([\w.-]+)(?:\[.*\])?>=([\d.]+)", line) for line in lines if "distributed-trainer" not in line
+    ]
+
+    assert None not in bounds
+    assert [bound[0] for bound in bounds if Version(bound[2]) > pins[normal(bound[1])]] == []
 
 
 def test_users_are_not_pinned():

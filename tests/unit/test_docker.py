@@ -127,7 +127,7 @@ def test_what_they_install_resolves(tmp_path):
     done = install(tmp_path, "cpu", "all", "--dry-run", path=Path(sys.executable).parent)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Would install distributed-trainer" in done.stdout
+    assert re.search(r"^Would install .*distributed[-_]trainer", done.stdout, re.M)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from distributed.config.registry import REGISTRY
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher.start import launch_request
 from distributed.launching.environments.base import WorkerEnvironment
+from tests.conftest import needs_backend
 from tests.unit.test_listening import needs_ipv6
 
 
@@ -106,6 +107,7 @@ def test_a_keras_backend_that_is_not_here_is_refused_where_the_script_imports_ke
 
 
 def test_a_model_or_optimizer_of_torch_is_refused_without_tensorflow():
+    needs_backend("tensorflow")
     torch = pytest.importorskip("torch")
     loaded = "tensorflow" in sys.modules
     model = torch.nn.Linear(2, 1)
