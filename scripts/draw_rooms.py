@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
-WIDTH, NAME_WIDTH, LINE, PAD, GAP = 960, 190, 19, 9, 8
+WIDTH, NAME_WIDTH, LINE, PAD, GAP = 960, 206, 19, 9, 8
 COLUMNS = 92  # characters of a line of a sentence
 STYLE = (
     "text{font:14px -apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#1f2328}"
