@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +102,8 @@ def expected_names(job: Job, *, is_validated: bool) -> list[str] | None:
     The results of `training_step` and the metrics of a compiled Keras model are known only after the first update.
     """
     is_factory = callable(job.model) and not hasattr(job.model, "parameters")  # it may make a compiled Keras model
-    if job.training_step is not None or is_factory or "keras" in sys.modules:
+    is_of_keras = any(cls.__module__.startswith("keras.") for cls in type(job.model).__mro__)
+    if job.training_step is not None or is_factory or is_of_keras:
         return None
     names = [*dict.fromkeys(["loss", "accuracy", *job.metrics])]  # accuracy is reported for class indices
     return [*(f"val_{name}" for name in names if is_validated), *names, *_ALWAYS]

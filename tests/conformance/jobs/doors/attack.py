@@ -1,7 +1,7 @@
 """What a stranger does to the listeners of a run: `attack.py ASKED`, as root, which it gives up before it connects anywhere.
 
-ASKED is JSON: `tcp`, a list of [ADDRESS, PORT]; `unix`, a list of paths; `marker`, which no stranger can make, and the pickles that
-are sent make where they are loaded. Prints what came of it.
+ASKED is JSON: `tcp` and `last`, lists of [ADDRESS, PORT], where those of `last` are attacked when all others are done; `unix`, a list
+of paths; `marker`, which no stranger can make, and the pickles that are sent make where they are loaded. Prints what came of it.
 """
 
 from __future__ import annotations
@@ -140,11 +140,12 @@ def main() -> None:
         Path(asked["marker"]).mkdir()
         sys.exit("the marker can be made by anybody")
     pickled = pickle.dumps(Evil(asked["marker"]))
-    strangers = [
-        Stranger(("127.0.0.1" if address == "*" else address, port), pickled) for address, port in asked["tcp"]
-    ]
-    with ThreadPoolExecutor(max(1, len(strangers))) as pool:
-        list(pool.map(Stranger.attack, strangers))
+    strangers: list[Stranger] = []
+    for places in (asked["tcp"], asked["last"]):
+        next_ones = [Stranger(("127.0.0.1" if address == "*" else address, port), pickled) for address, port in places]
+        with ThreadPoolExecutor(max(1, len(next_ones))) as pool:
+            list(pool.map(Stranger.attack, next_ones))
+        strangers += next_ones
     found = {
         name: sum(getattr(each, name) for each in strangers) for name in ("num_connected", "num_keys", "num_rendezvous")
     }
