@@ -142,7 +142,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """Join the other processes, choose the device and return this process among them. A collective.
 
         Sets `world` and `context`. Called once in each process that trains or evaluates, before anything but `check` and
-        `configure`. Raises ResourceError where ranks are missing after `start_timeout`, or the device cannot be used.
+        `configure`. `restart_count` is that of `worker_environment()`: without it a restarted run begins anew. Raises ResourceError
+        where ranks are missing after `start_timeout`, or the device cannot be used.
         """
 
     @abc.abstractmethod
@@ -194,7 +195,10 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def learning_rates(self) -> list[float]:
-        """Return the learning rate of each parameter group for the next update. No collective."""
+        """Return the learning rate of each parameter group for the next update. No collective.
+
+        With `config.warm_rate` in it, by which the search for a learning rate raises the rate from update to update.
+        """
 
     @abc.abstractmethod
     def eval_step(self, micro: MicroBatch) -> StepResult:
@@ -208,7 +212,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def save(self, directory: Path) -> dict[str, Any]:
         """Write this rank's tensors into the staged checkpoint `directory` and return the JSON-able rest.
 
-        What rank 0 returns is kept. A collective. Raises OSError where the disk refuses a file.
+        What rank 0 returns is kept. The names of the files are the engine's own; `checkpoints.durable.write_file` writes one.
+        A collective. Raises OSError where the disk refuses a file.
         """
 
     @abc.abstractmethod

@@ -328,7 +328,7 @@ class Session:
             notices = [*notices, f"resumed from {resumed}: step {state.step}, epoch {state.epoch_in_words}"]
             if state.epoch >= merged.config.epochs or state.step >= (merged.config.max_steps or math.inf):
                 notices.append("nothing is left to do: raise epochs (or max_steps) to go further")
-        elif self.files.wants_resume(merged):
+        elif self.files.wants_resume(merged) and self._num_fits == 1:
             notices = [*notices, f"nothing to resume from in {fit.store.directory}: starting at step 0"]
         else:
             notices = [*notices, *self.files.notices()]

@@ -578,3 +578,13 @@ def test_a_trainer_with_a_factory_is_named_after_it():
     assert repr(Trainer(make_model, device="cpu", nproc_per_node=2)) == (
         "Trainer(make_model, backend='pytorch-ddp', 2 processes on cpu, not trained)"
     )
+
+
+def test_a_second_fit_of_a_resumed_trainer_does_not_say_that_it_starts_anew(capsys):
+    settings = {"device": "cpu", "batch_size": 4}
+    history = Trainer(torch.nn.Linear(2, 2), epochs=1, **settings).fit(DATA)
+    runner = Trainer(torch.nn.Linear(2, 2), epochs=2, resume_from_checkpoint=str(history.run_dir), **settings)
+    runner.fit(DATA)
+    assert "resumed from" in "".join(capsys.readouterr())
+    runner.fit(DATA, epochs=3)
+    assert "nothing to resume from" not in "".join(capsys.readouterr())

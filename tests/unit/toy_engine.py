@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy
+from safetensors.numpy import save_file
 
 from distributed.backends.base import Backend, ShardedData
 from distributed.backends.sums import added
@@ -16,6 +18,8 @@ from distributed.backends.world import OneProcess
 from distributed.checkpoints.durable import write_file
 from distributed.config.plan import BatchPlan
 from distributed.data import epoch_order, slices
+from distributed.errors import ConfigError, TrainingError
+from distributed.launching.environments.registry import worker_environment
 from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
 
 
@@ -54,10 +58,24 @@ class ToyBackend(Backend[ToyOptions]):
     """Gradient descent on the squared error of a `Line`."""
 
     Options: ClassVar[type[Any]] = ToyOptions
-    refuses: ClassVar[Mapping[str, Any]] = {"mixed_precision": "numpy on CPUs has no use for it: drop it"}
+    refuses: ClassVar[Mapping[str, Any]] = {
+        "mixed_precision": "numpy on CPUs has no use for it: drop it",
+        **dict.fromkeys(
+            ("gradient_clipping", "compile", "activation_checkpointing"), "least squares has no use for it: drop it"
+        ),
+        "nan_policy": "this engine stops: drop it",
+        "data.presharded": "there is one process: drop it",
+    }
+    _step = 0  # updates that were made
+
+    def check(self, job: Job, *, here: bool) -> None:
+        for name in ("optimizer", "scheduler", "loss_fn", "training_step", "metrics"):
+            if getattr(job, name):
+                raise ConfigError(f"{name} does not work with backend='toy', which does least squares: drop it")
 
     def setup(self) -> WorkerContext:
-        self.world = OneProcess(WorkerContext(0, 1, 0, 1, 0, "cpu"))
+        found = worker_environment()
+        self.world = OneProcess(WorkerContext(0, 1, 0, 1, 0, "cpu", restart_count=found.restart_count if found else 0))
         self.context = self.world.context
         return self.context
 
@@ -65,14 +83,16 @@ class ToyBackend(Backend[ToyOptions]):
         return None
 
     def shard(self, data: Any, batch: BatchPlan, role: DataRole) -> ShardedData:
-        return ToyData(data, batch, self.config.seed, role.is_training)
+        if not (isinstance(data, tuple) and len(data) == 2):
+            raise ConfigError(f"{role.value} is a {type(data).__name__}: pass a tuple of inputs and targets")
+        return ToyData(data, batch, self.config.seed, role.is_training and self.config.shuffle is not False)
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
-        self.model = job.model
+        self.model = job.model if isinstance(job.model, Line) else job.model()  # the model, or a factory
         return []
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        self.model.weights = _read(directory)
+        self.model.weights, self._step = _read(directory), int(state["step"])
 
     def _error(self, micro: MicroBatch) -> Any:
         inputs, targets = micro.batch
@@ -84,8 +104,11 @@ class ToyBackend(Backend[ToyOptions]):
 
     def train_step(self, group: Group) -> StepResult:
         result = self._result(group.micro_batches)
+        if not all(math.isfinite(value) for _, value, _, _ in result.averages):
+            raise TrainingError(f"update {self._step + 1}: the loss is not finite: lower learning_rate")
         gradient = sum(each.batch[0].T @ self._error(each) for each in group.micro_batches)
-        self.model.weights -= self.config.learning_rate * 2 * gradient / group.num_samples
+        self.model.weights -= self.learning_rates()[0] * 2 * gradient / group.num_samples
+        self._step += 1
         return result
 
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
@@ -93,7 +116,7 @@ class ToyBackend(Backend[ToyOptions]):
         return added(self.world.gather({"loss": numpy.array(rows)}))
 
     def learning_rates(self) -> list[float]:
-        return [self.config.learning_rate]
+        return [self.config.warm_rate(self.config.learning_rate, self._step)]
 
     def eval_step(self, micro: MicroBatch) -> StepResult:
         return self._result([micro])
@@ -105,7 +128,7 @@ class ToyBackend(Backend[ToyOptions]):
         (directory / "model").mkdir()
         content = json.dumps(self.model.weights.tolist()).encode()
         write_file(directory / "model" / "weights.json", [content], len(content))
-        return {}
+        return {"step": self._step}
 
     def unwrap(self) -> None:
         """Nothing is around the model."""
@@ -120,7 +143,7 @@ class ToyBackend(Backend[ToyOptions]):
         return numpy.concatenate([outputs for part in parts for _, _, outputs in part])
 
     def export(self, path: Path) -> None:
-        path.write_text(json.dumps(self.model.weights.tolist()))
+        save_file({"weights": self.model.weights}, path)
 
     def take_weights(self, model: Any, directory: Path) -> Any:
         model.weights = _read(directory)

@@ -4,6 +4,7 @@ import json
 import sys
 
 import numpy
+from safetensors.numpy import load_file
 
 from distributed.config import registry
 from distributed.config.registry import BackendRow
@@ -31,11 +32,19 @@ first = trainer(epochs=4)
 history = first.fit(data, data)
 again = trainer(epochs=8, resume_from_checkpoint=history.run_dir)
 more = again.fit(data, data)
-try:
-    trainer(mixed_precision="bf16")
-    refused = ""
-except ConfigError as error:
-    refused = str(error)
+again.save("line.safetensors")
+
+
+def refusal(run):
+    try:
+        run()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+refused = refusal(lambda: trainer(mixed_precision="bf16"))
+unused = refusal(lambda: trainer(metrics={"mae": abs}).fit(data))
 print(
     json.dumps(
         {
@@ -45,6 +54,8 @@ print(
             "evaluated": again.evaluate(data)["loss"],
             "predicted": numpy.abs(again.predict(data) - data[1]).max(),
             "refused": refused,
+            "unused": unused,
+            "exported": load_file("line.safetensors")["weights"].tolist(),
             "has_torch": "torch" in sys.modules,
         }
     )
