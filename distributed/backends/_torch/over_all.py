@@ -33,7 +33,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class TorchEngine:
-    """Convert the tensors of torch, see `distributed.backends.over_all.Engine`."""
+    """Convert torch tensors, see `distributed.backends.over_all.Engine`."""
 
     def joined(self, updates: Sequence[Update]) -> Arguments:
         """Return the arguments for all samples of `updates`."""
@@ -107,7 +107,7 @@ def _called(metric: OverAll, updates: Sequence[Update]) -> Any:
         return call_sklearn(metric, mapped(args, _array), mapped(named, _array))
     with torch.no_grad():
         value = metric.function(*args, **named, **metric.arguments)
-    is_each = isinstance(value, torch.Tensor) and value.numel() != 1  # a value per sample, which is meaned
+    is_each = isinstance(value, torch.Tensor) and value.numel() != 1  # a value per sample, of which the mean is taken
     return (value.sum(), value.numel()) if is_each else value
 
 
@@ -130,12 +130,12 @@ def _transformed(transform: Callable[[Any], Any] | str | None, call: Arguments) 
 
 
 def with_scores(call: Arguments) -> Arguments:
-    """Return `call` with the scores in place of a model's outputs that contain them, because metric objects take scores."""
+    """Return `call` with model outputs replaced by the scores that they contain, because metric objects take scores."""
     return call._replace(args=tuple(scores(each) for each in call.args))
 
 
 def on_host(call: Arguments) -> Arguments:
-    """The arguments of a metric as they are kept."""
+    """Return the arguments of a metric with their tensors on the host."""
     kept: Arguments = mapped(call, _on_host)
     return kept
 
@@ -147,7 +147,7 @@ def _prepared(change: Callable[[Arguments], Arguments], call: Arguments) -> Argu
 
 
 def _on_host(leaf: Any) -> Any:
-    """Return the tensor on the host, in memory of its own: a row of a large tensor would keep all of that alive."""
+    """Return the tensor on the host, in its own memory. A row of a large tensor would keep the whole tensor alive."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = leaf.detach()
@@ -163,11 +163,11 @@ def widened(call: Any) -> Any:
 
 
 def declared_states(metric: Any) -> dict[str, Any] | None:
-    """Return path -> module of the metrics inside `metric`, or None where a declared state cannot be combined over ranks.
+    """Return path -> module of the metrics inside `metric`, or None if a declared state cannot be combined over ranks.
 
-    Sums, minima, maxima and lists can be combined. So can "mean" in metrics of torchmetrics itself, which declare it for
-    constants, with the same value on every rank. This is what torchmetrics' own synchronisation does, but ranks that saw nothing
-    are left out, and the states may come from another number of ranks.
+    Sums, minima, maxima and lists can be combined. So can "mean" in torchmetrics' own metrics, which declare it for
+    constants that have the same value on every rank. torchmetrics' synchronisation combines states in the same way.
+    Here, ranks without samples are left out, and the states may come from a different number of ranks.
     """
     members = dict(metric.named_modules()) if isinstance(metric, torch.nn.Module) else {"": metric}
     found = {path: each for path, each in members.items() if _declares(each)}
@@ -208,8 +208,8 @@ def _word(reduction: Any) -> str:
 class StateMeasure:
     """Compute a metric of torchmetrics from its states.
 
-    Entries of list states are kept like outputs; all other states stay in the metric. `value` combines the states of all ranks,
-    in the order of ranks.
+    Entries of list states are kept like outputs; all other states stay in the metric. `value` combines the states of
+    all ranks, in the order of ranks.
     """
 
     training = True
@@ -227,7 +227,7 @@ class StateMeasure:
         metric.reset()
 
     def absorb(self, part: Part) -> None:
-        """Update the metric."""
+        """Update the metric with one part."""
         args, named = widened(with_scores(part.value))
         with torch.no_grad():
             for each in self._collected.values():
@@ -247,13 +247,13 @@ class StateMeasure:
         ]
 
     def take(self) -> list[Part]:
-        """Return the new entries of list states, and forget them."""
+        """Return the new entries of list states and remove them."""
         taken = [part._replace(value=mapped(part.value, _on_host)) for part in self._parts]
         self._parts = []
         return taken
 
     def state(self) -> dict[str, Any] | None:
-        """Return path -> (number of updates, states that are no lists), or None where there was no update."""
+        """Return path -> (number of updates, states that are not lists), or None if there was no update."""
         if not any(member._update_count for member in self._members.values()):
             return None
         return {
@@ -269,7 +269,7 @@ class StateMeasure:
         }
 
     def restore(self, states: Sequence[Any]) -> None:
-        """Replace the states of the metric by those of one or several ranks, combined."""
+        """Replace the states of the metric by the combined states of one or several ranks."""
         self._metric.reset()
         if not states:
             return
@@ -299,13 +299,13 @@ class StateMeasure:
             setattr(member, name, [_to(each, member.device) for each in entries])
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all states and kept entries."""
         self._parts.clear()
         self._metric.reset()
 
 
 def _members_of(metric: Any) -> dict[str, Any]:
-    """Return name -> metric, each of which is updated and computed by itself.
+    """Return name -> metric. Each of these metrics is updated and computed separately.
 
     A collection would otherwise share states between its metrics.
     """
@@ -313,7 +313,10 @@ def _members_of(metric: Any) -> dict[str, Any]:
 
 
 def _stop_synchronising(metric: Any) -> None:
-    """Keep the metrics of torchmetrics inside `metric` from asking other ranks: their states are brought together here."""
+    """Turn off the synchronisation of all torchmetrics metrics inside `metric`.
+
+    Their states are combined here instead.
+    """
     members: list[Any] = list(metric.modules()) if isinstance(metric, torch.nn.Module) else []
     for member in members:
         if hasattr(member, "sync_on_compute"):
@@ -327,9 +330,10 @@ def _never() -> bool:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Code in this block, in this thread, is told that no process group exists: other ranks do not run it at the same time.
+    """Make torch report in this block, for this thread, that no process group is initialized.
 
-    An object of torchmetrics that a user's function computes would wait for them.
+    The other ranks do not run the block at the same time. A torchmetrics object computed by a user's function would
+    wait for them.
     """
     before, here = torch.distributed.is_initialized, threading.get_ident()
 
@@ -361,7 +365,7 @@ def _merged(values: Sequence[torch.Tensor], word: str, default: torch.Tensor) ->
 def _entries(updates: Sequence[Update]) -> list[list[Any]]:
     """Return the entries of each list state.
 
-    They are in the order of the samples where each entry has a row for each sample, else rank by rank.
+    They are in the order of the samples if each entry has one row per sample, else in the order of the ranks.
     """
     if all(
         all(isinstance(e, torch.Tensor) and e.dim() and len(e) == n for entries in value for e in entries)
