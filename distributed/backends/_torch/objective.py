@@ -283,7 +283,7 @@ class Objective:
         return loss
 
     def _weigh(self, loss: torch.Tensor, batch: Any) -> Loss:
-        """Return the model's own mean loss with its weight: the number of labels, or of samples if there are no labels."""
+        """Return the model's own mean loss and its weight: the number of labels, or of samples without labels."""
         if loss.dim() != 0:
             return as_loss(loss)
         count = self._labels_that_count(batch) if isinstance(batch, Mapping) else None
