@@ -45,7 +45,7 @@ class CommHook(abc.ABC):
 class Cast(CommHook):
     """Send gradients in a shorter element type.
 
-    torch's own hook for bfloat16 refuses gloo, although gloo's all-reduce supports bfloat16.
+    torch's own hook for bfloat16 refuses gloo, although gloo's all-reduce supports bfloat16 (torch 2.13).
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -65,7 +65,7 @@ class Hierarchical(CommHook):
     Horovod's hierarchical all-reduce (Sergeev, Del Balso, arXiv 1802.05799): reduce-scatter, all-reduce, all-gather.
 
     All stages of a bucket are issued immediately, in the order of the buckets on all ranks. If they are issued from the
-    callbacks of futures, gloo mixes up the messages of two buckets.
+    callbacks of futures, gloo mixes up the messages of two buckets (torch 2.13).
     """
 
     def __init__(self, groups: list[list[int]], timeout_s: float) -> None:

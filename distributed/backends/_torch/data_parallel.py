@@ -63,8 +63,8 @@ class DDPWrapper(Wrapper):
         own.observer.begin(wrapped)
         if options.comm_hook is not None:
             hook = self.hook = self.hook or self._make_hook(options.comm_hook, model)
-            # DDP compares annotations with types, but ours are strings (`from __future__ import annotations`): pass a
-            # lambda.
+            # DDP compares annotations with types, but those of this module are strings (`from __future__ import
+            # annotations`). A lambda has no annotations.
             wrapped.register_comm_hook(None, lambda state, bucket: hook.average(bucket))
         return wrapped
 
@@ -178,9 +178,7 @@ class DDPWrapper(Wrapper):
             self._watched = None
         try:
             own.wrapped.reducer._check_reducer_finalized()
-        except (
-            RuntimeError
-        ) as error:  # torch raises it only in the next forward, after an update with unsynchronised gradients
+        except RuntimeError as error:  # torch raises it in the next forward only, one unsynchronised update too late
             raise ConfigError(_unused(own.plain, str(error))) from None
         if self._sparse:
             from distributed.backends._torch import sparse
@@ -219,7 +217,7 @@ class DDPObserver(TorchObserver):
 class _Watch:
     """Detect parameters whose gradient arrives twice in one backward pass of the first update.
 
-    DDP averages only the first of the two pieces and silently loses the second.
+    DDP averages only the first of the two pieces and silently loses the second (torch 2.13).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

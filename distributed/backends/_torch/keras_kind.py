@@ -121,9 +121,8 @@ class KerasKind(TorchKind):
             return KerasObjective(job.loss_fn, job.training_step, own, self.module, notice, self._scope)
 
     def metrics(self, job: Job) -> Mapping[str, Callable[..., Any]]:
-        # The objective measures Keras metric objects itself. With a training_step it has no outputs to measure: the
-        # step
-        # returns the arguments of each metric, which is then computed over all samples like any other object.
+        # The objective measures Keras metric objects itself. With a training_step it has no outputs to measure. The
+        # step returns the arguments of each metric, which is then computed over all samples like any other object.
         has_step = job.training_step is not None
         return {name: _ours(m) for name, m in job.metrics.items() if has_step or not _is_metric(m)}
 

@@ -31,7 +31,7 @@ def _whole_float64() -> Iterator[None]:
     """Keep float64 in all operations in this block.
 
     On every engine but TensorFlow, Keras computes some operations (variance, maximum) on float64 in float32, as JAX
-    does.
+    does (Keras 3.15).
     """
     from keras.src.backend.common import dtypes
 

@@ -84,8 +84,8 @@ def _await_listener(
 ) -> None:
     """Return once rank 0 listens. Raises ResourceError after `start_timeout` seconds.
 
-    torch would wait up to twice as long and print its C++ stack each time. An unknown host name is retried too,
-    because the name of a pod appears only with the pod.
+    torch would wait up to twice as long and print its C++ stack each time (2.13). An unknown host name is retried
+    too, because the name of a pod appears only with the pod.
     """
     deadline, warn_at = time.monotonic() + start_timeout, time.monotonic() + _PATIENCE_S
     while True:

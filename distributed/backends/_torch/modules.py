@@ -101,8 +101,8 @@ def _contains(outer: torch.nn.Module, inner: torch.nn.Module) -> bool:
 def compile_calls(model: torch.nn.Module) -> None:
     """Compile the calls of any model.
 
-    torch's own `model.compile()` compiles nothing of a bare Sequential or Linear (2.13). Dynamo skips frames of files
-    in torch.nn, so the first frame has to be in this package. OptimizedModule does the same.
+    torch's own `model.compile()` compiles nothing of a bare Sequential or Linear: Dynamo skips frames of files in
+    torch.nn (2.13). The first frame therefore has to be in this package. OptimizedModule does the same.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -307,7 +307,7 @@ class StateMeasure:
 def _members_of(metric: Any) -> dict[str, Any]:
     """Return name -> metric. Each of these metrics is updated and computed separately.
 
-    A collection would otherwise share states between its metrics.
+    A collection would otherwise share states between its metrics (torchmetrics 1.9).
     """
     return dict(metric.items(keep_base=False, copy_state=True)) if _is_collection(metric) else {"": metric}
 

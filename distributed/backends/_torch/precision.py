@@ -66,7 +66,7 @@ class Precision:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether the update function skips updates with non-finite gradients."""
+        """Return whether the update function skips updates with non-finite gradients."""
         return self.scaler is not None
 
     def may_overflow(self) -> bool:

@@ -52,7 +52,7 @@ class Source:
 
     @property
     def is_stream(self) -> bool:
-        """Whether samples can only be read in sequence, not by index."""
+        """Return whether samples can only be read in sequence, not by index."""
         return is_stream(self.dataset)
 
     @property
@@ -62,12 +62,12 @@ class Source:
 
     @property
     def yields_batches(self) -> bool:
-        """Whether an item of the data set is a whole batch (`batch_size=None`)."""
+        """Return whether an item of the data set is a whole batch (`batch_size=None`)."""
         return self.loader is not None and self.loader.batch_size is None and self.batch_sampler is None
 
     @property
     def pin_memory(self) -> bool:
-        """Whether batches are copied into page-locked memory, from which copies to a GPU are faster."""
+        """Return whether batches are copied into page-locked memory, from which copies to a GPU are faster."""
         return self.is_for_gpu and self.loader is not None and self.loader.pin_memory and torch.cuda.is_available()
 
 
@@ -269,7 +269,8 @@ class _WorkerInit:
     """Initialize a loader process.
 
     The process ends with its trainer and sees the user's data set in `get_worker_info()`. Then the user's own
-    function is called. torch's loader processes check for their parent only every 5 s, and not while they read.
+    function is called. torch's loader processes check for their parent only every 5 s, and not while they read
+    (2.13).
     """
 
     def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
@@ -300,7 +301,7 @@ def read_loader(loader: DataLoader[Any]) -> Generator[Any, None, None]:
 def stop_workers(batches: Any) -> None:
     """Stop the processes of a loader's iterator immediately.
 
-    torch stops them when the iterator is deleted, and a traceback delays the deletion.
+    torch stops them when the iterator is deleted (2.13), and a traceback delays the deletion.
     """
     if (stop := getattr(batches, "_shutdown_workers", None)) is not None:
         stop()

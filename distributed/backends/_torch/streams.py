@@ -302,7 +302,7 @@ _NUMPY_HAS |= {torch.uint8, torch.bool}
 class _ByValue(pickle.Pickler):
     """Pickle tensors by value.
 
-    torch would use a file descriptor for each tensor, and an update may contain thousands of tensors.
+    torch would use a file descriptor for each tensor (2.13), and an update may contain thousands of tensors.
     """
 
     def reducer_override(self, value: Any) -> Any:

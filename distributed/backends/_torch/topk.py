@@ -38,8 +38,8 @@ class TopK(CommHook):
         buffer = bucket.buffer()
         places = self._choose(buffer, [(self._names[id(p)], p.numel()) for p in bucket.parameters()])
         world = dist.get_world_size()
-        # torch 2.13 renamed this function. Send values and indices in one message: two could be mixed up with another
-        # bucket's.
+        # torch 2.13 renamed this function. Values and indices are sent in one message, because two messages could be
+        # mixed up with those of another bucket.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         mine = torch.cat([buffer[places].view(torch.uint8), places.to(_place_type(buffer)).view(torch.uint8)])
         everyone = mine.new_empty(world * len(mine))

@@ -28,14 +28,14 @@ from distributed.state import WorkerContext
 
 
 class Pending(Protocol):
-    """A collective in progress."""
+    """Represent a collective in progress."""
 
     def wait(self) -> Any:
         """Wait until the result may be used."""
 
 
 class TorchWorld(world.World):
-    """The processes that train together, with collectives for torch tensors.
+    """Connect the processes that train together, with collectives for torch tensors.
 
     Every rank must call each collective, in the same order.
     """
@@ -95,14 +95,14 @@ class TorchWorld(world.World):
 
 
 class _Done:
-    """A collective that has completed."""
+    """Represent a collective that has completed."""
 
     def wait(self) -> None:
         return None
 
 
 class OneProcess(world.OneProcess, TorchWorld):
-    """A world of one process."""
+    """Represent a world of one process."""
 
     def __init__(self, plan: ProcessPlan) -> None:
         found = worker_environment()
@@ -128,7 +128,7 @@ class OneProcess(world.OneProcess, TorchWorld):
 
 
 class ProcessGroup(TorchWorld):
-    """The default process group of torch.distributed: the user's if the script has created it, else one that we join."""
+    """The default process group of torch.distributed: the user's if the script created it, else one that we join."""
 
     def __init__(
         self,
@@ -281,9 +281,9 @@ def _backends(plan: ProcessPlan, config: DistributedConfig, usual: str | None) -
 def _join(
     found: WorkerEnvironment, transport: str, config: DistributedConfig, warn: Callable[[str], None], call: str
 ) -> None:
-    # At import, its functions take the default group as the default of an argument. DDP imports it. If that happens
-    # first after
-    # joining, the group and its threads outlive destroy_process_group() and can abort the process at exit (torch 2.13).
+    # The functions of this module take the default group as the default of an argument. DDP imports the module. If the
+    # first import is after joining, the group and its threads outlive destroy_process_group() and can abort the process
+    # at exit (torch 2.13).
     importlib.import_module("torch.distributed.nn.functional")
     timeout = timedelta(seconds=config.timeout_s)
     store = dist.HashStore() if found.source == "alone" else meet(found, config.start_timeout, warn, call)
