@@ -30,7 +30,7 @@ from distributed.backends.parts import JOINED, Arguments, Part, arguments, mappe
 from distributed.backends.sums import added
 from distributed.state import Group, MicroBatch, StepResult, Sums
 
-# Outputs up to this many numbers are kept until the next log line, where metrics are computed on all of them at once.
+# Outputs of up to this many elements are kept until the next log line, when metrics are computed on all of them.
 _SMALL_OUTPUTS = 1 << 16
 
 Kept = tuple[Any, Any, int]  # (outputs, targets, samples)
@@ -203,9 +203,8 @@ class Averages:
         if not self._metrics:
             if self._has_accuracy:
                 return
-            outputs = (
-                outputs if isinstance(outputs, torch.Tensor) else scores(outputs)
-            )  # the default accuracy needs only the scores
+            # The default accuracy needs only the scores.
+            outputs = outputs if isinstance(outputs, torch.Tensor) else scores(outputs)
             if not is_class_index(outputs, targets):
                 return
         if _is_small(outputs) and _is_small(targets):

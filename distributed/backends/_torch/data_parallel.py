@@ -140,9 +140,8 @@ class DDPWrapper(Wrapper):
             for parameter in own.update.parameters:
                 parameter.grad = None
         self._watch_first_call()
-        self._watched = (
-            None if self._options.static_graph else _Watch(own.plain)
-        )  # a static graph waits for all pieces of a gradient
+        # A static graph waits for all pieces of a gradient.
+        self._watched = None if self._options.static_graph else _Watch(own.plain)
         return super().before_first_update(group)
 
     def backward(self, value: torch.Tensor) -> None:

@@ -80,9 +80,7 @@ class Fetcher:
         for position, key in zip(positions, keys, strict=True):
             sample_rng.seed(sample_seed(self._seed, epoch, position, self._salt), self._drawn)
             item = self._items([key])
-            if (
-                not isinstance(item, list | tuple) or len(item) != 1
-            ):  # its __getitems__ collates: seed the batch as a whole
+            if not isinstance(item, list | tuple) or len(item) != 1:  # __getitems__ collates: seed the whole batch
                 sample_rng.seed(sample_seed(self._seed, epoch, positions[0], self._salt), self._drawn)
                 return self._items(list(keys))
             items.append(item[0])

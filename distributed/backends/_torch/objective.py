@@ -70,9 +70,8 @@ class Objective:
         notice: Callable[[str], None],
     ) -> None:
         self._loss_fn, self._training_step = loss_fn, training_step
-        self.add_metric: Callable[[str, Any], None] = lambda name, metric: (
-            None
-        )  # called for a metric that becomes known at the first batch
+        # Called for a metric that becomes known at the first batch.
+        self.add_metric: Callable[[str, Any], None] = lambda name, metric: None
         self._plain = plain_model
         self._notice = notice
         self._said: set[str] = set()

@@ -1,4 +1,4 @@
-"""Compute metrics over all samples on torch: functions, objects of torchmetrics by their states, and other objects."""
+"""Compute metrics over all samples on torch: functions, torchmetrics objects by their states, and other objects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TorchEngine:
         return whole
 
     def to_raw(self, name: str, leaf: Any) -> RawTensor | None:
-        """Return a tensor, or an array of numbers, as bytes; None for anything else."""
+        """Return a tensor or a numeric array as bytes, or None for anything else."""
         if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
             leaf = torch.from_numpy(leaf)
         if not isinstance(leaf, torch.Tensor):
@@ -54,7 +54,7 @@ class TorchEngine:
         return tensor_of(word, shape, data).clone()
 
     def number(self, name: str, value: Any) -> float:
-        """Return a number, or the element of a tensor or array that has just one."""
+        """Return a number as float. Tensors and arrays must have exactly one element."""
         if isinstance(value, torch.Tensor) or (hasattr(value, "item") and getattr(value, "size", 0) == 1):
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise not_a_number(name, value)
@@ -119,7 +119,7 @@ def _array(leaf: Any) -> Any:
 
 
 def _transformed(transform: Callable[[Any], Any] | str | None, call: Arguments) -> Arguments:
-    """Return `call` with its first argument, the outputs, replaced by what `transform` makes of them."""
+    """Return `call` with the outputs, its first argument, replaced by the result of `transform`."""
     if transform is None or not call.args:
         return call
     outputs, *more = call.args
@@ -155,7 +155,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def widened(call: Any) -> Any:
-    """Return `call` with floats of 16 bits converted to float32, in which their sums are computed."""
+    """Return `call` with 16-bit floats converted to float32, because sums of 16-bit floats lose precision."""
     return mapped(call, lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in _HALVES else x)
 
 
@@ -199,7 +199,7 @@ def _can_be_merged(metric: Any) -> bool:
 
 
 def _word(reduction: Any) -> str:
-    """Return the word with which a metric of torchmetrics declared `reduction`."""
+    """Return the reduction's torchmetrics name, such as "sum" or "cat", or "none" without a reduction."""
     if reduction is None:
         return "none"
     return str(getattr(reduction, "__name__", "")).removeprefix("dim_zero_")
@@ -283,7 +283,7 @@ class StateMeasure:
                     setattr(member, name, merged.to(getattr(member, name).device))
 
     def value(self, updates: Sequence[Update], states: Sequence[Any]) -> Any:
-        """Return the metric of the states and list entries of all ranks."""
+        """Return the metric computed from the states and list entries of all ranks."""
         own = self.state()
         try:
             self.restore(states)
