@@ -1,4 +1,7 @@
-"""What steps report: losses at once, metrics later, in one call over all that was kept since the last log line."""
+"""Compute the losses and metrics that steps report.
+
+Losses are read at each log line. Metrics are computed then too, on all outputs kept since the last log line.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from distributed.backends.parts import JOINED, Arguments, Part, arguments, mappe
 from distributed.backends.sums import added
 from distributed.state import Group, MicroBatch, StepResult, Sums
 
-# Outputs up to this many numbers are kept until the next log line, where metrics are computed on all of them at once.
+# Outputs of up to this many elements are kept until the next log line, when metrics are computed on all of them.
 _SMALL_OUTPUTS = 1 << 16
 
 Kept = tuple[Any, Any, int]  # (outputs, targets, samples)
@@ -35,7 +38,7 @@ Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 class Averages:
-    """Makes and sums up step results; reads nothing from the device before `collect`."""
+    """Create step results and sum them up. Nothing is read from the device before `collect`."""
 
     def __init__(
         self,
@@ -46,27 +49,25 @@ class Averages:
         notice: Callable[[str], None],
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`dtype`: the run's, where that is not torch's usual one."""
+        """Prepare the metrics. `dtype` is the element type of the run, or None for torch's default."""
         functions = {name: metric for name, metric in metrics.items() if not is_whole(metric)}
         self._metrics, self._device, self._dtype = functions, device, dtype
         self.measured = Measured(functions, wholes, ENGINE, measure_of_function, _pair, on_host, notice)
-        self._large: list[Kept] = []  # the newest step's large outputs
-        self._unchecked: list[
-            tuple[int, StepResult]
-        ] = []  # (position, result) of updates that the check has not seen yet
+        self._large: list[Kept] = []  # The large outputs of the newest update.
+        self._unchecked: list[tuple[int, StepResult]] = []  # (position, result) of updates not yet checked
         if (check := self.measured.check("train")) is not None:
             check.newest = self._newest
-        self._has_accuracy = "accuracy" in metrics  # else class indices get it
+        self._has_accuracy = "accuracy" in metrics  # otherwise it is added for class indices
         for name, metric in metrics.items():
             if is_whole(metric):
                 self.add(name, metric)
 
     def add(self, name: str, metric: Any) -> None:
-        """Compute `metric` over all samples; nothing for one that is known already."""
+        """Compute `metric` over all samples. A metric that is already known is not added again."""
         self.measured.wholes.add(name, lambda: measure_of(metric, self._device, self._dtype))
 
     def of_training(self, micros: Sequence[MicroBatch], losses: Sequence[Loss], group: Group) -> StepResult:
-        """The result of one update. Large outputs are kept of the newest update only."""
+        """Return the result of one update. Large outputs are kept only for the newest update."""
         rows: list[Row] = []
         deferred = Deferred("train", [], {})
         for number, (micro, loss) in enumerate(zip(micros, losses, strict=True)):
@@ -81,7 +82,7 @@ class Averages:
         return result
 
     def of_evaluation(self, micro: MicroBatch, loss: Loss) -> StepResult:
-        """The result of one evaluation batch; metrics of large outputs are computed now."""
+        """Return the result of one evaluation batch. Metrics of large outputs are computed immediately."""
         n = micro.num_samples
         self.measured.num_evaluated += 1
         if n == 0:
@@ -107,7 +108,7 @@ class Averages:
                 deferred.parts.setdefault(name, []).append(Part(key, n, _detached(call)))
 
     def _admits(self, call: Arguments, n: int) -> bool:
-        """Return whether the check of an evaluation keeps a batch. Else the batch is examined now."""
+        """Return whether the check of the evaluation keeps this batch. Examine the batch immediately if it does not."""
         check = self.measured.check("val")
         assert check is not None
         if check.admits(call):
@@ -116,9 +117,10 @@ class Averages:
         return False
 
     def _newest(self) -> Sequence[Part]:
-        """Return the updates of training since the last call for the check, joined, and examine those that it does not keep.
+        """Return the training updates since the last call, joined for the check.
 
-        Of large outputs only some are measured, so that the check keeps no others either.
+        Updates that the check does not keep are examined immediately. Only some of the large outputs are measured,
+        and the check keeps only those.
         """
         updates, self._unchecked = self._unchecked, []
         check = self.measured.check("train")
@@ -146,11 +148,11 @@ class Averages:
     # ------------------------------------------------------------------ means
 
     def collect(self, results: Sequence[StepResult], gather: Gather) -> dict[str, Sums]:
-        """Return name -> (sum, count) over the ranks, of each of `results`. A collective."""
+        """Return name -> (sum, count) over all ranks for each of `results`. A collective."""
         return added(gather(self._local_sums(results)))
 
     def _local_sums(self, results: Sequence[StepResult]) -> dict[str, Any]:
-        """name -> [results, 2], of sums and counts on this rank. The host waits for the device here."""
+        """Return name -> array [results, 2] of this rank's sums and counts. The host waits for the device here."""
         rows = [(place, *row) for place, result in enumerate(results) for row in result.averages]
         rows += self._rows_of_metrics(results)
         by_name: defaultdict[str, list[tuple[int, Any, float, Any]]] = defaultdict(list)
@@ -166,10 +168,11 @@ class Averages:
         return sums
 
     def _rows_of_metrics(self, results: Sequence[StepResult]) -> list[tuple[int, *Row]]:
-        """The metrics of kept outputs, each with the place of its result.
+        """Return the metrics of kept outputs, each with the index of its result.
 
-        In training each update is measured by itself, as the updates that are measured together depend on where log lines and
-        checkpoints are. The default accuracy counts whole numbers, which any order adds up to the same.
+        In training each update is measured separately: which updates would be measured together depends on the
+        positions of log lines and checkpoints. The default accuracy counts integers, whose sum does not depend on the
+        order.
         """
         kept = [
             (place, each) for place, result in enumerate(results) if result.deferred for each in result.deferred.kept
@@ -200,9 +203,8 @@ class Averages:
         if not self._metrics:
             if self._has_accuracy:
                 return
-            outputs = (
-                outputs if isinstance(outputs, torch.Tensor) else scores(outputs)
-            )  # all that the default accuracy needs
+            # The default accuracy needs only the scores.
+            outputs = outputs if isinstance(outputs, torch.Tensor) else scores(outputs)
             if not is_class_index(outputs, targets):
                 return
         if _is_small(outputs) and _is_small(targets):
@@ -214,7 +216,7 @@ class Averages:
         kept.append((outputs, targets, n))
 
     def _measure(self, kept: list[Kept], split: str) -> list[Row]:
-        """Metrics of kept outputs. A rank without samples reports the same names as the others, with nothing in them."""
+        """Return the metrics of kept outputs. A rank without samples returns the same names with zero weight."""
         rows: list[Row] = []
         counted = [entry for entry in kept if entry[2]]
         functions = self.measured.functions(split)
@@ -225,7 +227,7 @@ class Averages:
         return rows if counted else without_weight(rows)
 
     def _on_host(self, columns: Sequence[Sequence[Any]]) -> list[list[float]]:
-        """Columns of floats and of scalars of the device as floats; one transfer for all."""
+        """Return columns of floats and device scalars as floats. All device values are copied in one transfer."""
         on_device = [column for column in columns if any(isinstance(value, torch.Tensor) for value in column)]
         flat = torch.cat([self._stacked(column) for column in on_device]).tolist() if on_device else []
         found, begin = [], 0
@@ -240,7 +242,7 @@ class Averages:
     def _stacked(self, values: Sequence[Any]) -> torch.Tensor:
         try:
             return torch.stack(list(values)).double()
-        except (TypeError, RuntimeError):  # some are plain numbers, or of shape [1], or elsewhere
+        except (TypeError, RuntimeError):  # some values are plain numbers, have shape [1] or are on another device
             return torch.stack([torch.as_tensor(value, device=self._device).reshape(()).double() for value in values])
 
 
@@ -250,7 +252,7 @@ def _detached(call: Arguments) -> Arguments:
 
 
 def _pair(function: Callable[..., Any], outputs: Any, targets: Any, n: int) -> tuple[float, float]:
-    """(sum, count) of one batch, as plain numbers."""
+    """Return (sum, count) of one batch as Python floats."""
     value, scale, count = weighted(as_loss(function(widened(outputs), widened(targets))), n, "")
     return float(value) * scale, float(count)
 
@@ -260,7 +262,10 @@ def _is_small(outputs: Any) -> bool:
 
 
 def _parts_of(kept: list[tuple[list[int], Kept]]) -> list[Part]:
-    """Return [position, number, samples] and outputs of micro-batches as one part, or as several if they cannot be joined."""
+    """Return kept outputs as one part with the [position, number, samples] of each micro-batch.
+
+    If the outputs cannot be joined, return one part per micro-batch.
+    """
     if not kept:
         return []
     joined = _joined([entry for _, entry in kept if entry[2]] or [kept[0][1]])
@@ -286,5 +291,5 @@ def _joined(kept: list[Kept]) -> list[Kept]:
     outputs, targets, counts = zip(*kept, strict=True)
     try:
         return [(torch.cat(outputs), torch.cat(targets), sum(counts))]
-    except (RuntimeError, TypeError):  # of different shapes, or no tensors
+    except (RuntimeError, TypeError):  # the shapes differ, or a value is not a tensor
         return kept

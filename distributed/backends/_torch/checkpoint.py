@@ -1,4 +1,4 @@
-"""What a torch engine writes into a checkpoint, and what it takes up from one."""
+"""Write the state of a torch engine into a checkpoint and restore it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def save(backend: TorchBackend[Any], directory: Path) -> dict[str, Any]:
-    """Write this rank's tensors into `directory` and return the JSON-able rest. All ranks."""
+    """Write this rank's tensors into `directory` and return the rest of the state, as JSON. All ranks."""
     update, passes, wholes = backend.update, backend.passes, backend.measured.wholes
     extra: dict[str, Any] = {"world_size": backend.world.world_size, "step": update.step}
     extra["loss_form"] = passes.objective.form if passes.is_settled else None
@@ -31,9 +31,9 @@ def save(backend: TorchBackend[Any], directory: Path) -> dict[str, Any]:
 
 
 def load(backend: TorchBackend[Any], directory: Path, state: Mapping[str, Any], notice: Callable[[str], None]) -> bool:
-    """Take up what `save` wrote, at any world size. All ranks.
+    """Restore what `save` wrote, at any world size. All ranks.
 
-    Returns whether the random generators were taken up too: they are not at another world size.
+    Returns whether the random generators were restored too. They are not if the world size differs.
     """
     update, passes = backend.update, backend.passes
     backend.kind.load_model(directory, state.get("model") or {})
@@ -43,14 +43,14 @@ def load(backend: TorchBackend[Any], directory: Path, state: Mapping[str, Any], 
     update.resume(int(state["step"]))
     backend.measured.form = state.get("means") or {}
     backend.measured.wholes.load(directory, state.get("over_all"))
-    if form := state.get("loss_form"):  # found anew in another batch, it could be another one
+    if form := state.get("loss_form"):  # settling it again on another batch could give another form
         passes.resume(form)
     is_same = int(state["world_size"]) == backend.world.world_size
     return is_same and tensors.load_rng(directory, backend.world.rank, backend.device)
 
 
 def take_weights(model: Any, directory: Path, config: DistributedConfig) -> Any:
-    """Return the user's `model`, built on the CPU if it is a factory, with the weights of a checkpoint."""
+    """Return the user's `model` with the weights of a checkpoint. A factory is called on the CPU."""
     from distributed.backends._keras.models import is_model
     from distributed.backends._torch import keras_module
 

@@ -1,4 +1,4 @@
-"""How gradients travel, in the place of DDP's own all-reduce: one object for each `ddp.comm_hook`."""
+"""Average gradients in place of DDP's own all-reduce, with one class for each value of `ddp.comm_hook`."""
 
 from __future__ import annotations
 
@@ -16,31 +16,37 @@ from distributed.errors import ConfigError
 
 
 class CommHook(abc.ABC):
-    """Averages the gradients of a bucket over all ranks. Every rank calls it, bucket after bucket in one order."""
+    """Average the gradients of a bucket over all ranks.
 
-    has_memory = False  # keeps something between updates, which belongs into checkpoints
-    notice: str | None = None  # what the user should know once
+    Every rank calls the hook for the same buckets in the same order.
+    """
+
+    has_memory = False  # whether the hook keeps state between updates, which checkpoints must contain
+    notice: str | None = None  # a message for the user, logged once
 
     @abc.abstractmethod
     def average(self, bucket: Any) -> Any:
-        """Begin; returns the future of `bucket`'s buffer, averaged. `bucket`: torch's GradBucket."""
+        """Start averaging and return the future of the averaged buffer of `bucket`, a torch GradBucket. All ranks."""
 
     def forget(self) -> None:
-        """Drop the memory, which a gradient that was not finite has spoilt. All ranks."""
+        """Discard the state of the hook after a non-finite gradient has corrupted it. All ranks."""
 
     def save(self, directory: Path, rank: int) -> dict[str, Any]:
-        """Write this rank's memory into a checkpoint; returns the rest for state.json. Every rank."""
+        """Write this rank's state into a checkpoint and return the rest for state.json. All ranks."""
         return {}
 
     def load(self, directory: Path, rank: int, state: Mapping[str, Any]) -> None:
-        """Take up what `save` wrote at the same world size."""
+        """Restore what `save` wrote at the same world size."""
 
     def close(self) -> None:
-        """Give back what the hook made beside the wrapper, which is gone by then."""
+        """Release what the hook created. Called after the DDP wrapper has been dropped."""
 
 
 class Cast(CommHook):
-    """Gradients in a shorter type on the wire. torch's own hook for bfloat16 refuses gloo, whose all-reduce of it works."""
+    """Send gradients in a shorter element type.
+
+    torch's own hook for bfloat16 refuses gloo, although gloo's all-reduce supports bfloat16 (torch 2.13).
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -53,16 +59,17 @@ class Cast(CommHook):
 
 
 class Hierarchical(CommHook):
-    """Sums within groups of near ranks first, then each rank its share across the groups, so that a slow network between
-    nodes carries a bucket once for each group and not once for each rank. The order of Horovod's hierarchical all-reduce
-    (Sergeev, Del Balso, arXiv 1802.05799): reduce-scatter, all-reduce, all-gather.
+    """Sum gradients within groups of near ranks first, then across the groups.
 
-    The stages of a bucket follow each other at once, in the order of the buckets on all ranks: begun from the callbacks of
-    futures, gloo mixes up the messages of two buckets.
+    A slow network between nodes then carries each bucket once per group instead of once per rank. The order is that of
+    Horovod's hierarchical all-reduce (Sergeev, Del Balso, arXiv 1802.05799): reduce-scatter, all-reduce, all-gather.
+
+    All stages of a bucket are issued immediately, in the order of the buckets on all ranks. If they are issued from the
+    callbacks of futures, gloo mixes up the messages of two buckets (torch 2.13).
     """
 
     def __init__(self, groups: list[list[int]], timeout_s: float) -> None:
-        """`groups`: the near ranks, all groups of one size. A collective."""
+        """Create the process groups. `groups` are the near ranks; all groups have the same size. A collective."""
         self._near = _my_group(groups, timeout_s)
         self._far = _my_group([list(ranks) for ranks in zip(*groups, strict=True)], timeout_s)
         size, number = len(groups[0]), len(groups)
@@ -70,7 +77,7 @@ class Hierarchical(CommHook):
         self.notice = which if number > 1 else f"{which}: the same as no hook"
 
     def average(self, bucket: Any) -> Any:
-        # torch 2.13 has other names for them.
+        # torch 2.13 renamed these functions.
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         buffer, near = bucket.buffer(), self._near.size()
@@ -94,9 +101,9 @@ def _my_group(groups: list[list[int]], timeout_s: float) -> dist.ProcessGroup:
 
 
 def near_ranks(world: TorchWorld, group_size: int | None) -> list[list[int]]:
-    """The groups of a hierarchical all-reduce: `group_size` ranks each, or those of one node. A collective.
+    """Return the groups of a hierarchical all-reduce: `group_size` ranks each, or the ranks of each node. A collective.
 
-    Raises ConfigError, on all ranks alike, where nodes have different numbers of ranks.
+    Raises ConfigError on all ranks if nodes have different numbers of ranks.
     """
     size = world.context.world_size
     if group_size is not None:

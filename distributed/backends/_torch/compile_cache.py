@@ -1,7 +1,9 @@
-"""Where torch.compile keeps what it compiled. It unpickles and loads what lies there, so nobody else may write there.
+"""Keep the cache of torch.compile in a directory that only this user can write.
 
-Torch takes `torchinductor_USER` in the temporary directory, whoever made it, unless TORCHINDUCTOR_CACHE_DIR names another
-place. Precompiled headers and some other files lie in that directory in any case (torch 2.13).
+torch unpickles and loads files from the cache, so no other user may write there. By default torch uses
+`torchinductor_USER` in the temporary directory, even if another user created it; TORCHINDUCTOR_CACHE_DIR selects
+another directory. Precompiled headers and some other files are always written to the default directory (seen with
+torch 2.13).
 """
 
 from __future__ import annotations
@@ -21,19 +23,20 @@ from distributed.runs.temporary import claim
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _INDUCTOR = "torch._inductor"
-_NAMES = ("runtime.cache_dir_utils", "runtime.runtime_utils", "codecache")  # modules that have `default_cache_dir`
+_NAMES = ("runtime.cache_dir_utils", "runtime.runtime_utils", "codecache")  # modules that define `default_cache_dir`
 
 
 def secure(warn: Callable[[str], None]) -> None:
-    """Keep the cache of torch.compile where this user alone can write. Call it before the first compilation; no collective.
+    """Keep the cache of torch.compile in a directory that only this user can write.
 
-    The directory that the user chose stays, with a warning if others can write there.
+    Call it before the first compilation. It is not a collective. A directory chosen by the user is kept, with a
+    warning if others can write there.
     """
     usual = importlib.import_module(f"{_INDUCTOR}.runtime.runtime_utils").default_cache_dir
     default = Path(usual()).absolute()
     given = os.environ.get(_VARIABLE)
     reason = own_directory(default)
-    if given is not None and Path(given).absolute() != default:  # torch itself sets it to the default
+    if given is not None and Path(given).absolute() != default:  # torch itself sets the variable to the default
         chosen = Path(given)
         if why := stranger(chosen) if os.path.lexists(chosen) else own_directory(chosen):
             warn(f"torch.compile runs what lies in {_VARIABLE}={given}, and {why}: name a directory of mode 0700")
@@ -46,12 +49,16 @@ def secure(warn: Callable[[str], None]) -> None:
 
 
 def _private() -> Path:
-    """A directory for the cache that outlives this process, or one that does not where the user's cache is open too."""
+    """Return a private directory for the cache.
+
+    It is in the user's cache directory and outlives this process. If others can write there too, return a temporary
+    directory that is removed at exit.
+    """
     try:
         path = cache_home() / "torchinductor"
         if own_directory(path) is None:
             return path
-    except RuntimeError:  # no home
+    except RuntimeError:  # there is no home directory
         pass
     path = claim(Path(tempfile.gettempdir(), f"distributed-{secrets.token_hex(4)}"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
@@ -59,7 +66,7 @@ def _private() -> Path:
 
 
 def _keep_out(chosen: Path) -> None:
-    """Make `chosen` torch's default too. Torch has no setting for it."""
+    """Make `chosen` torch's default directory as well. torch has no setting for it (2.13)."""
     for name in _NAMES:
         if (module := sys.modules.get(f"{_INDUCTOR}.{name}")) is not None and hasattr(module, "default_cache_dir"):
             module.default_cache_dir = lambda: str(chosen)  # type: ignore[attr-defined]

@@ -1,4 +1,7 @@
-"""Losses of torch whose mean is not over samples: as (sum, count), so that they weigh alike however a batch is cut."""
+"""Return torch losses whose mean is not over samples as (sum, count).
+
+Their weight then does not depend on how a batch is cut.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from distributed.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class ClassLoss:
-    """Cross-entropy or negative log likelihood, which torch divides by the weights of the targets that are not ignored."""
+    """Compute cross-entropy or negative log likelihood as (sum, count).
+
+    torch divides the mean by the total weight of the targets that are not ignored; `count` is that weight.
+    """
 
     function: Callable[..., torch.Tensor]
     ignore_index: int = -100
@@ -23,7 +29,10 @@ class ClassLoss:
     label_smoothing: float = 0.0
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sum, count) over class indices `targets`: [batch] for `outputs` [batch, classes], or with more dimensions."""
+        """Return (sum, count) for class indices `targets`.
+
+        Shapes are [batch, classes] for `outputs` and [batch] for `targets`, or both with additional dimensions.
+        """
         more = {"label_smoothing": self.label_smoothing} if self.function is F.cross_entropy else {}
         total = self.function(
             outputs, targets, weight=self.weight, ignore_index=self.ignore_index, reduction="sum", **more
@@ -37,21 +46,27 @@ class ClassLoss:
         return _by_zeros(self.weight, targets, counted) if targets.is_cuda else self.weight[targets[counted]].sum()
 
     def needs_count(self, targets: Any) -> bool:
-        """Whether a mean over samples would weigh `targets` wrongly, or might in a later batch."""
+        """Return whether a mean over samples gives `targets` wrong weights, now or possibly in a later batch."""
         if not isinstance(targets, torch.Tensor) or targets.is_floating_point():
             return False
         return self.weight is not None or targets.dim() > 1 or bool((targets == self.ignore_index).any())
 
 
 def _by_zeros(weight: torch.Tensor, targets: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """The weights of the `counted` targets, summed up. On a GPU a mask as index makes the host wait for its length."""
+    """Return the sum of the weights of the `counted` targets, without a mask as index.
+
+    On a GPU, indexing with a mask makes the host wait for the length of the result.
+    """
     each = weight.index_select(0, torch.where(counted, targets, 0).reshape(-1))
     return (each * counted.reshape(-1)).sum()
 
 
 def class_loss(loss_fn: Any) -> ClassLoss | None:
-    """`loss_fn` as a ClassLoss if it is one of torch's. ConfigError for a module of torch that sums."""
-    if loss_fn is F.cross_entropy or loss_fn is F.nll_loss:  # == of an object of the user's may be anything
+    """Return `loss_fn` as a ClassLoss, or None if it is not a class loss of torch.
+
+    Raises ConfigError for a torch loss module with reduction="sum".
+    """
+    if loss_fn is F.cross_entropy or loss_fn is F.nll_loss:  # `is`, because a user's object may define ==
         return ClassLoss(loss_fn)
     if isinstance(loss_fn, nn.modules.loss._Loss) and loss_fn.reduction == "sum":
         name = type(loss_fn).__name__

@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a model: what it exchanges, what it leaves out, what it must be watched for."""
+"""Wrap a model in DistributedDataParallel, choose what it exchanges and detect its failures."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from distributed.backends.ddp import DDPBackend, DDPOptions
     from distributed.state import Group
 
-_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"  # where DDP looks, in the model
+_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"  # the attribute of the model that DDP reads
 
 
 class DDPWrapper(Wrapper):
-    """Put DistributedDataParallel around the model. It exchanges gradients in the backward pass."""
+    """Wrap the model in DistributedDataParallel, which exchanges gradients in the backward pass."""
 
     _backend: DDPBackend
 
@@ -33,7 +33,7 @@ class DDPWrapper(Wrapper):
         super().__init__(backend)
         self._options = backend.options
         self.hook: CommHook | None = None
-        self._watched: _Watch | None = None  # in the first update
+        self._watched: _Watch | None = None  # set during the first update
         self._sparse: list[torch.nn.Parameter] = []
         self._is_first_group = False
         self._is_unused = False
@@ -42,11 +42,12 @@ class DDPWrapper(Wrapper):
         from torch.nn.parallel import DistributedDataParallel
 
         if not any(p.requires_grad for p in model.parameters()):
-            return model  # build_optimizer says what is wrong
+            return model  # `build_optimizer` raises the error
         options, own = self._options, self._backend
         capacity = options.bucket_cap_mb
         if options.comm_hook == "powersgd":
-            # With several buckets gloo mixes up the messages of PowerSGD's chained all-reduces (gloo::EnforceNotMet).
+            # With several buckets gloo mixes up the messages of PowerSGD's chained all-reduces (gloo::EnforceNotMet,
+            # torch 2.13).
             capacity = 1 + sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
         with self._leaving_out_sparse(model):
             wrapped = DistributedDataParallel(
@@ -62,14 +63,17 @@ class DDPWrapper(Wrapper):
         own.observer.begin(wrapped)
         if options.comm_hook is not None:
             hook = self.hook = self.hook or self._make_hook(options.comm_hook, model)
-            # DDP compares annotations with its own types, and ours are words (`from __future__ import annotations`).
+            # DDP compares annotations with types, but those of this module are strings (`from __future__ import
+            # annotations`). A lambda has no annotations.
             wrapped.register_comm_hook(None, lambda state, bucket: hook.average(bucket))
         return wrapped
 
     @contextlib.contextmanager
     def _leaving_out_sparse(self, model: torch.nn.Module) -> Iterator[None]:
-        """A wrapper made within leaves to `sparse.average` what torch cannot exchange: a sparse gradient is right as its only
-        one."""
+        """Exclude sparse gradients from a DDP wrapper made in this block; `sparse.average` exchanges them.
+
+        DDP exchanges a sparse gradient correctly only if it is the only gradient, so one name stays if all are sparse.
+        """
         from distributed.backends._torch.modules import sparse_names
 
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -77,13 +81,13 @@ class DDPWrapper(Wrapper):
         if len(names) == len(trained):
             names = names[1:]
         self._sparse = [trained[name] for name in names]
-        for parameter in self._sparse:  # as DDP does for all others
+        for parameter in self._sparse:  # DDP broadcasts all other parameters itself
             self._backend.world.copy_from(parameter.detach(), 0)
         own = vars(model).get(_LEFT_OUT)
         setattr(model, _LEFT_OUT, names)
         try:
             yield
-        finally:  # the user's own wrapper would leave them out too
+        finally:  # otherwise a wrapper made by the user would exclude them too
             delattr(model, _LEFT_OUT) if own is None else setattr(model, _LEFT_OUT, own)
 
     def _make_hook(self, name: str, model: torch.nn.Module) -> CommHook:
@@ -107,24 +111,24 @@ class DDPWrapper(Wrapper):
         self._backend.observer.end()
 
     def close_hook(self) -> None:
-        """Close the hook, unless it has a memory that the next fit goes on with. After DDP itself was dropped."""
+        """Close the hook, unless it has state that the next fit continues with. Call it after DDP has been dropped."""
         if self.hook is not None and not self.hook.has_memory:
             self.hook.close()
             self.hook = None
 
     def without_sync(self) -> contextlib.AbstractContextManager[None]:
         if self._options.static_graph and self._is_first_group:
-            # torch 2.13 aborts when the first backward of a static graph is not synchronised; sums stay the same.
+            # torch 2.13 aborts if the first backward of a static graph is not synchronised. The sums stay the same.
             self._is_first_group = False
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[None] = self._backend.wrapped.no_sync()
         return context
 
     def before_first_update(self, group: Group) -> torch.nn.Module:
-        """Let DDP order its buckets, where a wrapper goes on with a run.
+        """Let DDP order its buckets before a new wrapper continues a run.
 
-        After its first backward DDP orders its buckets anew, and three or more terms sum up differently in another order. Such
-        a wrapper learns the order in a pass without weight, before its first update.
+        DDP reorders its buckets after its first backward, and sums of three or more terms depend on that order. A
+        wrapper that continues a run therefore learns the order in a pass with zero weight before its first update.
         """
         own = self._backend
         is_further = own.update.step > 0 and own.context.world_size > 2
@@ -136,7 +140,8 @@ class DDPWrapper(Wrapper):
             for parameter in own.update.parameters:
                 parameter.grad = None
         self._watch_first_call()
-        self._watched = None if self._options.static_graph else _Watch(own.plain)  # it waits for all pieces
+        # A static graph waits for all pieces of a gradient.
+        self._watched = None if self._options.static_graph else _Watch(own.plain)
         return super().before_first_update(group)
 
     def backward(self, value: torch.Tensor) -> None:
@@ -145,14 +150,17 @@ class DDPWrapper(Wrapper):
             self._watched.end_backward()
 
     def _watch_first_call(self) -> None:
-        """Note whether the wrapper is called. It exchanges the gradients of its own calls only; a training_step may go around it."""
+        """Record whether the wrapper is called.
+
+        DDP exchanges gradients only for calls of the wrapper, and a training_step may bypass it.
+        """
         self._is_unused = True
         wrapped: Any = self._backend.wrapped
         enter = wrapped._pre_forward
 
         def called(*args: Any, **kwargs: Any) -> Any:
             self._is_unused = False
-            del wrapped._pre_forward  # the method of the class again
+            del wrapped._pre_forward  # restore the method of the class
             return enter(*args, **kwargs)
 
         wrapped._pre_forward = called
@@ -169,7 +177,7 @@ class DDPWrapper(Wrapper):
             self._watched = None
         try:
             own.wrapped.reducer._check_reducer_finalized()
-        except RuntimeError as error:  # torch itself says it in the next forward, after an update with local gradients
+        except RuntimeError as error:  # torch raises it in the next forward only, one unsynchronised update too late
             raise ConfigError(_unused(own.plain, str(error))) from None
         if self._sparse:
             from distributed.backends._torch import sparse
@@ -182,7 +190,7 @@ class DDPWrapper(Wrapper):
 
 
 class DDPObserver(TorchObserver):
-    """Observe DistributedDataParallel, which measures how long it waits."""
+    """Observe DistributedDataParallel, which measures its own waiting time."""
 
     def __init__(self, backend: DDPBackend) -> None:
         super().__init__(backend)
@@ -190,20 +198,26 @@ class DDPObserver(TorchObserver):
         self._waits = Waits()
 
     def begin(self, wrapped: Any) -> None:
-        """Observe a new wrapper."""
+        """Start to observe a new wrapper."""
         self._wrapped, self._waits = wrapped, Waits()
 
     def end(self) -> None:
-        """Let go of the wrapper."""
+        """Release the wrapper."""
         self._wrapped = None
 
     def waited_s(self) -> float | None:
-        """Read torch's own clock, which runs in the first ten updates of a wrapper and in one of a hundred."""
+        """Return the waiting time that torch measured, in seconds.
+
+        torch measures the first ten updates of a wrapper and then one in a hundred.
+        """
         return super().waited_s() if self._wrapped is None else self._waits.take(self._wrapped._get_ddp_logging_data())
 
 
 class _Watch:
-    """Of the first update: DDP averages the first piece of a gradient that comes in two, and loses the second in silence."""
+    """Detect parameters whose gradient arrives twice in one backward pass of the first update.
+
+    DDP averages only the first of the two pieces and silently loses the second (torch 2.13).
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._seen: set[str] = set()
@@ -220,7 +234,7 @@ class _Watch:
         self._seen.add(name)
 
     def end_backward(self) -> None:
-        """Raises ConfigError where a parameter got two pieces."""
+        """Raise ConfigError if a parameter received two pieces of a gradient."""
         self._seen.clear()
         if self._twice:
             raise ConfigError(
@@ -235,7 +249,10 @@ class _Watch:
 
 
 def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, Any]:
-    """No broadcast of buffers before each forward where there are none; the word for it changed in torch 2.13."""
+    """Return arguments that turn off DDP's broadcast of buffers before each forward if there are no buffers.
+
+    The argument was renamed in torch 2.13.
+    """
     if has_buffers:
         return {}
     has_new_word = "forward_sync_buffers" in inspect.signature(wrapper.__init__).parameters
@@ -255,7 +272,10 @@ def _powersgd_of(parameters: list[tuple[str, torch.nn.Parameter]], options: DDPO
 
 
 def _unused(model: torch.nn.Module, error: str) -> str:
-    """Our words for torch's "Expected to have finished reduction", which names parameters by their number."""
+    """Return an error message that names the parameters.
+
+    torch's own message ("Expected to have finished reduction") lists their indices.
+    """
     found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     names = [trainable[int(index)] for index in found[1].split()] if found else []

@@ -1,4 +1,7 @@
-"""Turns positions of the epoch's order into batches, with the randomness of each sample tied to its position."""
+"""Fetch the samples at given positions of an epoch as batches.
+
+The randomness of a sample depends on its position only.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +19,24 @@ TRAIN, EVALUATION, TRAIN_COLLATE, EVALUATION_COLLATE, STREAM, SAMPLER, LOADER = 
 
 
 class Fetcher:
-    """Fetches and collates the samples of one micro-batch, in the main process and in loader workers alike.
+    """Fetch and collate the samples of one micro-batch, in the main process or in a loader worker.
 
-    A sample's augmentation depends on (seed, epoch, position) alone: torch's, numpy's and Python's global generators
-    are seeded around each sample and put back. Data sets that draw nothing are spared this: they are read in one go and
-    the generators watched; when one moves, the batch is read again sample by sample with that generator seeded, and so
-    are all that follow.
-    A collate function that draws is seeded once per micro-batch. Generators that a data set owns are its own affair.
+    A sample's augmentation depends only on (seed, epoch, position): the global generators of torch, numpy and Python
+    are seeded for each sample and restored afterwards. As long as the data set draws nothing, all samples are read at
+    once without seeding. When a generator moves, the batch is read again sample by sample with that generator seeded,
+    and so are all later batches. A collate function that draws is seeded once per micro-batch. Generators that the
+    data set owns are not seeded.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int, *, train: bool) -> None:
         self.dataset = dataset
         self._collate_fn, self._seed = collate_fn, seed
         self._salt, self._collate_salt = (TRAIN, TRAIN_COLLATE) if train else (EVALUATION, EVALUATION_COLLATE)
-        self._drawn = 0  # generators that the data set is known to draw from
+        self._drawn = 0  # bit mask of the generators that the data set draws from
         self._epoch: int | None = None
 
     def __call__(self, epoch: int, positions: Sequence[int], keys: Sequence[Any]) -> Any:
-        """The batch of the samples `keys`, which stand at `positions` of `epoch`'s order."""
+        """Return the batch of the samples `keys`, which are at `positions` of the order of `epoch`."""
         if epoch != self._epoch:
             self._epoch = epoch
             announce_epoch(self.dataset, epoch)
@@ -51,7 +54,10 @@ class Fetcher:
                 sample_rng.restore(before)
 
     def _seeded(self, epoch: int, positions: Sequence[int], keys: Sequence[Any]) -> Any:
-        """The samples, and the seed set for the collate function; no seeding where nothing is known to draw."""
+        """Return the samples and seed the generators for the collate function.
+
+        Nothing is seeded while nothing is known to draw.
+        """
         if not self._drawn:
             return self._items(list(keys))
         items = self._seeded_items(epoch, positions, keys)
@@ -59,7 +65,7 @@ class Fetcher:
         return items
 
     def collate(self, epoch: int, position: int, samples: list[Any]) -> Any:
-        """The batch of `samples` that were read elsewhere; the first one stands at `position`."""
+        """Return the batch of `samples` that were read elsewhere. `position` is that of the first sample."""
         with sample_rng.preserved():
             sample_rng.seed(sample_seed(self._seed, epoch, position, self._collate_salt))
             return self._collate_fn(samples)
@@ -74,7 +80,7 @@ class Fetcher:
         for position, key in zip(positions, keys, strict=True):
             sample_rng.seed(sample_seed(self._seed, epoch, position, self._salt), self._drawn)
             item = self._items([key])
-            if not isinstance(item, list | tuple) or len(item) != 1:  # its __getitems__ collates: seed it as a whole
+            if not isinstance(item, list | tuple) or len(item) != 1:  # __getitems__ collates: seed the whole batch
                 sample_rng.seed(sample_seed(self._seed, epoch, positions[0], self._salt), self._drawn)
                 return self._items(list(keys))
             items.append(item[0])
@@ -82,15 +88,16 @@ class Fetcher:
 
 
 def announce_epoch(target: Any, epoch: int) -> None:
-    """Call `target.set_epoch(epoch)` where there is one, as torch's own samplers and Hugging Face's streams expect."""
+    """Call `target.set_epoch(epoch)` if it exists, as for torch's samplers and Hugging Face streams."""
     if callable(set_epoch := getattr(target, "set_epoch", None)):
         set_epoch(epoch)
 
 
 def indexed_tensors(dataset: Any, collate_fn: Any) -> tuple[tuple[torch.Tensor, ...], Any] | None:
-    """The tensors behind a TensorDataset or a Subset of one, and the indices into them (None: all); else None.
+    """Return the tensors behind a TensorDataset or a Subset of one, and the indices into them (None means all samples).
 
-    `[t.index_select(0, i) for t in tensors]` is then bit for bit what collating single samples gives, without a draw.
+    Return None for any other data set. `[t.index_select(0, i) for t in tensors]` then gives bit for bit the same
+    batch as collating single samples, and draws no random number.
     """
     if collate_fn is not default_collate:
         return None

@@ -1,4 +1,4 @@
-"""What FSDP2 needs around the torch step: which modules are cut, equal weights on all ranks, and sharded gradients."""
+"""Shard a model with FSDP2: choose the modules to shard, give all ranks equal weights and handle sharded gradients."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
 
 def is_sharded_model(model: torch.nn.Module) -> bool:
-    """Whether `shard` has worked on the model."""
+    """Return whether `shard` was applied to the model."""
     return isinstance(model, FSDPModule)
 
 
 def build(given: Any, config: DistributedConfig, device: torch.device, *, is_main: bool) -> torch.nn.Module:
-    """The user's model, on the CPU. What a factory makes has memory on the main process alone: `shard` sends its values."""
+    """Return the user's model on the CPU.
+
+    If a factory builds it, only the main process allocates memory. `shard` sends the values to the other ranks.
+    """
     if isinstance(given, torch.nn.Module) or is_main or "keras" in sys.modules:  # Keras cannot build without memory
         return modules.build_model(given, config, device)
     with torch.device("meta"):
@@ -38,9 +41,10 @@ def build(given: Any, config: DistributedConfig, device: torch.device, *, is_mai
 
 
 def compile_forwards(model: torch.nn.Module) -> None:
-    """Let torch compile what each module that is sharded on its own does between its hooks.
+    """Let torch compile what each separately sharded module does between its hooks.
 
-    torch.compile of the whole stops at the hooks of the first such module, and of a Sequential nothing would be compiled.
+    torch.compile of the whole model stops at the hooks of the first such module and compiles nothing of a Sequential
+    (torch 2.13).
     """
     codes: dict[Any, CodeType] = {}
     for module in model.modules():
@@ -52,19 +56,19 @@ def _compiled(forward: Callable[..., Any], codes: dict[Any, CodeType], kind: Any
     def call(*args: Any, **kwargs: Any) -> Any:  # Dynamo skips frames of files in torch.nn
         return forward(*args, **kwargs)
 
-    # What Dynamo has compiled, and what it gave up, it remembers by code: equal blocks share it, others do not.
+    # Dynamo caches compiled code, and failures, by code object: equal blocks share one, different blocks do not.
     call.__code__ = codes.setdefault(kind, call.__code__.replace(co_name=f"call_{len(codes)}"))
     compiled: Callable[..., Any] = torch.compile(call)
     return compiled
 
 
 def _has_hidden_meta(model: torch.nn.Module) -> bool:
-    """Whether a tensor without memory is no parameter and no buffer, so that nobody would fill it."""
+    """Return whether a meta tensor is neither a parameter nor a buffer, so that nothing would fill it."""
     return any(isinstance(v, torch.Tensor) and v.is_meta for module in model.modules() for v in vars(module).values())
 
 
 def shard(model: torch.nn.Module, options: FSDPOptions, device: torch.device, mixed_precision: str) -> None:
-    """Cut the model in place, bottom up, and give every rank its part of the main process' weights. All ranks call it."""
+    """Shard the model in place, bottom up, and give every rank its part of the main process's weights. All ranks."""
     modules.check_can_be_cut(model, "fully_shard")
     blocks = _blocks(model, options)
     weights = model.state_dict() if dist.get_rank() == 0 else {}
@@ -80,20 +84,20 @@ def shard(model: torch.nn.Module, options: FSDPOptions, device: torch.device, mi
     home = torch.device("cpu") if options.cpu_offload else device
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to_empty(device=home)
-    _move_buffers(model, home)  # torch gives weights to tensors of one device only
+    _move_buffers(model, home)  # torch loads weights only into tensors of one device
     _take_weights(model, weights, device)
-    _move_buffers(model, device)  # offloading is for parameters
-    for buffer in model.buffers():  # those that no state_dict holds, too
+    _move_buffers(model, device)  # only parameters are offloaded
+    for buffer in model.buffers():  # includes buffers that are not in state_dict
         dist.broadcast(buffer, src=0)
 
 
 @torch.no_grad()
 def _take_weights(model: torch.nn.Module, weights: Mapping[str, Any], device: torch.device) -> None:
-    """Give every rank its part of the main process' `weights`. All ranks call it.
+    """Give every rank its part of the main process's `weights`. All ranks.
 
-    Torch's `set_model_state_dict(broadcast_from_rank0=True)` sends a pickle before the tensors (2.13).
+    torch's `set_model_state_dict(broadcast_from_rank0=True)` also sends a pickle before the tensors (2.13).
     """
-    for name, own in model.state_dict().items():  # of the same names in the same order on every rank
+    for name, own in model.state_dict().items():  # same names in the same order on every rank
         if isinstance(own, torch.Tensor):
             if dist.get_rank() == 0:
                 full = weights[name].detach().to(device).contiguous()
@@ -104,9 +108,9 @@ def _take_weights(model: torch.nn.Module, weights: Mapping[str, Any], device: to
 
 
 def check_units(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:
-    """Raise ConfigError where the trainable parameters of a unit have several types. `units`: children before parents.
+    """Raise ConfigError if the trainable parameters of a unit have different element types.
 
-    fully_shard would say so in the first forward, without a name.
+    `units` lists children before parents. fully_shard would raise in the first forward, without naming a parameter.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[torch.nn.Parameter] = set()
@@ -122,7 +126,7 @@ def check_units(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> Non
 
 
 def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    moved: dict[torch.Tensor, torch.Tensor] = {}  # one that has two names stays one
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer with two names stays one tensor
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         if buffer.device != device:
             owner, _, last = name.rpartition(".")
@@ -149,7 +153,7 @@ def _arguments(options: FSDPOptions, device: torch.device, mixed_precision: str)
 
 
 def _blocks(model: torch.nn.Module, options: FSDPOptions) -> list[torch.nn.Module]:
-    """The modules below the model that are cut on their own, children before parents."""
+    """Return the submodules to shard separately, children before parents."""
     below = [module for module in reversed(list(model.modules())) if module is not model]
     if options.wrap_classes:
         found = {type(module).__name__ for module in below}
@@ -167,15 +171,18 @@ def _blocks(model: torch.nn.Module, options: FSDPOptions) -> list[torch.nn.Modul
 
 
 def _with_statistics(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """BatchNorm and its like below the model. Their statistics stay fp32 and so must their weights, as under autocast: with
-    weights of 16 bits beside them torch's CPU kernels refuse to work, and others lose precision."""
+    """Return the BatchNorm-like submodules, which are sharded without mixed precision.
+
+    Their statistics stay fp32, and so must their weights, as under autocast: with 16-bit weights torch's CPU kernels
+    fail and other kernels lose precision.
+    """
     kinds = torch.nn.modules.batchnorm._NormBase
     norms = [module for module in model.modules() if isinstance(module, kinds) and module is not model]
     return [module for module in norms if any(True for _ in module.parameters()) and not _shares(module, model)]
 
 
 def _by_size(below: list[torch.nn.Module], least: int) -> list[torch.nn.Module]:
-    """Each module with at least `least` parameters that no chosen module below it has already."""
+    """Return each module with at least `least` parameters that do not belong to a chosen module below it."""
     chosen: list[torch.nn.Module] = []
     taken: set[torch.nn.Parameter] = set()
     for module in below:
@@ -187,19 +194,25 @@ def _by_size(below: list[torch.nn.Module], least: int) -> list[torch.nn.Module]:
 
 
 def _is_callable_alone(module: torch.nn.Module) -> bool:
-    """A ModuleList has no forward, whose hooks gather and free the parameters."""
+    """Return whether the module has a forward, whose hooks gather and free the parameters. A ModuleList has none."""
     return not isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
 
 
 def _shares(module: torch.nn.Module, model: torch.nn.Module) -> bool:
-    """Whether a parameter of `module` is used outside of it too: a tied weight has to be gathered where both can use it."""
+    """Return whether a parameter of `module` is also used outside of it.
+
+    A tied weight must be gathered where both modules can use it.
+    """
     inside = set(module.modules())
     own = set(module.parameters())
     return any(p in own for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None)
 
 
 def rebind(optimizer: Any, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -> Any:
-    """The user's optimizer object with the sharded parameters in the place of the whole ones; a factory is left as it is."""
+    """Return the user's optimizer with the whole parameters replaced by the sharded ones.
+
+    A factory is returned unchanged.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if any(parameter in replaced for parameter in optimizer.state):
@@ -213,7 +226,10 @@ def rebind(optimizer: Any, replaced: Mapping[torch.nn.Parameter, torch.nn.Parame
 
 
 class ShardedGradients(Gradients):
-    """Each rank looks at its part; what is said of the whole is agreed. Every rank calls every method."""
+    """Handle sharded gradients.
+
+    Each rank examines its part, and the ranks agree on the result. Every method is a collective.
+    """
 
     def __init__(self, parameters: list[torch.nn.Parameter], model: torch.nn.Module, device: torch.device) -> None:
         home = local(parameters[0]).device if parameters else device

@@ -1,4 +1,4 @@
-"""A rank's random generators: torch, its CUDA device, numpy's global one and python's."""
+"""Save, restore and seed a rank's random generators: torch, its CUDA device, numpy's global generator and Python's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distributed.errors import CheckpointError, TrainingError
 
 
 def seed_torch(value: int, device: torch.device) -> None:
-    """Seed the CPU's generator, and that of a GPU: no other one of the machine."""
+    """Seed the CPU generator, and the generator of `device` if it is a GPU. Other devices are not touched."""
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -27,13 +27,16 @@ def seed_torch(value: int, device: torch.device) -> None:
 
 
 def forked(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """What torch draws inside, on the CPU and on `device`, leaves no trace."""
+    """Return a context that restores torch's generators of the CPU and of `device` at its end."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 class OwnGenerators:
-    """What training draws from (dropout and the like): streams of its own, so that the process' go on as if nothing had
-    drawn from them. A further fit goes on from where the last one stopped."""
+    """Hold the generator states that training (dropout and the like) draws from.
+
+    They are separate from the process's own streams, which continue as if training had drawn nothing. A further fit
+    continues where the last one stopped.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,8 +45,8 @@ class OwnGenerators:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """The global generators are ours within, and the caller's again after it."""
-        if self._is_inside:  # a callback evaluates
+        """Make the global generators those of training in this block, and restore the caller's afterwards."""
+        if self._is_inside:  # a callback evaluates during a fit
             yield
             return
         callers = self._state()
@@ -59,7 +62,7 @@ class OwnGenerators:
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
-        """What is drawn within, by whichever generator, leaves no trace."""
+        """Restore all generators at the end of this block."""
         before = self._state()
         try:
             yield
@@ -67,7 +70,7 @@ class OwnGenerators:
             self._restore(before)
 
     def seed(self, value: int) -> None:
-        """Seed all of them from one 64-bit number."""
+        """Seed all generators from one 64-bit number."""
         seed_torch(value, self._device)
         random.seed(value)
         numpy.random.seed(value >> 32)
@@ -81,18 +84,18 @@ class OwnGenerators:
             torch.cuda.set_rng_state(state[1], self._device)
 
 
-_State = tuple[sample_rng.RandomState, torch.Tensor | None]  # of the CPU, of the GPU
+_State = tuple[sample_rng.RandomState, torch.Tensor | None]  # states of the CPU and of the GPU
 
 
 def save_rng(directory: Path, rank: int, device: torch.device) -> None:
-    """Write this rank's generator states (torch, its `device` where that is a GPU, numpy's global one, python's) as arrays."""
+    """Write this rank's generator states as arrays: torch, `device` if it is a GPU, numpy's global one and Python's."""
     version, words, gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
         "python.words": torch.tensor(words, dtype=torch.int64),
         "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
     }
-    if device.type == "cuda":  # a run on CPUs leaves the GPUs of the machine alone
+    if device.type == "cuda":  # a run on CPUs does not touch the machine's GPUs
         states["cuda"] = torch.cuda.get_rng_state(device)
     if "numpy" in sys.modules:
         states |= _numpy_state(sys.modules["numpy"])
@@ -102,14 +105,17 @@ def save_rng(directory: Path, rank: int, device: torch.device) -> None:
 
 
 def load_rng(directory: Path, rank: int, device: torch.device) -> bool:
-    """Put this rank's generator states back, bit for bit. False where none were saved for it: at another world size, or on a
-    CPU for what now trains on a GPU."""
+    """Restore this rank's generator states, bit for bit.
+
+    Returns False if none were saved for this rank: the world size differs, or the state was saved on a CPU and the
+    run now uses a GPU.
+    """
     path = rng_file(directory, rank)
     if not path.exists():
         return False
     states, metadata = read_file(path)
     needed = {"torch", "cuda"} if device.type == "cuda" else {"torch"}
-    if not needed <= states.keys():  # saved on an engine without torch, or on a CPU
+    if not needed <= states.keys():  # saved by an engine without torch, or on a CPU
         return False
     try:
         torch.set_rng_state(states["torch"])

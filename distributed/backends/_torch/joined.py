@@ -1,4 +1,4 @@
-"""Whether a script has joined others by torch's own call. torch is not loaded to find out."""
+"""Detect whether a script has called `torch.distributed.init_process_group`, without loading torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 def has_joined() -> bool:
     """Return whether the script has called `torch.distributed.init_process_group`.
 
-    A group that was left again is known by what it leaves behind: torch keeps how it was made, unless a store was given, and the
-    hook that prefixes tracebacks with the rank.
+    A group that was destroyed since is detected by its traces: the recorded init method, which torch sets unless a
+    store was given, and the exception hook that prefixes tracebacks with the rank.
     """
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:

@@ -1,4 +1,4 @@
-"""Keras models under the torch step: their files and optimizers are Keras's own, the same as on TensorFlow."""
+"""Train Keras models with the torch step. Their files and optimizers are Keras's own, the same as on TensorFlow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class KerasKind(TorchKind):
-    """A Keras model, its Keras optimizer and what it was compiled with."""
+    """Hold a Keras model, its Keras optimizer and its compiled losses and metrics."""
 
     module: KerasModule
 
@@ -50,7 +50,7 @@ class KerasKind(TorchKind):
         self.module.to(device)
 
     def _build(self, example: Callable[[], Any]) -> None:
-        """A model without an Input has no variables before its first call."""
+        """Call the model once. A model without an Input has no variables before its first call."""
         batch = move(unpacked(example()).x, self._device, None)
         with torch.no_grad():
             self.model(batch)
@@ -121,8 +121,8 @@ class KerasKind(TorchKind):
             return KerasObjective(job.loss_fn, job.training_step, own, self.module, notice, self._scope)
 
     def metrics(self, job: Job) -> Mapping[str, Callable[..., Any]]:
-        # The objective measures Keras's metric objects itself. With a training_step it has no outputs to measure: the step
-        # returns the arguments of each metric, which is then computed over all samples like any other object.
+        # The objective measures Keras metric objects itself. With a training_step it has no outputs to measure. The
+        # step returns the arguments of each metric, which is then computed over all samples like any other object.
         has_step = job.training_step is not None
         return {name: _ours(m) for name, m in job.metrics.items() if has_step or not _is_metric(m)}
 
@@ -153,7 +153,7 @@ class KerasKind(TorchKind):
 
 
 def _typed_rate(rate: Any, merged: MergedConfig, say: Say) -> float:
-    """A typed `learning_rate` in the place of the optimizer's `rate`, which Keras keeps with seven digits."""
+    """Return the `learning_rate` that the user set, or the optimizer's own `rate`, which Keras keeps as float32."""
     typed = merged.config.learning_rate
     if not merged.is_typed("learning_rate"):
         return float(rate)
@@ -167,7 +167,7 @@ def _is_metric(value: Any) -> bool:
 
 
 def _ours(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A metric function of Keras takes (targets, outputs)."""
+    """Return a metric function that takes (outputs, targets). Those of Keras take (targets, outputs)."""
     if is_whole(function):
         return function
     if str(getattr(function, "__module__", "")).startswith("keras."):

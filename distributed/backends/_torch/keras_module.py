@@ -1,4 +1,4 @@
-"""A Keras model as a torch module: its variables under their own names, as parameters and buffers of one flat module."""
+"""Wrap a Keras model in a flat torch module that holds its variables as parameters and buffers under their names."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from distributed.backends._keras import files
 from distributed.backends._keras.floats import floats_of
 from distributed.backends._keras.names import model_variables, seed_names
 
-_MARK = "_distributed_rank"  # whose streams the seed generators of a model draw
+_MARK = "_distributed_rank"  # the rank whose streams the model's seed generators use
 
 
 @contextlib.contextmanager
 def keras_scope(device: torch.device, dtype: str) -> Iterator[None]:
-    """Within it Keras makes tensors on `device`, and floats are `dtype`."""
+    """Make Keras create tensors on `device`, with floats of `dtype`, in this block."""
     import keras
 
     whole = _whole_float64() if dtype == "float64" else contextlib.nullcontext()
@@ -28,7 +28,11 @@ def keras_scope(device: torch.device, dtype: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole_float64() -> Iterator[None]:
-    """Everywhere but on TensorFlow Keras makes float32 of float64 in some operations (variance, maximum), as JAX does."""
+    """Keep float64 in all operations in this block.
+
+    On every engine but TensorFlow, Keras computes some operations (variance, maximum) on float64 in float32, as JAX
+    does (Keras 3.15).
+    """
     from keras.src.backend.common import dtypes
 
     table = dtypes.BIT64_TO_BIT32_DTYPE
@@ -41,23 +45,26 @@ def _whole_float64() -> Iterator[None]:
 
 
 class KerasModule(torch.nn.Module):
-    """Calls the Keras model and holds its variables; empty until `adopt`.
+    """Call the Keras model and hold its variables. The module is empty until `adopt`.
 
-    What can be trained is a parameter, also where it is frozen; moving statistics are buffers. States of seed generators are
-    neither: each rank draws its own, so that none may be copied over another's.
+    Trainable variables are parameters, even if they are frozen; moving statistics are buffers. States of seed
+    generators are neither: each rank draws its own, so they must not be copied between ranks.
     """
 
     keras: Any
-    seeds: list[Any]  # variables with the states of seed generators
-    masks: list[Any]  # of the newest outputs
+    seeds: list[Any]  # variables that hold the states of seed generators
+    masks: list[Any]  # masks of the newest outputs
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        # Not through __setattr__, which makes a submodule of it: its parameters would count twice, under other names.
+        # Bypass __setattr__, which would register the model as a submodule and count its parameters twice.
         self.__dict__.update(keras=model, seeds=[], masks=[])
 
     def adopt(self, rank: int) -> None:
-        """Take up the variables of the model, which is built by now. `rank` gets streams of its own from seed generators."""
+        """Register the variables of the model, which must be built.
+
+        The seed generators draw separate streams for `rank`.
+        """
         model = self.keras
         trained = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
         seeds = seed_names(model)
@@ -72,7 +79,7 @@ class KerasModule(torch.nn.Module):
             self.mix_seeds(rank)
 
     def mix_seeds(self, rank: int) -> None:
-        """Make streams of rank 0, which are alike on all ranks, into those of `rank`."""
+        """Turn the seed streams of rank 0, which are the same on all ranks, into those of `rank`."""
         object.__setattr__(self.keras, _MARK, rank)
         with torch.no_grad():
             for variable in self.seeds:
@@ -100,43 +107,47 @@ def _mixed(rank: int) -> int:
 
 
 def take_weights(model: Any, directory: Path, dtype: str) -> None:
-    """Put the weights of a checkpoint into a model outside of the workers, whose Keras may run on any engine.
+    """Load the weights of a checkpoint into a model outside of the workers. Keras may run on any engine there.
 
-    On torch it is float64 afterwards where the run was, as in the workers; on another engine it stays what it was.
+    On torch, the model becomes float64 if the run was float64, as in the workers. On another engine its type does not
+    change.
     """
     import keras
 
-    files.load_model(model, directory)  # builds it, too
+    files.load_model(model, directory)  # also builds the model
     if dtype == "float64" and keras.config.backend() == "torch":
         to_float64(model)
         files.load_model(model, directory)
 
 
 def to_float64(model: Any) -> None:
-    """Change the floating variables of a built model, and what its layers compute in, to float64."""
+    """Change the floating variables of a built model and the compute type of its layers to float64."""
     import keras
 
     policy = keras.DTypePolicy("float64")
     for layer in model._flatten_layers():
         layer.dtype_policy = policy
-        read = [layer] if isinstance(layer, keras.layers.InputLayer) else []  # a Sequential casts the batch to its type
+        read = [layer] if isinstance(layer, keras.layers.InputLayer) else []  # a Sequential casts to its type
         for each in (*read, *_inputs(layer)):
             if "float" in str(each.dtype):
                 each._dtype = "float64"
-        for name, value in list(vars(layer).items()):  # what a layer has made of its constants, as Normalization
+        for name, value in list(vars(layer).items()):  # constants that a layer computed, as Normalization does
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 setattr(layer, name, value.double())
     widen(model.variables)
 
 
 def _inputs(layer: Any) -> list[Any]:
-    """What a model casts the batch to: of a Sequential the graph inside knows."""
+    """Return the input tensors whose type the model casts the batch to.
+
+    Those of a Sequential are in its inner graph.
+    """
     graphs = [layer, getattr(layer, "_functional", None)]
     return [tensor for graph in graphs for tensor in getattr(graph, "_inputs", None) or ()]
 
 
 def widen(variables: Any) -> None:
-    """Make floating variables float64, in place."""
+    """Convert floating variables to float64 in place."""
     for variable in variables:
         if variable.value.is_floating_point():
             variable.value.data = variable.value.data.double()

@@ -1,4 +1,4 @@
-"""From a batch to a loss for Keras models: compiled losses and metrics, losses of Keras and losses of torch tensors."""
+"""Compute losses and metrics of Keras models: compiled ones, Keras losses and losses of torch tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from distributed.backends.parts import Arguments
 
 
 class KerasObjective(Objective):
-    """Calls a Keras model on a batch. Regularisation is part of every loss but a training_step's."""
+    """Call a Keras model on a batch and compute its loss.
+
+    Regularisation is added to every loss except that of a training_step.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class KerasObjective(Objective):
         self._module, self._model, self._scope = module, module.keras, scope
         self._comparison = Comparison(module.keras, loss_fn, self._say)
         self._given_metrics = metrics
-        self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # as `compiled_metrics` gives them
+        self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # as `compiled_metrics` returns them
 
     def __call__(self, model: Callable[..., Any], batch: Any, num_items: torch.Tensor | None = None) -> Loss:
         with self._scope():
@@ -61,7 +64,7 @@ class KerasObjective(Objective):
         return dict.fromkeys(("takes count", "shifts", "does not shift", "counts"), 0.0)
 
     def _put_masks(self, outputs: Any) -> None:
-        """DistributedDataParallel may give other tensors than the model did, without their masks."""
+        """Attach the model's masks to `outputs`. DistributedDataParallel may return new tensors without their masks."""
         import keras
 
         for tensor, mask in zip(keras.tree.flatten(outputs), self._module.masks, strict=False):
@@ -80,7 +83,7 @@ class KerasObjective(Objective):
         return loss
 
     def _measure(self, parts: KerasBatch, outputs: Any) -> dict[str, Any]:
-        """(sum, count) of the metrics that are means, and what the others are called with."""
+        """Return (sum, count) of metrics that are means, and the call arguments of all other metrics."""
         if parts.y is None:
             return {}
         if self._metrics is None:

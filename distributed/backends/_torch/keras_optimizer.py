@@ -1,4 +1,4 @@
-"""A Keras optimizer where the step expects one of torch's: the same gradients, groups and rates drive it."""
+"""Let a Keras optimizer be used like a torch optimizer, with the same gradients, groups and rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Scope = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class KerasOptimizer(torch.optim.Optimizer):
-    """One group of parameters, updated by `keras` at the group's rate."""
+    """Update one group of parameters with the optimizer `keras` at the group's rate."""
 
     def __init__(self, keras: Any, variables: list[Any], rate: float, scope: Scope) -> None:
         super().__init__([variable.value for variable in variables], {"lr": rate})
@@ -20,7 +20,7 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update with the gradients that are there."""
+        """Make one update with the gradients that are present."""
         pairs = [(v.value.grad, v) for v in self._variables if v.value.grad is not None]
         if pairs:
             with self._scope(), self._at_rate():
@@ -28,8 +28,8 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _at_rate(self) -> Iterator[None]:
-        """The group's rate, which may be lower than the optimizer's own for a warm-up, is the one that Keras asks for."""
-        attributes = vars(self.keras)  # Keras tracks what is set through its own __setattr__
+        """Make Keras use the group's rate in this block. During warm-up it is lower than the optimizer's own rate."""
+        attributes = vars(self.keras)  # bypass Keras's __setattr__, which tracks attributes
         own = attributes["_learning_rate"]
         attributes["_learning_rate"] = lambda: self.param_groups[0]["lr"]
         try:
@@ -39,9 +39,9 @@ class KerasOptimizer(torch.optim.Optimizer):
 
 
 class LearningRateSchedule:
-    """One of Keras, which gives a rate for the number of updates, as a schedule that steps."""
+    """Step a Keras schedule, which computes the rate from the number of updates."""
 
-    counts_updates = True  # there is nothing to say about when it steps
+    counts_updates = True  # no notice about when it steps is needed
 
     def __init__(self, schedule: Any, optimizer: KerasOptimizer, factor: float, scope: Scope) -> None:
         self._schedule, self._optimizer, self._factor, self._scope = schedule, optimizer, factor, scope
@@ -54,9 +54,9 @@ class LearningRateSchedule:
         self._optimizer.param_groups[0]["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the optimizer counts."""
+        """Return an empty state, because the optimizer counts the updates."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The optimizer has taken up its count before."""
+        """Set the rate for the optimizer's restored count. Load the optimizer first."""
         self.step()

@@ -1,4 +1,4 @@
-"""Which kind of model a module is."""
+"""Choose the kind of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distributed.state import WorkerContext
 
 
 def kind_of(module: torch.nn.Module, context: WorkerContext = tensors.ALONE) -> TorchKind:
-    """The kind of what `modules.build_model` gave."""
+    """Return the kind of the module that `modules.build_model` returned."""
     from distributed.backends._torch.keras_module import KerasModule
 
     if isinstance(module, KerasModule):

@@ -1,6 +1,6 @@
-"""What kind of model is trained: how it is named, stored, optimized and compared with its targets.
+"""Name, store, optimize and compare a model with its targets, depending on its kind.
 
-Everything else of a step is the same for all kinds.
+All other parts of a step are the same for all kinds.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ Say = Callable[[str], None]
 
 
 class TorchKind:
-    """A torch module, its torch optimizer and schedule."""
+    """Hold a torch module with its torch optimizer and schedule."""
 
     def __init__(self, module: torch.nn.Module, context: WorkerContext = tensors.ALONE) -> None:
         self.module, self.context = module, context
 
     @property
     def model(self) -> Any:
-        """The user's own object."""
+        """The user's own model object."""
         return self.module
 
     def finish(self, example: Callable[[], Any], device: torch.device, config: DistributedConfig) -> None:
-        """Build what needs a batch to be built. Before the module is wrapped."""
+        """Build what needs a batch to be built. Called before the module is wrapped."""
 
     def seed(self, value: int) -> None:
-        """Seed what the model draws from beside torch's generators."""
+        """Seed the generators that the model draws from in addition to torch's."""
 
     def without_draws(self) -> contextlib.AbstractContextManager[None]:
-        """What the model draws within, beside torch's generators, leaves no trace."""
+        """Return a context that restores the model's own generators at its end. torch's generators are not included."""
         return contextlib.nullcontext()
 
     def checkpoint_activations(self) -> int:
-        """Recompute activations in the backward pass. Returns of how many blocks."""
+        """Recompute activations in the backward pass. Returns the number of blocks that do."""
         return recomputing.checkpoint_activations(self.module)
 
     def compile(self) -> None:
@@ -55,11 +55,11 @@ class TorchKind:
         modules.compile_calls(self.module)
 
     def batch_dependent(self) -> list[str]:
-        """Names of parts whose output differs with the split of a batch."""
+        """Return the names of parts whose output depends on how a batch is split."""
         return modules.batch_dependent(self.module)
 
     def optimizer(self, given: Any, scheduler: Any, merged: MergedConfig, say: Say) -> torch.optim.Optimizer:
-        """The given optimizer, or the default one, at a typed `learning_rate`."""
+        """Return the given optimizer, or the default one. A `learning_rate` set by the user replaces its rate."""
         optimizer = optim.build_optimizer(given, self.module, merged)
         if given is not None:
             optim.replace_rate(optimizer, scheduler, merged, say)
@@ -68,20 +68,23 @@ class TorchKind:
     def scheduler(
         self, job: Job, optimizer: torch.optim.Optimizer, merged: MergedConfig, batch: BatchPlan, say: Say
     ) -> Any:
-        """The schedule of `job`, bound to `optimizer`; both at rates that follow the batch where asked."""
+        """Return the schedule of `job`, bound to `optimizer`.
+
+        Scale the rates of both with the batch size if `lr_scaling` asks for it.
+        """
         scheduler = optim.build_scheduler(job.scheduler, optimizer, job.optimizer)
         optim.scale_rates(optimizer, scheduler, merged, batch, say)
         return scheduler
 
     def objective(self, job: Job, notice: Say) -> Objective:
-        """From batches to losses."""
+        """Return the objective, which computes losses from batches."""
         return Objective(job.loss_fn, job.training_step, self.module, notice=notice)
 
     def metrics(self, job: Job) -> Mapping[str, Callable[..., Any]]:
-        """name -> (outputs, targets) with the forms of a loss."""
+        """Return name -> function of (outputs, targets), which returns one of the forms of a loss."""
         return job.metrics
 
-    # What a checkpoint holds. Every rank calls these.
+    # Checkpoints. Every rank calls these.
 
     def save_model(self, directory: Path) -> dict[str, Any]:
         return tensors.save_model(self.module, directory, self.context)

@@ -1,4 +1,4 @@
-"""Cuts a user's data over ranks, in our order, for every torch backend."""
+"""Cut the user's data over ranks, in the order of the run, for every torch backend."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from distributed.state import DataRole, Group, MicroBatch, WorkerContext
 
 __all__ = ["loader_batch_size", "shard"]
 
-_Parts = list[tuple[range, int]]  # for each micro-batch: positions in the epoch, and how many samples count
+_Parts = list[tuple[range, int]]  # for each micro-batch: positions in the epoch, and the number of samples that count
 
 
 def shard(
@@ -51,10 +51,10 @@ def shard(
     role: DataRole,
     reduce: Reduce,
 ) -> ShardedData:
-    """This rank's part of `data`: a DataLoader, a map-style data set, or anything that can be iterated over.
+    """Return this rank's part of `data`: a DataLoader, a map-style data set or an iterable.
 
-    A collective where there are several ranks: they compare lengths. ConfigError where `data` is none of these,
-    is empty, has no length where one is needed, or contradicts the settings; the same on every rank.
+    A collective if there are several ranks, which compare lengths. Raises ConfigError, the same on every rank, if
+    `data` is none of these, is empty, lacks a required length or contradicts the settings.
     """
     source, train = read_source(data, config, role, presharded=options.presharded), role.is_training
     source = dataclasses.replace(source, is_for_gpu=context.device.startswith("cuda"))
@@ -68,7 +68,7 @@ def shard(
 
 
 def _local(source: Source, batch: BatchPlan, rank: int, seed: int, train: bool) -> ShardedData:
-    """The data of this rank alone, as one rank of one sees it, in updates as large as the rank's share."""
+    """Return the data of this rank alone, read as by a single rank. An update is as large as the rank's share."""
     share = sum(map(len, slices(batch.global_batch_size, batch, rank)))
     if share == 0:
         raise ConfigError(
@@ -85,7 +85,7 @@ def _local(source: Source, batch: BatchPlan, rank: int, seed: int, train: bool) 
 
 
 class MapData(ShardedData):
-    """A data set whose samples can be asked for by index: nothing is read that is not used, also after a resume."""
+    """Cut a data set whose samples are accessed by index. Only samples that are used are read, also after a resume."""
 
     def __init__(
         self,
@@ -98,7 +98,10 @@ class MapData(ShardedData):
         reduce: Reduce | None,
         is_local: bool = False,
     ) -> None:
-        """`reduce`: None for one rank. `is_local`: one rank's own part, which may be empty."""
+        """Lay out the first epoch. A collective unless `reduce` is None.
+
+        `reduce` is None for a single rank. `is_local` marks one rank's own part, which may be empty.
+        """
         self.batch, self._is_local = batch, is_local
         self._source, self._rank, self._seed, self._reduce = source, rank, seed, reduce
         self._fetcher = Fetcher(source.dataset, source.collate_fn, seed, train=train)
@@ -118,15 +121,15 @@ class MapData(ShardedData):
 
     @property
     def updates_per_epoch(self) -> int | None:
-        """Groups of a whole epoch, the one that was begun last."""
+        """The number of updates in the epoch that was started last."""
         return len(self._starts)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """The groups of `epoch` after `skip` global samples. A collective with a sampler of the user's."""
+        """Return the groups of `epoch` after `skip` global samples. A collective if the user gave a sampler."""
         self._end_iteration()
         keys = self._keys(epoch)
         starts = self._starts
-        if skip not in starts:  # made with another global batch size: go on from there
+        if skip not in starts:  # saved with another global batch size: continue from that sample
             whole = range(skip, self.num_samples, self.batch.global_batch_size)
             starts = whole if isinstance(starts, range) else [skip, *(start for start in starts if start > skip)]
         read = self._from_workers if self._source.num_workers else self._in_process
@@ -136,7 +139,7 @@ class MapData(ShardedData):
         return running
 
     def close(self) -> None:
-        """Stop loader processes."""
+        """Stop the loader processes."""
         self._end_iteration()
         if self._loader is not None:
             stop_workers(self._loader._iterator)
@@ -148,7 +151,7 @@ class MapData(ShardedData):
             self._running = None
 
     def _keys(self, epoch: int) -> Any:
-        """The key of the sample at every position of `epoch`; lays out its updates."""
+        """Return the key of the sample at each position of `epoch`, and lay out its updates."""
         source, own = self._source, self._own_sampler
         if own is None:
             count = sample_count(source.dataset, source.name)
@@ -163,14 +166,17 @@ class MapData(ShardedData):
         return _as_array([key for item in items for key in item])
 
     def _items(self, epoch: int) -> list[Any]:
-        """What the user's sampler yields in `epoch`; drawn once."""
+        """Return the items that the user's sampler yields in `epoch`. They are drawn once."""
         if self._drawn is None or self._drawn[0] != epoch:
             source = self._source
             self._drawn = epoch, draw_stream(self._own_sampler, source.dataset, self._seed, epoch, source.name)
         return self._drawn[1]
 
     def _lay_out(self, count: int, sizes: list[int] | None) -> None:
-        """Set how many samples an epoch has and where its updates start; `sizes` where a batch sampler makes them."""
+        """Set the number of samples of an epoch and where its updates start.
+
+        `sizes` are the sizes of a batch sampler's items, or None without one.
+        """
         size = self.batch.global_batch_size
         self.num_samples: int = count - count % size if self._source.drop_last else count
         if self.num_samples == 0 and not self._is_local:
@@ -183,7 +189,7 @@ class MapData(ShardedData):
             self._starts = [0, *itertools.accumulate(sizes[:-1])]
 
     def _agree(self, value: int, what: str) -> None:
-        """Refuse what differs between ranks. A collective."""
+        """Raise ConfigError if `value` differs between ranks. A collective."""
         if self._reduce is None:
             return
         values = gather(self._reduce, self._rank, self.batch.data_parallel_size, value)
@@ -194,7 +200,7 @@ class MapData(ShardedData):
             )
 
     def _updates(self, starts: Sequence[int]) -> Iterator[tuple[int, int, _Parts]]:
-        """(position, size, parts) of the updates that start at `starts`."""
+        """Yield (position, size, parts) of the updates that start at `starts`."""
         ends = itertools.chain(itertools.islice(starts, 1, None), [self.num_samples])
         usual = self.batch.global_batch_size if self._source.batch_sampler is None else -1
         for start, end in zip(starts, ends, strict=False):
@@ -203,7 +209,7 @@ class MapData(ShardedData):
 
     def _cut(self, count: int) -> list[range]:
         micro_batches = None
-        if self._source.batch_sampler is not None:  # its items set the size of a batch, ours does not
+        if self._source.batch_sampler is not None:  # its items set the size of a batch, `batch_size` does not
             fitting = -(-count // self.batch.data_parallel_size)
             micro_batches = min(self.batch.gradient_accumulation_steps, fitting)
         return slices(count, self.batch, self._rank, micro_batches)
@@ -253,14 +259,14 @@ class MapData(ShardedData):
 
 
 def _of_items(batch: BatchPlan, largest: int) -> BatchPlan:
-    """The batch equation where a batch sampler's items, of `largest` samples at most, are the global batches."""
+    """Return the batch plan if a batch sampler's items, with at most `largest` samples, are the global batches."""
     world = batch.data_parallel_size
     steps = min(batch.gradient_accumulation_steps, -(-largest // world))
     return BatchPlan(-(-largest // (steps * world)), steps, world, largest)
 
 
 class _Requests:
-    """A batch sampler: what the loader processes are asked for, set anew for each epoch."""
+    """Serve as the batch sampler of the loader processes. Its requests are set anew for each epoch."""
 
     def __init__(self) -> None:
         self.now: Callable[[], Iterator[Any]] = lambda: iter(())
@@ -270,7 +276,7 @@ class _Requests:
 
 
 class _WorkerDataset(Dataset[Any]):
-    """Answers one request with one batch, in a loader process."""
+    """Return one batch for one request, in a loader process."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
@@ -284,7 +290,10 @@ def _as_fetched(batch: Any) -> Any:
 
 
 def _placed(places: range, start: int) -> tuple[range, int]:
-    """(positions in the epoch, samples that count). An empty slice runs the update's first sample with weight 0."""
+    """Return (positions in the epoch, number of samples that count).
+
+    An empty slice runs the update's first sample with weight 0.
+    """
     if not places:
         return range(start, start + 1), 0
     return range(places.start + start, places.stop + start, places.step), len(places)
@@ -296,7 +305,7 @@ def _at(keys: Any, where: range) -> list[Any]:
 
 
 def _as_array(keys: list[Any]) -> Any:
-    """Whole numbers as an array, any other keys as they are."""
+    """Return integer keys as an array, and any other keys unchanged."""
     if all(type(key) is int for key in keys):
         return numpy.asarray(keys, dtype=numpy.int64)
     return keys

@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: a store that all of them have reached, under a name of this attempt alone."""
+"""Run the rendezvous of the ranks: a store that all of them have reached, under a name that belongs to this attempt."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from distributed.launching.secret import bind, messages
 from distributed.launching.worker_store import worker_store
 
 _POLL_S = 0.002
-_RETRY_S = 0.05  # between looks whether rank 0 listens
-_PATIENCE_S = 5.0  # before the missing ranks are named
-_GRACE_S = 5.0  # for rank 0's verdict to reach the others
+_RETRY_S = 0.05  # between checks whether rank 0 listens
+_PATIENCE_S = 5.0  # before a warning names the missing ranks
+_GRACE_S = 5.0  # for rank 0's result to reach the others
 
 
 def meet(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], None], call: str = "fit()") -> Any:
-    """A store shared by all ranks of this attempt, once each of them is there. Every rank must call it.
+    """Return a store shared by all ranks of this attempt, once each of them has joined. Every rank must call it.
 
-    torchrun keeps one store over its restarts, where an attempt would read the addresses of the one before, and its count
-    of restarts differs between nodes. So rank 0 draws a name, and gives it to each rank in answer to a word that this
-    rank has just drawn: what an earlier attempt left is answered too, and nobody reads it.
+    torchrun keeps one store across restarts, so an attempt could read addresses of the previous one, and its restart
+    count differs between nodes. Rank 0 therefore draws a name and sends it to each rank in reply to a token that the
+    rank has just drawn. Replies to tokens of an earlier attempt are never read.
 
-    `call` is what brings a rank here. Raises ResourceError with the ranks that did not come within `start_timeout` seconds.
+    `call` names the call that brings a rank here, for messages. Raises ResourceError with the ranks that did not join
+    within `start_timeout` seconds.
     """
     store = worker_store(start_timeout) or _connect(found, start_timeout, warn, call)
-    bind("")  # an earlier meeting of this process is over
+    bind("")  # end an earlier rendezvous of this process
     roll = messages(store, "trainer")
     deadline = time.monotonic() + start_timeout
     if found.rank == 0:
@@ -68,8 +69,10 @@ def _connect(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str
 
 
 def _listener(host: str, port: int, found: WorkerEnvironment) -> int | None:
-    """A descriptor bound to the port, on the interface of `host`. None: torch shares the store that this process hosts there
-    already, or says why the port cannot be had."""
+    """Return a descriptor bound to the port on the interface of `host`, or None.
+
+    With None, torch shares the store that this process already hosts, or reports why the port is not available.
+    """
     try:
         return listen_at(host, port, is_alone=found.local_world_size == found.world_size).detach()
     except OSError:
@@ -79,9 +82,10 @@ def _listener(host: str, port: int, found: WorkerEnvironment) -> int | None:
 def _await_listener(
     host: str, port: int, start_timeout: float, warn: Callable[[str], None], call: str = "fit()"
 ) -> None:
-    """Return once rank 0 listens. torch would wait up to twice as long and write its C++ stack each time.
+    """Return once rank 0 listens. Raises ResourceError after `start_timeout` seconds.
 
-    A name that is not known is waited for too: that of a pod comes when the pod does. ResourceError when time is up.
+    torch would wait up to twice as long and print its C++ stack each time (2.13). An unknown host name is retried
+    too, because the name of a pod appears only with the pod.
     """
     deadline, warn_at = time.monotonic() + start_timeout, time.monotonic() + _PATIENCE_S
     while True:
@@ -101,7 +105,7 @@ def _await_listener(
 def _call_the_roll(
     roll: Any, world_size: int, deadline: float, start_timeout: float, warn: Callable[[str], None], call: str = "fit()"
 ) -> tuple[str, str]:
-    """Of rank 0: the name, and the ranks that are missing when time is up."""
+    """Return the name and the ranks that are missing at the deadline. Called on rank 0."""
     name = secrets.token_hex(8)
     missing, answered = set(range(1, world_size)), set()
     warn_at = time.monotonic() + _PATIENCE_S
@@ -123,7 +127,7 @@ def _call_the_roll(
 
 
 def _answer(roll: Any, rank: int, deadline: float) -> tuple[str, str]:
-    """Of the other ranks: the same as rank 0 says it."""
+    """Return the name and the missing ranks that rank 0 published. Called on the other ranks."""
     word = secrets.token_hex(8)
     roll.set(f"here/{rank}", word)
     name = _read(roll, f"answer/{word}", deadline)
@@ -134,7 +138,7 @@ def _answer(roll: Any, rank: int, deadline: float) -> tuple[str, str]:
 
 
 def _read(roll: Any, key: str, deadline: float) -> str | None:
-    """What comes to be under `key`; None when time is up."""
+    """Return the value of `key` once it is set, or None at the deadline."""
     while not roll.check([key]):
         if time.monotonic() >= deadline:
             return None

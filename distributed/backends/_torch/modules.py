@@ -1,4 +1,4 @@
-"""The user's model: built, changed for training, and its parts whose output depends on more than one sample."""
+"""Build the user's model, prepare it for training and find parts whose output depends on more than one sample."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from distributed.errors import ConfigError
 
 
 def build_model(given: Any, config: DistributedConfig, device: torch.device) -> torch.nn.Module:
-    """The module that was given, or what the given factory makes of the seed; in `dtype`. `device` may be drawn on.
+    """Return the given module, or the one that a factory builds from the seed, in the `dtype` of the run.
 
-    A Keras model comes as a module around it, empty as yet.
+    A factory may draw from the generator of `device`. A Keras model is returned in a KerasModule that is still empty.
     """
     model = make_model(given, config, device)
     if is_model(model):
@@ -40,7 +40,7 @@ def _refuse_unbuilt(model: torch.nn.Module) -> None:
 
 
 def check_can_be_cut(model: torch.nn.Module, engine: str, *, allows_sparse: bool = False) -> None:
-    """Raise ConfigError for a parameter that `engine` cannot cut over the processes."""
+    """Raise ConfigError if `engine` cannot shard a parameter over the processes."""
     sparse = frozenset() if allows_sparse else sparse_names(model)
     for name, parameter in model.named_parameters():
         if name in sparse:
@@ -61,7 +61,7 @@ def check_can_be_cut(model: torch.nn.Module, engine: str, *, allows_sparse: bool
 
 
 def make_model(given: Any, config: DistributedConfig, device: torch.device) -> Any:
-    """The model that was given, of torch or Keras, or what the given factory makes of the seed."""
+    """Return the given torch or Keras model, or the one that a factory builds from the seed."""
     if isinstance(given, torch.nn.Module) or is_model(given):
         return given
     before = random.getstate(), numpy.random.get_state()
@@ -77,13 +77,13 @@ def make_model(given: Any, config: DistributedConfig, device: torch.device) -> A
 
 
 def sparse_names(model: torch.nn.Module) -> frozenset[str]:
-    """The names of the parameters whose gradients come sparse: those of modules with `sparse=True`."""
+    """Return the names of the parameters with sparse gradients: those of modules with `sparse=True`."""
     owned = {id(p) for module in model.modules() if getattr(module, "sparse", False) for p in module.parameters(False)}
     return frozenset(name for name, p in model.named_parameters() if id(p) in owned)
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost entries of a ModuleList or Sequential that have sub-modules of their own: a network's layers."""
+    """Return the layers of a network: the outermost entries of a ModuleList or Sequential that have submodules."""
     blocks = [
         block
         for container in model.modules()
@@ -99,9 +99,10 @@ def _contains(outer: torch.nn.Module, inner: torch.nn.Module) -> bool:
 
 
 def compile_calls(model: torch.nn.Module) -> None:
-    """`model.compile()` that works for every model: torch's own compiles nothing of a bare Sequential or Linear.
+    """Compile the calls of any model.
 
-    Dynamo skips frames of files in torch.nn, so the first frame has to be one of ours (OptimizedModule does the same).
+    torch's own `model.compile()` compiles nothing of a bare Sequential or Linear: Dynamo skips frames of files in
+    torch.nn (2.13). The first frame therefore has to be in this package. OptimizedModule does the same.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -111,12 +112,12 @@ def compile_calls(model: torch.nn.Module) -> None:
 
 
 def batch_dependent(model: torch.nn.Module) -> list[str]:
-    """Names of modules whose output differs with the split of a batch: batch statistics and dropout."""
+    """Return the names of modules whose output depends on how a batch is split: batch statistics and dropout."""
     names = []
     for name, module in model.named_modules():
         is_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.track_running_stats
         drops = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0
-        own_rate = getattr(module, "dropout", None)  # MultiheadAttention keeps it as a number
+        own_rate = getattr(module, "dropout", None)  # MultiheadAttention stores it as a number
         if is_norm or drops or (isinstance(own_rate, float) and own_rate > 0):
             names.append(f"{name or 'model'} ({type(module).__name__})")
     return names

@@ -1,4 +1,4 @@
-"""Batches and outputs as containers of tensors: taken apart, put together again, moved to a device."""
+"""Take nested containers of tensors apart, rebuild them and move them to a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch
 
 
 def children(value: Any) -> dict[Any, Any] | None:
-    """What a tuple, list, mapping or data class holds, by place, key or field; None of anything else."""
+    """Return the entries of a tuple, list, mapping or data class by index, key or field.
+
+    Return None for anything else.
+    """
     if isinstance(value, (tuple, list)):
         return dict(enumerate(value))
     if isinstance(value, Mapping):
@@ -23,7 +26,10 @@ def children(value: Any) -> dict[Any, Any] | None:
 
 
 def rebuilt(value: Any, held: dict[Any, Any]) -> Any:
-    """A container like `value` that holds `held`. A mapping that is no dict and no UserDict becomes a dict."""
+    """Return a container like `value` that holds `held`.
+
+    A mapping that is neither a dict nor a UserDict becomes a dict.
+    """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*held.values())
     if isinstance(value, (tuple, list)):
@@ -32,25 +38,27 @@ def rebuilt(value: Any, held: dict[Any, Any]) -> Any:
         return held
     like = copy.copy(value)
     for name, child in held.items():
-        if isinstance(value, Mapping):  # of Hugging Face: a BatchEncoding, or a model's outputs
+        if isinstance(value, Mapping):  # a Hugging Face BatchEncoding or model output
             like[name] = child
         else:
-            object.__setattr__(like, name, child)  # also of a frozen data class
+            object.__setattr__(like, name, child)  # works for frozen data classes too
     return like
 
 
 def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """`batch` on `device`, floating tensors in `dtype` if given; tensors inside containers too. What has its own `.to`
-    moves itself, as it can; anything else stays as it is."""
+    """Return `batch` on `device`, with floating tensors in `dtype` if given. Tensors inside containers are moved too.
+
+    An object with its own `.to` is moved by that method. Anything else is returned unchanged.
+    """
     if isinstance(batch, torch.Tensor):
-        later = device.type != "cpu"  # from a GPU, torch would return page-locked memory before the copy is complete
+        later = device.type != "cpu"  # a non-blocking copy to the CPU could be read before it is complete
         if dtype is not None and batch.is_floating_point():
             return batch.to(device=device, dtype=dtype, non_blocking=later)
         return batch.to(device, non_blocking=later)
     if type(batch) in (list, tuple):
         return type(batch)([move(item, device, dtype) for item in batch])
     is_dict = isinstance(batch, (dict, collections.UserDict))
-    if not is_dict and callable(getattr(batch, "to", None)):  # a PackedSequence, a graph
+    if not is_dict and callable(getattr(batch, "to", None)):  # for example a PackedSequence or a graph
         return batch.to(device)
     held = children(batch)
     return batch if held is None else rebuilt(batch, {key: move(child, device, dtype) for key, child in held.items()})

@@ -1,4 +1,4 @@
-"""From a batch to a loss: every form of model, batch and loss that `Trainer` accepts, in one place."""
+"""Compute the loss of a batch for every form of model, batch and loss that `Trainer` accepts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _EXAMPLE = (
 
 @dataclasses.dataclass(slots=True)
 class Loss:
-    """A loss of one micro-batch, differentiable.
+    """Hold the differentiable loss of one micro-batch.
 
-    `count` None: `value` is a mean over the batch's samples. Otherwise `value` is a sum and `count` what it is divided by.
+    If `count` is None, `value` is a mean over the samples of the batch. Otherwise `value` is a sum, to be divided by
+    `count`.
     """
 
     value: torch.Tensor
@@ -36,9 +37,10 @@ class Loss:
 
 
 def as_loss(value: Any, metric: str | None = None) -> Loss:
-    """The return forms of a `loss_fn` or metric: a scalar mean, any other tensor (meaned over its elements), or (sum, count).
+    """Return the Loss for a value returned by a `loss_fn` or a metric.
 
-    ConfigError for anything else, which names `metric` where the value is that of one.
+    Accepted are a scalar mean, any other tensor (its mean over all elements is taken) and a pair (sum, count). Raises
+    ConfigError for anything else; the message names `metric` if it is given.
     """
     if isinstance(value, tuple) and len(value) == 2:
         total, count = value
@@ -58,7 +60,7 @@ def _tensor(value: Any, metric: str | None) -> torch.Tensor:
 
 
 class Objective:
-    """Calls the model on a batch and gives its loss; the form is chosen at the first batch and kept."""
+    """Call the model on a batch and compute its loss. The form of the loss is chosen at the first batch and kept."""
 
     def __init__(
         self,
@@ -68,21 +70,23 @@ class Objective:
         notice: Callable[[str], None],
     ) -> None:
         self._loss_fn, self._training_step = loss_fn, training_step
-        self.add_metric: Callable[[str, Any], None] = lambda name, metric: (
-            None
-        )  # for one that is known at the first batch
+        # Called for a metric that becomes known at the first batch.
+        self.add_metric: Callable[[str, Any], None] = lambda name, metric: None
         self._plain = plain_model
         self._notice = notice
         self._said: set[str] = set()
         self._default: Callable[..., torch.Tensor] | None = None
         self._class_loss = None if loss_fn is None else class_loss(loss_fn)
-        self.counts: bool = False  # training divides a class loss by its count, which the ranks then add up
-        self.takes_count: bool = False  # the model divides by a num_items_in_batch that we give
-        self._shifts = _shifts_by_name(plain_model)  # the first label of a row is nobody's target
+        self.counts: bool = False  # whether training divides a class loss by its count, summed over the ranks
+        self.takes_count: bool = False  # whether the model divides by the num_items_in_batch that we pass
+        self._shifts = _shifts_by_name(plain_model)  # whether the first label of a row is not a target
         self._is_float64 = {p.dtype for p in plain_model.parameters()} == {torch.float64}
 
     def __call__(self, model: Callable[..., Any], batch: Any, num_items: torch.Tensor | None = None) -> Loss:
-        """The loss of `batch`. `num_items` is the label count of the whole update, for models that divide by it."""
+        """Return the loss of `batch`.
+
+        `num_items` is the number of labels of the whole update, for models that divide by it.
+        """
         if self._training_step is not None:
             return self._from_step(self._step(model, batch), batch)
         if isinstance(batch, Mapping):
@@ -104,7 +108,7 @@ class Objective:
         return self.compare(outputs, targets)
 
     def compare(self, outputs: Any, targets: Any) -> Loss:
-        """The loss of `outputs` against `targets` by the user's loss, or the default one."""
+        """Return the loss of `outputs` against `targets`, computed by the user's loss or the default one."""
         loss_fn = self._loss_fn or self._default
         if loss_fn is None:
             loss_fn = self._default = self._choose_default(outputs, targets)
@@ -118,11 +122,14 @@ class Objective:
         return dataclasses.replace(as_loss(value), outputs=outputs, targets=targets)
 
     def target_name(self, batch: Mapping[str, Any]) -> str | None:
-        """The key of a named batch that `loss_fn` compares with and the model does not get; None without a loss_fn."""
+        """Return the key of the targets in a named batch, which the model does not receive.
+
+        Return None without a `loss_fn`.
+        """
         return next((name for name in TARGET_NAMES if name in batch), None) if self._loss_fn is not None else None
 
     def predict(self, model: Callable[..., Any], batch: Any) -> Any:
-        """The model's outputs for `batch` without its targets."""
+        """Return the model's outputs for `batch` without its targets."""
         if isinstance(batch, Mapping):
             target = self.target_name(batch)
             return model(**{name: value for name, value in batch.items() if name != target})
@@ -131,14 +138,14 @@ class Objective:
         return model(batch)
 
     def label_count(self, batch: Any) -> torch.Tensor | None:
-        """Labels of `batch` that count (not -100), where the model takes the global count; else None."""
+        """Return the number of labels of `batch` that are not -100 if the model takes the global count, else None."""
         if not self.takes_count or not isinstance(batch, Mapping):
             return None
         return self._labels_that_count(batch)
 
     @property
     def form(self) -> dict[str, bool]:
-        """What `settle` found, as JSON."""
+        """The form of the loss that `settle` found, as JSON."""
         return {"takes_count": self.takes_count, "shifts": self._shifts, "counts": self.counts}
 
     @form.setter
@@ -147,8 +154,11 @@ class Objective:
         self.counts = bool(form.get("counts", False))
 
     def probe(self, model: torch.nn.Module, batch: Any) -> dict[str, float]:
-        """Try out how the model makes its own loss, without side effects. Returns this rank's votes for `settle`; a rank
-        whose batch holds no label cannot tell."""
+        """Return this rank's votes for `settle` on how the model computes its own loss.
+
+        The model is tried out on `batch` in eval mode, without side effects. A rank whose batch holds no label
+        abstains.
+        """
         votes = dict.fromkeys(("takes count", "shifts", "does not shift", "counts"), 0.0)
         votes["counts"] = float(self._needs_count(batch))
         if self._training_step or self._loss_fn or not isinstance(batch, Mapping):
@@ -179,7 +189,10 @@ class Objective:
         return (self._class_loss or ClassLoss(F.cross_entropy)).needs_count(targets)
 
     def _probe_shift(self, model: torch.nn.Module, batch: Mapping[str, Any], labels: torch.Tensor) -> dict[str, float]:
-        """Does the loss change without the first label of each row? A model of the next token takes no notice."""
+        """Vote on whether the loss ignores the first label of each row.
+
+        The loss of a model that predicts the next token does.
+        """
         without = labels.clone()
         without[..., 0] = -100
         if torch.equal(without, labels) or without.ne(-100).sum() == 0:
@@ -190,7 +203,7 @@ class Objective:
         return {"shifts" if torch.equal(whole, rest) else "does not shift": 1.0}
 
     def settle(self, votes: Mapping[str, float]) -> None:
-        """Take up the sum of all ranks' `probe`."""
+        """Choose the form of the loss from `votes`, the sum of the results of `probe` over all ranks."""
         self.takes_count = votes["takes count"] > 0
         self.counts = votes["counts"] > 0
         if votes["shifts"] or votes["does not shift"]:
@@ -240,7 +253,7 @@ class Objective:
     def _from_step(self, value: Any, batch: Any) -> Loss:
         metrics: Mapping[str, Any] | None = None
         own = self._own_loss(value) if hasattr(value, "loss") else None
-        if own is not None:  # before the next: a Hugging Face output is a mapping too
+        if own is not None:  # checked first: a Hugging Face output is also a mapping
             return self._weigh(own, batch)
         if isinstance(value, Mapping):
             if "loss" not in value:
@@ -255,8 +268,10 @@ class Objective:
         return dataclasses.replace(as_loss(value), metrics=metrics)
 
     def _own_loss(self, outputs: Any) -> torch.Tensor | None:
-        """`own_loss`, after a word on one that is less exact than its model. A division by a float64 count hides that, so the
-        probe looks at a loss divided by a whole number."""
+        """Return the model's own loss, and report a loss that is less precise than its model.
+
+        The unscaled loss is examined, because dividing it by a float64 count would hide its element type.
+        """
         loss = own_loss(outputs)
         if loss is not None and self._is_float64 and loss.dtype != torch.float64:
             kind = str(loss.dtype).removeprefix("torch.")
@@ -267,7 +282,7 @@ class Objective:
         return loss
 
     def _weigh(self, loss: torch.Tensor, batch: Any) -> Loss:
-        """A model's own mean: weighted by its labels where it has them, else by samples."""
+        """Return the model's own mean loss and its weight: the number of labels, or of samples without labels."""
         if loss.dim() != 0:
             return as_loss(loss)
         count = self._labels_that_count(batch) if isinstance(batch, Mapping) else None
@@ -275,7 +290,7 @@ class Objective:
             self._say("the model's own loss is taken as a mean over samples")
             return Loss(loss, None)
         self._say("the model's own loss is weighted by the labels that are not -100")
-        # A batch without a single label gives 0/0 in the model: it weighs nothing.
+        # For a batch without labels the model returns 0/0. Such a batch gets weight 0.
         return Loss(torch.where(count > 0, loss, torch.zeros_like(loss)) * count, count)
 
     def _labels_that_count(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
@@ -304,13 +319,13 @@ class Objective:
 
 
 def own_loss(outputs: Any) -> torch.Tensor | None:
-    """The loss inside a model's outputs (`.loss` or ["loss"]), or None."""
+    """Return the loss inside a model's outputs (`.loss` or ["loss"]), or None."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     return loss if isinstance(loss, torch.Tensor) else None
 
 
 def is_class_index(outputs: Any, targets: Any) -> bool:
-    """Whether `outputs` are [batch, classes] scores and `targets` [batch] class indices."""
+    """Return whether `outputs` are scores [batch, classes] and `targets` are class indices [batch]."""
     return (
         isinstance(outputs, torch.Tensor)
         and isinstance(targets, torch.Tensor)
@@ -326,19 +341,22 @@ def _are_classes(targets: Any) -> bool:
 
 
 def scores(outputs: Any) -> Any:
-    """The scores inside a model's outputs (`.logits`, as Hugging Face names them), or the outputs themselves."""
+    """Return the scores inside a model's outputs (`.logits`, as in Hugging Face), or the outputs themselves."""
     return getattr(outputs, "logits", outputs)
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(right answers, samples) of class scores [batch, classes] against class indices [batch]; negative ones do not count."""
+    """Return (number of correct answers, number of samples).
+
+    Shapes are [batch, classes] for `outputs` and [batch] for `targets`. Negative class indices are not counted.
+    """
     return (outputs.argmax(dim=1) == targets).sum(), (targets >= 0).sum()
 
 
 def evaluate_metrics(
     metrics: Mapping[str, Callable[..., Any]], outputs: Any, targets: Any, num_samples: int, *, default: bool
 ) -> list[tuple[str, Any, float, Any]]:
-    """(name, value, scale, count) of every metric, as `StepResult.averages` holds them; `default`: of the accuracy, too."""
+    """Return (name, value, scale, count) of every metric, as in `StepResult.averages`. `default` adds the accuracy."""
     rows: list[tuple[str, Any, float, Any]] = []
     for name, function in metrics.items():
         rows.append((name, *weighted(as_loss(function(outputs, targets), name), num_samples, name)))
@@ -348,7 +366,7 @@ def evaluate_metrics(
 
 
 def weighted(loss: Loss, num_samples: int, name: str) -> tuple[Any, float, Any]:
-    """(value, scale, count) of a mean over `num_samples`, or of a (sum, count)."""
+    """Return (value, scale, count) of a mean over `num_samples`, or of a (sum, count)."""
     if loss.value.numel() != 1:
         raise TrainingError(f"metric {name!r} gave a tensor of shape {tuple(loss.value.shape)} as a sum: give a number")
     value = loss.value.detach()
@@ -356,13 +374,16 @@ def weighted(loss: Loss, num_samples: int, name: str) -> tuple[Any, float, Any]:
 
 
 def _shifts_by_name(model: torch.nn.Module) -> bool:
-    """Whether the model's name says that it predicts the next token; `probe` knows better where it can be asked."""
+    """Return whether the model's name says that it predicts the next token. A result of `probe` takes precedence."""
     kind = str(getattr(model, "loss_type", None) or type(model).__name__)
     return "CausalLM" in kind or kind.endswith("LMHeadModel")
 
 
 def _accepts_count(model: torch.nn.Module) -> bool:
-    """The rule of Hugging Face's Trainer: an explicit argument, `accepts_loss_kwargs`, or any keyword."""
+    """Return whether the model takes `num_items_in_batch`, by the rule of Hugging Face's Trainer.
+
+    `accepts_loss_kwargs` decides if it is set; otherwise an explicit argument or any keyword argument.
+    """
     stated = getattr(model, "accepts_loss_kwargs", None)
     if stated is not None:
         return bool(stated)
@@ -371,7 +392,7 @@ def _accepts_count(model: torch.nn.Module) -> bool:
 
 
 def _near_miss(outputs: Any, targets: Any) -> str:
-    """What is to be changed where one of the default losses is nearly meant, else ""."""
+    """Return what to change if the shapes almost match one of the default losses, else ""."""
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return ""
     if is_class_index(outputs, targets):

@@ -1,4 +1,4 @@
-"""What can be observed of training with torch: gradient norm, graph, weights and gradients, profile."""
+"""Observe training with torch: gradient norm, graph, weights and gradients, profile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TorchObserver(Observer):
         self._kept: MicroBatch | None = None  # for `graph`
 
     def see(self, micro: MicroBatch) -> None:
-        """Take note of the first batch that a wrapper trains on."""
+        """Keep the first batch that a wrapper trains on, if the graph needs it."""
         self._kept = micro if self.keeps_batch else None
 
     def gradient_norm(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Optimizer, learning rate and schedule of the torch family."""
+"""Build the optimizer and learning-rate schedule of torch models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distributed.errors import ConfigError
 
 
 def build_optimizer(given: Any, model: torch.nn.Module, merged: MergedConfig) -> torch.optim.Optimizer:
-    """The user's optimizer, or AdamW at `learning_rate`."""
+    """Return the user's optimizer, or AdamW at `learning_rate`."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError(
@@ -48,7 +48,10 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
 def replace_rate(
     optimizer: torch.optim.Optimizer, scheduler: Any, merged: MergedConfig, notice: Callable[[str], None]
 ) -> None:
-    """A typed `learning_rate` replaces a given optimizer's, and the one that a schedule given as an object starts from."""
+    """Replace the rate of a given optimizer by a `learning_rate` that the user set.
+
+    The initial rate of a schedule given as an object is replaced too.
+    """
     rate = merged.config.learning_rate
     if not merged.is_typed("learning_rate"):
         return
@@ -66,12 +69,12 @@ def replace_rate(
 
 
 def full_rate(group: Mapping[str, Any]) -> float:
-    """A group's rate before a schedule lowered it for the first update (OneCycleLR, a warm-up)."""
+    """Return a group's rate before a schedule (OneCycleLR, a warm-up) lowered it for the first update."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:
-    """Write each group's rate."""
+    """Set the rate of each group."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -80,10 +83,10 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:
 
 
 def change_rates(optimizer: torch.optim.Optimizer, scheduler: Any, change: Callable[[float], float]) -> None:
-    """Change the rates of all groups, and every rate that a schedule put into them or remembers itself."""
+    """Apply `change` to the rates of all groups and to every rate that a schedule stores in them or in itself."""
     set_rates(optimizer, [change(float(group["lr"])) for group in optimizer.param_groups])
     for group in optimizer.param_groups:
-        for name in ("initial_lr", "max_lr", "min_lr"):  # the last two are OneCycleLR's
+        for name in ("initial_lr", "max_lr", "min_lr"):  # OneCycleLR sets the last two
             if name in group:
                 group[name] = change(group[name])
     for schedule in _all_schedules(scheduler):
@@ -99,7 +102,11 @@ def scale_rates(
     batch: BatchPlan,
     notice: Callable[[str], None],
 ) -> None:
-    """`lr_scaling`: times k = global_batch_size / batch_size (linear: Goyal et al., arXiv 1706.02677) or its square root."""
+    """Apply `lr_scaling` to the rates.
+
+    "linear" multiplies them by k = global_batch_size / batch_size (Goyal et al., arXiv 1706.02677), "sqrt" by the
+    square root of k.
+    """
     mode = merged.config.lr_scaling
     ratio = batch.global_batch_size / batch.batch_size
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[mode]
@@ -111,7 +118,7 @@ def scale_rates(
 
 
 def build_scheduler(given: Any, optimizer: torch.optim.Optimizer, original: Any) -> Any:
-    """The user's schedule bound to `optimizer`; a factory is called with it."""
+    """Return the user's schedule bound to `optimizer`. A factory is called with it."""
     if given is None:
         return None
     if isinstance(given, (LRScheduler, ReduceLROnPlateau)):
@@ -132,7 +139,7 @@ def build_scheduler(given: Any, optimizer: torch.optim.Optimizer, original: Any)
 
 
 def _all_schedules(scheduler: Any) -> Iterator[Any]:
-    """A schedule and the ones inside it (SequentialLR, ChainedScheduler)."""
+    """Yield a schedule and the schedules inside it (SequentialLR, ChainedScheduler)."""
     if scheduler is None:
         return
     yield scheduler
@@ -143,8 +150,8 @@ def _all_schedules(scheduler: Any) -> Iterator[Any]:
 def use_fused_sgd(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """Switch plain SGD on CPU to its fused kernel, which gives the same bits in a fifth of the time.
 
-    Left alone where the user chose an implementation, and for sparse gradients and sharded parameters, which the kernel
-    refuses.
+    An implementation that the user chose is kept. Sparse gradients and sharded parameters are excluded, because the
+    kernel does not support them.
     """
     if type(optimizer) is not torch.optim.SGD or any(getattr(m, "sparse", False) for m in model.modules()):
         return
@@ -159,10 +166,10 @@ def use_fused_sgd(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> N
 
 
 def lean_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """`optimizer.step`, without the label for profilers around it as long as no profiler runs: 10 us of a small step.
+    """Return `optimizer.step` without the profiler label while no profiler runs. This saves 10 us per update.
 
-    torch wraps each optimizer's step into `record_function` and the registered hooks (`profile_hook_step`); where there are
-    hooks, or a schedule has put its own wrapper on top, the whole of it is called.
+    torch wraps each optimizer's step in `record_function` and the registered hooks (`profile_hook_step`). The full
+    method is called if there are hooks or if a schedule has put its own wrapper on top.
     """
     bare = getattr(type(optimizer).step, "__wrapped__", None)
     if bare is None or "step" in vars(optimizer):

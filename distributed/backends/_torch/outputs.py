@@ -1,4 +1,4 @@
-"""The answer of `predict`: the outputs of all slices, joined in the order of the samples."""
+"""Join the outputs of all slices in the order of the samples, for `predict`."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ from distributed.backends._torch.nested import children, rebuilt
 
 
 class Outputs(NamedTuple):
-    """What the model gave for one slice of an update."""
+    """Hold the model's outputs for one slice of an update."""
 
     value: Any
     num_samples: int
 
 
-Update = list[Outputs]  # of one update: rank r holds every len()-th sample of it, from r on
+Update = list[Outputs]  # one update: rank r holds every len()-th sample, starting at r
 
 
 def by_update(parts: Sequence[Sequence[tuple[int, int, Outputs]]]) -> list[Update]:
-    """Every rank's (number of the update, rank, outputs), sorted by update and rank."""
+    """Return the outputs per update, sorted by update and rank.
+
+    `parts` hold (update number, rank, outputs) of every rank.
+    """
     entries = sorted((entry for part in parts for entry in part), key=lambda entry: entry[:2])
     return [[entry[2] for entry in group] for _, group in itertools.groupby(entries, key=lambda entry: entry[0])]
 
 
 def by_rank(parts: Sequence[Sequence[tuple[int, int, Outputs]]]) -> list[Update]:
-    """The samples of one rank after those of another, where each brought its own."""
+    """Return the outputs rank by rank, for ranks that bring their own samples."""
     return [[outputs] for part in parts for _, _, outputs in part]
 
 
 def joined(updates: Sequence[Update]) -> Any:
-    """One object like each of the outputs, with all samples in it.
+    """Return one object like each of the outputs that holds all samples.
 
-    Tensors and arrays are joined along their first dimension, lists with an entry for each sample one after the other, also
-    inside tuples, mappings and data classes. Tensors that differ in their other dimensions come as a list, one entry per
-    sample; what belongs to no sample (a loss, a cache) as a list, one entry per slice.
+    Tensors and arrays are joined along their first dimension, and lists with one entry per sample are concatenated,
+    also inside tuples, mappings and data classes. Tensors that differ in their other dimensions are returned as a
+    list with one entry per sample. Values that belong to no sample (a loss, a cache) are returned as a list with one
+    entry per slice.
     """
     pieces = [piece for update in updates for piece in update]
     if not pieces:
@@ -65,7 +69,7 @@ def _joined_tensors(updates: Sequence[Update], pieces: Sequence[Outputs]) -> Any
 
 
 def _woven_tensors(update: Update) -> torch.Tensor:
-    """The samples of one update; each may have several rows."""
+    """Return the samples of one update in order. A sample may have several rows."""
     first: torch.Tensor = update[0].value
     if len(update) == 1:
         return first
@@ -77,7 +81,7 @@ def _woven_tensors(update: Update) -> torch.Tensor:
 
 
 def _woven(update: Update) -> list[Any]:
-    """The samples of one update, each an entry of a sequence."""
+    """Return the samples of one update in order. Each sample is an entry of a sequence."""
     out: list[Any] = [None] * sum(n for _, n in update)
     for rank, (value, _) in enumerate(update):
         out[rank :: len(update)] = list(value)

@@ -1,4 +1,4 @@
-"""Compute metrics over all samples on torch: functions, objects of torchmetrics by their states, and other objects."""
+"""Compute metrics over all samples on torch: functions, torchmetrics objects by their states, and other objects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class TorchEngine:
-    """Convert the tensors of torch, see `distributed.backends.over_all.Engine`."""
+    """Convert torch tensors, see `distributed.backends.over_all.Engine`."""
 
     def joined(self, updates: Sequence[Update]) -> Arguments:
         """Return the arguments for all samples of `updates`."""
@@ -42,7 +42,7 @@ class TorchEngine:
         return whole
 
     def to_raw(self, name: str, leaf: Any) -> RawTensor | None:
-        """Return a tensor, or an array of numbers, as bytes; None for anything else."""
+        """Return a tensor or a numeric array as bytes, or None for anything else."""
         if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
             leaf = torch.from_numpy(leaf)
         if not isinstance(leaf, torch.Tensor):
@@ -54,7 +54,7 @@ class TorchEngine:
         return tensor_of(word, shape, data).clone()
 
     def number(self, name: str, value: Any) -> float:
-        """Return a number, or the element of a tensor or array that has just one."""
+        """Return a number as float. Tensors and arrays must have exactly one element."""
         if isinstance(value, torch.Tensor) or (hasattr(value, "item") and getattr(value, "size", 0) == 1):
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise not_a_number(name, value)
@@ -107,7 +107,7 @@ def _called(metric: OverAll, updates: Sequence[Update]) -> Any:
         return call_sklearn(metric, mapped(args, _array), mapped(named, _array))
     with torch.no_grad():
         value = metric.function(*args, **named, **metric.arguments)
-    is_each = isinstance(value, torch.Tensor) and value.numel() != 1  # a value per sample, which is meaned
+    is_each = isinstance(value, torch.Tensor) and value.numel() != 1  # a value per sample, of which the mean is taken
     return (value.sum(), value.numel()) if is_each else value
 
 
@@ -119,7 +119,7 @@ def _array(leaf: Any) -> Any:
 
 
 def _transformed(transform: Callable[[Any], Any] | str | None, call: Arguments) -> Arguments:
-    """Return `call` with its first argument, the outputs, replaced by what `transform` makes of them."""
+    """Return `call` with the outputs, its first argument, replaced by the result of `transform`."""
     if transform is None or not call.args:
         return call
     outputs, *more = call.args
@@ -130,12 +130,12 @@ def _transformed(transform: Callable[[Any], Any] | str | None, call: Arguments) 
 
 
 def with_scores(call: Arguments) -> Arguments:
-    """Return `call` with the scores in place of a model's outputs that contain them, because metric objects take scores."""
+    """Return `call` with model outputs replaced by the scores that they contain, because metric objects take scores."""
     return call._replace(args=tuple(scores(each) for each in call.args))
 
 
 def on_host(call: Arguments) -> Arguments:
-    """The arguments of a metric as they are kept."""
+    """Return the arguments of a metric with their tensors on the host."""
     kept: Arguments = mapped(call, _on_host)
     return kept
 
@@ -147,7 +147,7 @@ def _prepared(change: Callable[[Arguments], Arguments], call: Arguments) -> Argu
 
 
 def _on_host(leaf: Any) -> Any:
-    """Return the tensor on the host, in memory of its own: a row of a large tensor would keep all of that alive."""
+    """Return the tensor on the host, in its own memory. A row of a large tensor would keep the whole tensor alive."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = leaf.detach()
@@ -155,7 +155,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def widened(call: Any) -> Any:
-    """Return `call` with floats of 16 bits converted to float32, in which their sums are computed."""
+    """Return `call` with 16-bit floats converted to float32, because sums of 16-bit floats lose precision."""
     return mapped(call, lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in _HALVES else x)
 
 
@@ -163,11 +163,11 @@ def widened(call: Any) -> Any:
 
 
 def declared_states(metric: Any) -> dict[str, Any] | None:
-    """Return path -> module of the metrics inside `metric`, or None where a declared state cannot be combined over ranks.
+    """Return path -> module of the metrics inside `metric`, or None if a declared state cannot be combined over ranks.
 
-    Sums, minima, maxima and lists can be combined. So can "mean" in metrics of torchmetrics itself, which declare it for
-    constants, with the same value on every rank. This is what torchmetrics' own synchronisation does, but ranks that saw nothing
-    are left out, and the states may come from another number of ranks.
+    Sums, minima, maxima and lists can be combined. So can "mean" in torchmetrics' own metrics, which declare it for
+    constants that have the same value on every rank. torchmetrics' synchronisation combines states in the same way.
+    Here, ranks without samples are left out, and the states may come from a different number of ranks.
     """
     members = dict(metric.named_modules()) if isinstance(metric, torch.nn.Module) else {"": metric}
     found = {path: each for path, each in members.items() if _declares(each)}
@@ -199,7 +199,7 @@ def _can_be_merged(metric: Any) -> bool:
 
 
 def _word(reduction: Any) -> str:
-    """Return the word with which a metric of torchmetrics declared `reduction`."""
+    """Return the reduction's torchmetrics name, such as "sum" or "cat", or "none" without a reduction."""
     if reduction is None:
         return "none"
     return str(getattr(reduction, "__name__", "")).removeprefix("dim_zero_")
@@ -208,8 +208,8 @@ def _word(reduction: Any) -> str:
 class StateMeasure:
     """Compute a metric of torchmetrics from its states.
 
-    Entries of list states are kept like outputs; all other states stay in the metric. `value` combines the states of all ranks,
-    in the order of ranks.
+    Entries of list states are kept like outputs; all other states stay in the metric. `value` combines the states of
+    all ranks, in the order of ranks.
     """
 
     training = True
@@ -227,7 +227,7 @@ class StateMeasure:
         metric.reset()
 
     def absorb(self, part: Part) -> None:
-        """Update the metric."""
+        """Update the metric with one part."""
         args, named = widened(with_scores(part.value))
         with torch.no_grad():
             for each in self._collected.values():
@@ -247,13 +247,13 @@ class StateMeasure:
         ]
 
     def take(self) -> list[Part]:
-        """Return the new entries of list states, and forget them."""
+        """Return the new entries of list states and remove them."""
         taken = [part._replace(value=mapped(part.value, _on_host)) for part in self._parts]
         self._parts = []
         return taken
 
     def state(self) -> dict[str, Any] | None:
-        """Return path -> (number of updates, states that are no lists), or None where there was no update."""
+        """Return path -> (number of updates, states that are not lists), or None if there was no update."""
         if not any(member._update_count for member in self._members.values()):
             return None
         return {
@@ -269,7 +269,7 @@ class StateMeasure:
         }
 
     def restore(self, states: Sequence[Any]) -> None:
-        """Replace the states of the metric by those of one or several ranks, combined."""
+        """Replace the states of the metric by the combined states of one or several ranks."""
         self._metric.reset()
         if not states:
             return
@@ -283,7 +283,7 @@ class StateMeasure:
                     setattr(member, name, merged.to(getattr(member, name).device))
 
     def value(self, updates: Sequence[Update], states: Sequence[Any]) -> Any:
-        """Return the metric of the states and list entries of all ranks."""
+        """Return the metric computed from the states and list entries of all ranks."""
         own = self.state()
         try:
             self.restore(states)
@@ -299,21 +299,24 @@ class StateMeasure:
             setattr(member, name, [_to(each, member.device) for each in entries])
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all states and kept entries."""
         self._parts.clear()
         self._metric.reset()
 
 
 def _members_of(metric: Any) -> dict[str, Any]:
-    """Return name -> metric, each of which is updated and computed by itself.
+    """Return name -> metric. Each of these metrics is updated and computed separately.
 
-    A collection would otherwise share states between its metrics.
+    A collection would otherwise share states between its metrics (torchmetrics 1.9).
     """
     return dict(metric.items(keep_base=False, copy_state=True)) if _is_collection(metric) else {"": metric}
 
 
 def _stop_synchronising(metric: Any) -> None:
-    """Keep the metrics of torchmetrics inside `metric` from asking other ranks: their states are brought together here."""
+    """Turn off the synchronisation of all torchmetrics metrics inside `metric`.
+
+    Their states are combined here instead.
+    """
     members: list[Any] = list(metric.modules()) if isinstance(metric, torch.nn.Module) else []
     for member in members:
         if hasattr(member, "sync_on_compute"):
@@ -327,9 +330,10 @@ def _never() -> bool:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Code in this block, in this thread, is told that no process group exists: other ranks do not run it at the same time.
+    """Make torch report in this block, for this thread, that no process group is initialized.
 
-    An object of torchmetrics that a user's function computes would wait for them.
+    The other ranks do not run the block at the same time. A torchmetrics object computed by a user's function would
+    wait for them.
     """
     before, here = torch.distributed.is_initialized, threading.get_ident()
 
@@ -361,7 +365,7 @@ def _merged(values: Sequence[torch.Tensor], word: str, default: torch.Tensor) ->
 def _entries(updates: Sequence[Update]) -> list[list[Any]]:
     """Return the entries of each list state.
 
-    They are in the order of the samples where each entry has a row for each sample, else rank by rank.
+    They are in the order of the samples if each entry has one row per sample, else in the order of the ranks.
     """
     if all(
         all(isinstance(e, torch.Tensor) and e.dim() and len(e) == n for entries in value for e in entries)

@@ -1,4 +1,7 @@
-"""Forward and backward of one update: every micro-batch weighs what it weighs in the mean over the update's true count."""
+"""Run the forward and backward passes of one update.
+
+Every micro-batch is weighted by its share of the update's true count.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class Passes:
         self.dtype = torch.float64 if backend.config.dtype == "float64" else None
         self._moves = self._device.type != "cpu" or self.dtype is not None
         self.is_settled = False  # whether the ranks have agreed on the form of the loss
-        self._total: torch.Tensor | None = None  # the count of a (sum, count) loss, while it is being summed
+        self._total: torch.Tensor | None = None  # the count of a (sum, count) loss while it is being summed
         self._counting: Pending | None = None
 
     def move(self, batch: Any) -> Any:
@@ -38,7 +41,7 @@ class Passes:
         return move(batch, self._device, self.dtype) if self._moves else batch
 
     def settle(self, batch: Any) -> None:
-        """Agree on the form of the loss, by trying it out on each rank's first batch. A collective."""
+        """Agree on the form of the loss, found by trying it out on each rank's first batch. A collective."""
         backend = self._backend
         with forked(self._device), backend.precision.autocast():
             votes = self.objective.probe(backend.plain, self.move(batch))
@@ -47,11 +50,11 @@ class Passes:
         self.is_settled = True
 
     def resume(self, form: Mapping[str, bool]) -> None:
-        """Take up the form of the loss that a checkpoint holds. Found anew in another batch, it could be another one."""
+        """Restore the form of the loss from a checkpoint. Settling it on another batch could give another form."""
         self.objective.form, self.is_settled = form, True
 
     def run(self, group: Group) -> list[Loss]:
-        """Run all micro-batches of an update. Gradients are exchanged in the last backward pass only."""
+        """Run all micro-batches of an update. Gradients are exchanged only in the last backward pass. All ranks."""
         micros = group.micro_batches
         items = self._count_items(micros) if self.objective.takes_count else None
         losses: list[Loss] = []
@@ -63,7 +66,7 @@ class Passes:
         return losses
 
     def take_total(self) -> torch.Tensor | None:
-        """Return the count of a (sum, count) loss over all ranks as float64 [1], or None where the loss has none."""
+        """Return the count of a (sum, count) loss over all ranks, as float64 of shape [1], or None without a count."""
         total, self._total = self._total, None
         if total is not None:
             assert self._counting is not None
@@ -73,17 +76,20 @@ class Passes:
     def _forward_backward(
         self, micro: MicroBatch, group: Group, items: torch.Tensor | None, done: list[Loss], is_last: bool
     ) -> Loss:
-        """One forward and backward, scaled so that the synchronised gradient is the mean over the update's true count."""
+        """Run one forward and backward pass.
+
+        The loss is scaled so that the synchronised gradient is the mean over the update's true count.
+        """
         if micro.num_samples == 0:
             return self.weightless(micro, group, items, done, is_last)
         loss = self._forward(micro, items)
-        replicas = self._num_replicas  # whose gradients the exchange averages
+        replicas = self._num_replicas  # the exchange averages the gradients of this many ranks
         scale: Any
         if loss.count is None:
             scale = micro.num_samples * replicas / group.num_samples
         elif items is not None:
             scale = replicas / items
-        else:  # the count of all ranks is not known yet: a nominal one now, the true one before clipping
+        else:  # the total count is not known yet: use a nominal one, corrected before clipping
             scale = replicas / group.num_samples
         if is_last and loss.count is not None and items is None:
             self.start_counting([*done, loss])
@@ -93,7 +99,7 @@ class Passes:
     def weightless(
         self, micro: MicroBatch, group: Group, items: torch.Tensor | None, done: list[Loss], is_last: bool
     ) -> Loss:
-        """Run the passes of a rank without samples. They take part in every collective and leave no trace."""
+        """Run the passes of a rank without samples. They take part in every collective and change nothing."""
         buffers = [(buffer, buffer.clone()) for buffer in self._backend.plain.buffers()]
         with forked(self._device):
             loss = self._forward(micro, items)
@@ -116,7 +122,7 @@ class Passes:
             return self.objective(model, batch, items)
 
     def _scaled(self, value: torch.Tensor, scale: Any) -> torch.Tensor:
-        """Return `value * scale`. A loss that is not finite makes every gradient NaN, so that all ranks see it."""
+        """Return `value * scale`. A non-finite loss makes every gradient NaN, so that all ranks detect it."""
         if not value.requires_grad:
             raise ConfigError("the loss has no gradient: return it as a tensor, without .item(), .detach() or no_grad")
         if self._device.type == "cpu":
@@ -127,13 +133,16 @@ class Passes:
         return value if isinstance(scale, float) and scale == 1.0 else value * scale
 
     def start_counting(self, losses: list[Loss]) -> None:
-        """Begin to sum the count of a (sum, count) loss over all ranks, while the last backward runs."""
+        """Start to sum the count of a (sum, count) loss over all ranks while the last backward pass runs."""
         counts = [loss.count for loss in losses]
         total = self._on_device(sum(counts))
         self._total, self._counting = total, self._world.combine(total, "sum")
 
     def _count_items(self, micros: list[MicroBatch]) -> torch.Tensor | None:
-        """Return the labels of the whole update over all ranks, for models that divide by it. A collective."""
+        """Return the number of labels of the whole update over all ranks, for models that divide by it.
+
+        A collective.
+        """
         counts = [self.objective.label_count(micro.batch) for micro in micros if micro.num_samples]
         known = [count for count in counts if count is not None]
         total = self._on_device(sum(known))

@@ -1,8 +1,9 @@
-"""PowerSGD with a memory that survives new buckets, another wrapper and a resume.
+"""Compress gradients with PowerSGD whose state survives new buckets, a new wrapper and a resume.
 
-torch's hook keeps two things between updates: what compression left out so far (each rank its own) and the factors that the
-next compression starts from, both as flat tensors in the order of a bucket's parameters. DDP orders its bucket anew after
-the first update, so they are kept here by parameter name: Vogels et al., PowerSGD, arXiv 1905.13727.
+torch's hook keeps two things between updates: each rank's error, which the compression has left out so far, and the
+factors that the next compression starts from. Both are flat tensors in the order of a bucket's parameters. DDP
+reorders its bucket after the first update, so they are kept here by parameter name. See Vogels et al., PowerSGD,
+arXiv 1905.13727.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ _ERROR, _FACTOR = "error.", "factor."
 
 
 class PowerSGD(CommHook):
-    """The hook of one model, whose gradients come in one bucket. `num_updates` counts over resumes.
+    """Run torch's PowerSGD hook for one model, whose gradients are all in one bucket.
 
-    `rank` and `start_step` are those of the options; None: torch's.
+    `rank` and `start_step` are those of the options; None selects torch's defaults. `num_updates` also counts updates
+    before a resume.
     """
 
     has_memory = True
@@ -34,7 +36,7 @@ class PowerSGD(CommHook):
         given = {"matrix_approximation_rank": rank, "start_powerSGD_iter": start_step}
         self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         self._names = {id(parameter): name for name, parameter in parameters}
-        self._memory: dict[str, torch.Tensor] = {}  # `error.NAME` and `factor.NAME`, flat, while no bucket holds them
+        self._memory: dict[str, torch.Tensor] = {}  # flat `error.NAME` and `factor.NAME`, while no bucket holds them
         self._start()
         first = int(self._state.start_powerSGD_iter) + 1
         self.notice = f"ddp.comm_hook=powersgd compresses from update {first} on; gradients are whole before"
@@ -62,7 +64,7 @@ class PowerSGD(CommHook):
         self._start(self.num_updates)
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """What is kept between updates, by parameter."""
+        """Return the state kept between updates, by parameter."""
         kept = dict(self._memory)
         if 0 not in self._state.error_dict:
             return kept
@@ -82,7 +84,7 @@ class PowerSGD(CommHook):
         self._start(int(state["num_updates"]))
 
     def _fill(self, buffer: torch.Tensor) -> None:
-        """Put the memory into flat tensors in the order of the bucket, where it holds all of its parameters."""
+        """Copy the state into flat tensors in the order of the bucket, if there is state for all of its parameters."""
         matrices = self._matrices()
         errors = [self._memory.get(_ERROR + name) for name, _ in self._layout]
         factors = [self._memory.get(_FACTOR + name) for name in matrices]
@@ -95,7 +97,7 @@ class PowerSGD(CommHook):
         self._state.p_memory_dict[0] = buffer.new_empty(sum(p for p, _ in matrices.values()))
 
     def _matrices(self) -> dict[str, tuple[int, int]]:
-        """name -> numbers in its two factors, of the compressed parameters in the order of torch's hook: by shape."""
+        """Return name -> sizes of the two factors of each compressed parameter, ordered by shape as in torch's hook."""
         by_shape: dict[tuple[int, int], list[str]] = {}
         most, least = self._state.matrix_approximation_rank, self._state.min_compression_rate
         for name, shape in self._layout:

@@ -1,4 +1,4 @@
-"""Mixed precision at work: what the forward computes in, and the loss scaler that fp16 needs."""
+"""Run the forward pass in mixed precision and scale the loss for fp16."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIN_LOSS_SCALE = 2.0**-20
 
 
 class Precision:
-    """`kind` is "no", "bf16" or "fp16"."""
+    """Hold the autocast context and the loss scaler. `kind` is "no", "bf16" or "fp16"."""
 
     def __init__(self, kind: str, device: torch.device, config: DistributedConfig) -> None:
         self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -30,22 +30,25 @@ class Precision:
             )
 
     def keep_scale_on(self, device: torch.device) -> None:
-        """Keep the scale where the gradients are. Between a GPU and the host torch copies it without waiting for the copy, so
-        the host would divide by a number that is not there yet (`GradScaler._unscale_grads_`, torch 2.13)."""
+        """Keep the scale on the device of the gradients.
+
+        torch copies the scale between a GPU and the host without waiting, so the host could divide by a value that
+        has not arrived (`GradScaler._unscale_grads_`, torch 2.13).
+        """
         if self.scaler is not None:
-            self.scaler.scale(torch.zeros((), device=device))  # the first tensor says where it lives
+            self.scaler.scale(torch.zeros((), device=device))  # the first tensor decides where the scale is kept
 
     def scaled(self, loss: torch.Tensor) -> Any:
-        """The loss to go backward from."""
+        """Return the loss to run the backward pass on."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the gradients of a scaled loss true ones."""
+        """Divide the gradients by the loss scale, in place."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def updating(self, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-        """What makes one update out of true gradients."""
+        """Return a function that makes one update from unscaled gradients."""
         scaler = self.scaler
         if scaler is None:
             return optim.lean_step(optimizer)
@@ -57,24 +60,24 @@ class Precision:
         return update
 
     def leave_out(self) -> None:
-        """Instead of an update: the scale is lowered after an overflow."""
+        """Lower the scale after an overflow, in place of an update."""
         if self.scaler is not None:
             self.scaler.update()
 
     @property
     def leaves_out(self) -> bool:
-        """Whether an update with gradients that are not finite is left out by what makes the updates."""
+        """Return whether the update function skips updates with non-finite gradients."""
         return self.scaler is not None
 
     def may_overflow(self) -> bool:
-        """Whether gradients that are not finite may come from the scale alone."""
+        """Return whether the scale alone may have caused non-finite gradients."""
         return self.scaler is not None and self.scaler.get_scale() > MIN_LOSS_SCALE
 
     def state(self) -> dict[str, Any] | None:
-        """What `load` takes, as JSON."""
+        """Return the state that `load` takes, as JSON."""
         return None if self.scaler is None else self.scaler.state_dict()
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Take up `state`, if there is one."""
+        """Restore `state`, if there is one."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(dict(state))

@@ -1,4 +1,7 @@
-"""torch's profiler over some updates of one rank: a trace that TensorBoard and Perfetto open, and its sums."""
+"""Profile some updates of one rank with torch's profiler.
+
+It writes a trace for TensorBoard and Perfetto, and returns sums.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,19 @@ _STEP = "ProfilerStep"
 
 
 class TorchProfiler:
-    """See `distributed.loggers.profiling.Profiler`."""
+    """Implement `distributed.loggers.profiling.Profiler` with torch's profiler."""
 
     def __init__(self, directory: Path, rank: int, device: torch.device, warmup: int, active: int) -> None:
         self._has_gpu = device.type == "cuda"
         self._write = tensorboard_trace_handler(str(directory), worker_name=f"rank-{rank}", use_gzip=True)
         self._found: Profile | None = None
-        self._left = warmup  # updates to warm up in
-        self._began = self._ended = 0.0  # when they were over, and the newest update
+        self._left = warmup  # warm-up updates left
+        self._began = self._ended = 0.0  # when the warm-up ended, and when the newest update ended
         self._profile = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._has_gpu],
             schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
             on_trace_ready=self._take,
-            acc_events=True,  # else it warns that the events of other cycles go
+            acc_events=True,  # otherwise torch warns that events of earlier cycles are dropped
         )
 
     def start(self) -> None:
@@ -43,22 +46,22 @@ class TorchProfiler:
         self._ended = time.perf_counter()
         self._profile.step()
         self._left -= 1
-        if self._left == 0:  # it records from here on
+        if self._left == 0:  # recording starts here
             self._began = time.perf_counter()
 
     def stop(self) -> Profile | None:
-        if self._found is None:  # what comes after the newest update is recorded too
+        if self._found is None:  # work after the newest update is recorded too
             self._ended = time.perf_counter()
         self._profile.stop()
         return self._found
 
     def _take(self, profile: Any) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the profiler, about its own clock
+            warnings.simplefilter("ignore")  # the profiler warns about its own clock
             self._found = self._summed(profile)
             try:
                 self._write(profile)
-            except (OSError, RuntimeError) as error:  # the disk, by Python or by torch: the run goes on
+            except (OSError, RuntimeError) as error:  # the disk failed, in Python or in torch: the run continues
                 self._found = dataclasses.replace(self._found, lost=str(error))
 
     def _summed(self, profile: Any) -> Profile:

@@ -1,4 +1,4 @@
-"""Activations computed again in the backward pass instead of kept: a model's repeated blocks, for good or within a scope."""
+"""Recompute activations of a model's repeated blocks in the backward pass, permanently or within a scope."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from distributed.errors import ConfigError
 
 
 def checkpoint_activations(model: torch.nn.Module) -> int:
-    """Recompute the activations of the model's repeated blocks in the backward pass. Returns how many blocks.
+    """Recompute the activations of the model's repeated blocks in the backward pass. Returns the number of blocks.
 
-    A Hugging Face model brings its own switch. Names in `state_dict` do not change.
+    A Hugging Face model is switched on by its own method and counts as 1. Names in `state_dict` do not change.
     """
     if _switch_on(model):
         return 1
@@ -33,7 +33,10 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
 
 
 class Recomputing:
-    """While it is entered, `modules` recompute; without any, the repeated blocks of every model that is called."""
+    """Recompute the activations of `modules` while the context is entered.
+
+    Without `modules`, the repeated blocks of every model that is called are recomputed.
+    """
 
     def __init__(self, modules: tuple[Any, ...]) -> None:
         for module in modules:
@@ -54,12 +57,12 @@ class Recomputing:
         if self._hook is not None:
             self._hook.remove()
         for block in self._changed:
-            del block.forward  # the method of the class again
+            del block.forward  # restore the method of the class
         for switch_off in self._switched:
             switch_off()
 
     def _called(self, model: torch.nn.Module, args: Any) -> None:
-        """Before every forward in the scope; the first to be called is the whole model."""
+        """Change a model before its first forward in the scope. The outermost module is called first."""
         if model in self._known or not torch.is_grad_enabled():
             return
         self._known.update(model.modules())
@@ -70,9 +73,7 @@ class Recomputing:
                 self._switched.append(_switch(inner, "disable"))
         elif any(p.requires_grad for p in model.parameters()):
             blocks = repeated_blocks(model)
-            if (
-                not blocks and not self._changed and not self._switched
-            ):  # after a model, a loss with parameters may come
+            if not blocks and not self._changed and not self._switched:  # a loss with parameters may follow a model
                 raise ConfigError(
                     f"checkpoint_scope() found no repeated block in {type(model).__name__} (a ModuleList or Sequential of"
                     " modules with sub-modules): name what to recompute, as in checkpoint_scope(model.encoder)"
@@ -81,7 +82,7 @@ class Recomputing:
 
     def _change(self, blocks: list[torch.nn.Module]) -> None:
         for block in blocks:
-            if "forward" not in vars(block):  # else it recomputes already
+            if "forward" not in vars(block):  # otherwise the block already recomputes
                 _recompute(block)
                 self._changed.append(block)
 
@@ -94,7 +95,7 @@ def _switch_on(model: torch.nn.Module) -> bool:
 
 
 def _switch(model: torch.nn.Module, verb: str) -> Any:
-    """A Hugging Face model's own switch, or None. Its name changed in transformers 5."""
+    """Return a Hugging Face model's own switch, or None. The method was renamed in transformers 5."""
     own = getattr(model, f"activation_checkpointing_{verb}", None)
     return own or getattr(model, f"gradient_checkpointing_{verb}", None)
 

@@ -1,4 +1,4 @@
-"""The global generators of torch, numpy and `random` as one thing that is cheap to watch, seed and put back."""
+"""Watch, seed and restore the global generators of torch, numpy and `random` together, at low cost."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 _python: Any = random.seed.__self__  # type: ignore[attr-defined] # the instance behind random.random() and friends
-_numpy: Any = numpy.random  # its stubs leave get_bit_generator out
+_numpy: Any = numpy.random  # numpy's stubs lack get_bit_generator
 TORCH, PYTHON, NUMPY, ALL = 1, 2, 4, 7
-_WORDS = 624  # of a Mersenne Twister
+_WORDS = 624  # words of a Mersenne Twister
 
 
 class _Memory(NamedTuple):
-    """Where a generator keeps its state. Reading it takes 0.5 us, asking numpy or `random` for it 40 and 9."""
+    """Hold the address of a generator's state.
+
+    Reading the memory takes 0.5 us. Asking numpy for the state takes 40 us, and `random` 9 us.
+    """
 
     address: int
     size: int
@@ -34,16 +37,16 @@ class _Memory(NamedTuple):
 
 
 class RandomState(NamedTuple):
-    """The state of all three generators at one moment."""
+    """Hold the state of all three generators at one moment."""
 
     torch: Tensor
-    gauss: Any  # Python's spare normal number
-    raw: tuple[bytes, ...]  # what lies in memory; empty where it was not found
-    public: tuple[Any, Any] | None  # else what `random` and numpy say, which is slow
+    gauss: Any  # Python's spare normal variate
+    raw: tuple[bytes, ...]  # the states read from memory; empty if their addresses are unknown
+    public: tuple[Any, Any] | None  # otherwise the states from `random` and numpy, which is slow
 
 
 def save() -> RandomState:
-    """The state of the generators now, 3 us."""
+    """Return the current state of the generators. This takes 3 us."""
     state = torch.default_generator.get_state()
     memory = _memory()
     if memory:
@@ -52,7 +55,7 @@ def save() -> RandomState:
 
 
 def restore(state: RandomState) -> None:
-    """Put the generators back to what `save` saw."""
+    """Restore the generators to the state that `save` returned."""
     torch.default_generator.set_state(state.torch)
     if state.public is not None:
         random.setstate(state.public[0])
@@ -64,7 +67,10 @@ def restore(state: RandomState) -> None:
 
 
 def drawn(state: RandomState) -> int:
-    """Which generators moved since `state` was saved, a sum of TORCH, PYTHON and NUMPY; ALL where nobody can tell."""
+    """Return which generators moved since `state` was saved.
+
+    The result is a sum of TORCH, PYTHON and NUMPY, or ALL if it cannot be determined.
+    """
     if state.public is not None:
         return ALL
     python, *of_numpy = [place.read() for place in _memory()]
@@ -77,7 +83,8 @@ def drawn(state: RandomState) -> int:
 def seed(value: int, which: int = ALL) -> None:
     """Seed the generators `which` from one 64-bit number.
 
-    torch and numpy both seed a Mersenne Twister with 32 bits: each gets another half, else they would draw alike.
+    torch and numpy both seed a Mersenne Twister with 32 bits. Each gets a different half of `value`; otherwise they
+    would draw the same numbers.
     """
     if which & TORCH:
         torch.default_generator.manual_seed(value & 0xFFFFFFFF)
@@ -88,13 +95,13 @@ def seed(value: int, which: int = ALL) -> None:
     bits = _numpy.get_bit_generator()
     if isinstance(bits, numpy.random.MT19937):
         numpy.random.seed(value >> 32)
-    else:  # the user chose another with numpy.random.set_bit_generator
+    else:  # the user chose another generator with numpy.random.set_bit_generator
         numpy.random.set_state({**type(bits)(value >> 32).state, "has_gauss": 0, "gauss": 0.0})
 
 
 @contextmanager
 def preserved() -> Iterator[RandomState]:
-    """Whatever happens inside, the generators end as they were."""
+    """Restore the generators at the end of this block."""
     state = save()
     try:
         yield state
@@ -103,7 +110,10 @@ def preserved() -> Iterator[RandomState]:
 
 
 class OwnStream:
-    """A state of its own for code that runs in pieces, such as a generator that shuffles: `with own: next(it)`."""
+    """Hold a separate generator state for code that runs in pieces.
+
+    An example is a generator that shuffles: `with own: next(it)`.
+    """
 
     def __init__(self, value: int) -> None:
         with preserved():
@@ -120,7 +130,7 @@ class OwnStream:
 
 
 def _memory() -> tuple[_Memory, ...]:
-    """The places of numpy's and Python's state; empty where they are not where we look."""
+    """Return the addresses of numpy's and Python's state, or () if they are not found."""
     return _find(_numpy.get_bit_generator())
 
 
@@ -129,7 +139,7 @@ def _find(bits: Any) -> tuple[_Memory, ...]:
     python_offset, gauss_offset = _python_offset(), _gauss_offset()
     if not isinstance(bits, numpy.random.MT19937) or python_offset < 0 or gauss_offset < 0:
         return ()
-    size = 4 * (_WORDS + 1)  # the words and the place among them
+    size = 4 * (_WORDS + 1)  # the words and the position among them
     return (
         _Memory(id(_python) + python_offset, size),
         _Memory(bits.ctypes.state_address, size),
@@ -138,7 +148,7 @@ def _find(bits: Any) -> tuple[_Memory, ...]:
 
 
 def _python_offset() -> int:
-    """Where `random.Random` keeps (index, 624 words), found by looking for a known state; -1 where it is elsewhere."""
+    """Return the offset of (index, 624 words) in `random.Random`, or -1. It is found by searching for a known state."""
     probe = random.Random(5)
     probe.random()
     *words, index = probe.getstate()[1]
@@ -146,7 +156,10 @@ def _python_offset() -> int:
 
 
 def _gauss_offset() -> int:
-    """Where numpy's RandomState keeps (has_gauss, gauss), found the same way."""
+    """Return the offset of (has_gauss, gauss) in numpy's RandomState, or -1.
+
+    It is found by searching for a known state.
+    """
     probe = numpy.random.RandomState(5)
     state: Any = probe.get_state(legacy=False)
     probe.set_state({**state, "has_gauss": 1, "gauss": 1.2345678901})

@@ -1,4 +1,4 @@
-"""The learning rates of a run: the user's schedule, the warm-up in front of it, and what a resume makes of both."""
+"""Set the learning rates of a run: the user's schedule, the warm-up before it, and their state after a resume."""
 
 from __future__ import annotations
 
@@ -18,48 +18,54 @@ from distributed.metrics.monitor import unknown_metric
 
 
 class Schedule:
-    """Sets the rates of `optimizer` by the user's `scheduler`, which counts updates or epochs; None: they stay."""
+    """Set the rates of `optimizer` with the user's `scheduler`, which counts updates or epochs.
+
+    With None the rates are constant.
+    """
 
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer, merged: MergedConfig) -> None:
         self._scheduler, self._optimizer, self._merged = scheduler, optimizer, merged
         self._is_plateau = isinstance(scheduler, ReduceLROnPlateau)
         self._is_of_keras = getattr(scheduler, "counts_updates", False)
-        self.counts = scheduler is not None and not self._is_plateau  # updates or epochs, as scheduler_interval says
+        self.counts = scheduler is not None and not self._is_plateau  # updates or epochs, see scheduler_interval
         self.follows_updates = self.counts and merged.config.scheduler_interval == "step"
         self._is_new = True
         self._full_rate = optim.full_rate(optimizer.param_groups[0])
 
     def notice(self) -> str | None:
-        """When the schedule steps, to be said once; None where the settings say it, or there is none."""
+        """Return a notice about when the schedule steps, or None if the settings state it or there is no schedule."""
         if self._is_of_keras or not self.follows_updates or self._merged.is_typed("scheduler_interval"):
             return None
         kind = type(self._scheduler).__name__
         return f"{kind} steps after every update: set scheduler_interval='epoch' where it counts epochs"
 
     def rates(self, step: int) -> list[float]:
-        """The rate of each parameter group for the update after `step` updates."""
+        """Return the rate of each parameter group for the update after `step` updates."""
         return [self._merged.config.warm_rate(float(group["lr"]), step) for group in self._optimizer.param_groups]
 
     @contextlib.contextmanager
     def warming_up(self, step: int) -> Iterator[None]:
-        """The lower rates of update `step` within; after it the full ones, on which the schedule builds."""
+        """Apply the warm-up rates of update `step` in this block.
+
+        Restore the full rates afterwards, on which the schedule builds.
+        """
         full = [float(group["lr"]) for group in self._optimizer.param_groups]
         optim.set_rates(self._optimizer, self.rates(step))
         yield
         optim.set_rates(self._optimizer, full)
 
     def step(self, *metric: float) -> None:
-        """One update or one epoch further."""
+        """Step the schedule by one update or one epoch."""
         if not self._is_new:
             self._scheduler.step(*metric)
             return
         self._is_new = False
-        with warnings.catch_warnings():  # a schedule that came by value no longer knows the optimizer's patched step
+        with warnings.catch_warnings():  # an unpickled schedule no longer knows the optimizer's patched step
             warnings.filterwarnings("ignore", "Seems like `optimizer.step", UserWarning)
             self._scheduler.step(*metric)
 
     def end_epoch(self, metrics: Mapping[str, float]) -> None:
-        """Step a schedule that counts epochs, or one that watches a metric."""
+        """Step a schedule that counts epochs or watches a metric."""
         if self._scheduler is None or self.follows_updates:
             return
         if not self._is_plateau:
@@ -68,21 +74,24 @@ class Schedule:
         name = self._merged.config.monitor
         if name not in metrics:
             if self._merged.is_typed("monitor"):
-                if self._scheduler.last_epoch > 0:  # it was reported before: now and then
+                if self._scheduler.last_epoch > 0:  # reported before, so it is reported in some epochs only
                     return
                 raise unknown_metric("monitor", name, metrics)
             name = "loss"
         self.step(metrics[name])
 
     def state(self) -> dict[str, Any]:
-        """What `load` takes, as JSON."""
+        """Return the state that `load` takes, as JSON."""
         content = None if self._scheduler is None else tensors.scheduler_state(self._scheduler)
         return {"learning_rate": self._full_rate, "schedule": self._kind(), "scheduler": content}
 
     def load(self, state: Mapping[str, Any], notice: Callable[[str], None]) -> None:
-        """Take up `state`, after the optimizer has taken up its own; this command's `learning_rate` holds from here on."""
+        """Restore `state`.
+
+        Restore the optimizer first. The `learning_rate` of this run replaces that of the checkpoint.
+        """
         content, here = state.get("scheduler"), self._kind()
-        there = state.get("schedule", here if content else None)  # a checkpoint without the name is taken at its word
+        there = state.get("schedule", here if content else None)  # a checkpoint without the name is accepted
         there = schedule_kind(there, here) if self._is_of_keras else there
         if here and there and here != there:
             raise CheckpointError(
@@ -94,7 +103,7 @@ class Schedule:
             notice(f"the checkpoint has no schedule: {here} starts anew")
         elif there:
             notice(f"the checkpoint's {there} is not given here: the learning rate stays as it left it")
-        if not self._is_of_keras:  # which computes its rates from the number of updates
+        if not self._is_of_keras:  # Keras computes the rate from the number of updates
             self._load_rate(state, notice)
 
     def _load_rate(self, state: Mapping[str, Any], notice: Callable[[str], None]) -> None:

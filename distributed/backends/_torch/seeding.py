@@ -1,4 +1,4 @@
-"""Seed torch's generators in a process that may not have loaded torch. Streams of a rank belong to `generators`."""
+"""Seed torch's generators in a process that may not have loaded torch. Generators of a rank are in `generators`."""
 
 from __future__ import annotations
 

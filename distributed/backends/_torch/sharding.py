@@ -1,4 +1,4 @@
-"""Tensors of which this rank holds a part (DTensor): which part it is, its bytes in a checkpoint, and their way back."""
+"""Handle tensors of which each rank holds a part (DTensor): find the part, write it and read it back."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether `tensor` is a DTensor."""
+    """Return whether `tensor` is a DTensor."""
     return _dtensor(tensor) is not None
 
 
 def _dtensor(tensor: Any) -> DTensor | None:
-    """`tensor`, if it is a DTensor. Loads nothing: where its module is not loaded, there are none."""
+    """Return `tensor` if it is a DTensor, else None. The DTensor module is not loaded to find out."""
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `tensor`, without a copy."""
+    """Return this rank's part of `tensor`, without a copy."""
     sharded = _dtensor(tensor)
     return tensor if sharded is None else sharded.to_local()
 
 
 def box(tensor: torch.Tensor) -> Box:
-    """Where this rank's part lies in the whole."""
+    """Return the offset and shape of this rank's part in the whole tensor."""
     sharded = _dtensor(tensor)
     if sharded is None:
         return (0,) * tensor.dim(), tuple(tensor.shape)
@@ -46,7 +46,7 @@ def box(tensor: torch.Tensor) -> Box:
 
 
 def take_part(pieces: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy into `pieces` this rank's part of `full`, a whole tensor of the same shape. No collective."""
+    """Copy this rank's part of `full` into `pieces`. `full` is a whole tensor of the same shape. Not a collective."""
     start, shape = box(pieces)
     for dim, (begin, length) in enumerate(zip(start, shape, strict=True)):
         full = full.narrow(dim, begin if length else 0, length)
@@ -56,9 +56,9 @@ def take_part(pieces: torch.Tensor, full: torch.Tensor) -> None:
 def write(
     directory: Path, stem: str, tensors: Mapping[str, torch.Tensor], context: WorkerContext, **metadata: str
 ) -> None:
-    """Write this rank's part of `tensors` into `directory`; every rank calls it.
+    """Write this rank's part of `tensors` into `directory`. All ranks.
 
-    Whole tensors are the main process' work. Where all are whole there is one file, else one of each rank.
+    The main process writes whole tensors. If all tensors are whole there is one file, else one file per rank.
     """
     sharded = {name for name, tensor in tensors.items() if is_sharded(tensor)}
     if not sharded:
@@ -77,7 +77,11 @@ def write(
 
 
 def read(stored: StoredTensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """A stored tensor in its own element type, on the CPU: whole, or the part that this rank has of `like`, cut as that is."""
+    """Return a stored tensor in its own element type.
+
+    It is whole and on the CPU, unless `like` is sharded. Then return this rank's part, sharded like `like` and on its
+    device.
+    """
     cut = _dtensor(like)
     if cut is None:
         return tensor_of(stored.dtype, stored.shape, stored.read())
@@ -91,6 +95,6 @@ def read(stored: StoredTensor, like: torch.Tensor | None = None) -> torch.Tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of `tensor`. A collective where it is sharded."""
+    """Return the whole tensor. A collective if `tensor` is sharded."""
     sharded = _dtensor(tensor)
     return tensor if sharded is None else sharded.full_tensor()

@@ -1,4 +1,4 @@
-"""Reads what a user handed over as data: which data set, in whose order, collated and loaded how."""
+"""Read what the user gave as data: the data set, its order, its collate function and its loader."""
 
 from __future__ import annotations
 
@@ -38,48 +38,51 @@ _EXAMPLE = "give a DataLoader, or a data set such as TensorDataset(inputs, targe
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A user's data, taken apart."""
+    """Hold the parts of the user's data."""
 
-    name: str  # for messages
+    name: str  # used in messages
     dataset: Any
     collate_fn: Callable[[Any], Any]
-    loader: DataLoader[Any] | None  # None: the bare data set was given
-    sampler: Any  # whose order is used; None: ours
-    batch_sampler: Any  # whose every item is one update; None: ours
+    loader: DataLoader[Any] | None  # None if the bare data set was given
+    sampler: Any  # the user's sampler, or None for the order of the run
+    batch_sampler: Any  # the user's batch sampler, each item of which is one update, or None
     shuffle: bool
     drop_last: bool
-    is_for_gpu: bool = False  # whether its batches go to one
+    is_for_gpu: bool = False  # whether its batches go to a GPU
 
     @property
     def is_stream(self) -> bool:
-        """Whether samples come one after the other and cannot be asked for by index."""
+        """Return whether samples can only be read in sequence, not by index."""
         return is_stream(self.dataset)
 
     @property
     def num_workers(self) -> int:
-        """Loader processes of each rank."""
+        """The number of loader processes of each rank."""
         return 0 if self.loader is None else self.loader.num_workers
 
     @property
     def yields_batches(self) -> bool:
-        """Whether an item of the data set is a whole batch (`batch_size=None`)."""
+        """Return whether an item of the data set is a whole batch (`batch_size=None`)."""
         return self.loader is not None and self.loader.batch_size is None and self.batch_sampler is None
 
     @property
     def pin_memory(self) -> bool:
-        """Whether batches are copied into page-locked memory, which speeds up their way to a GPU."""
+        """Return whether batches are copied into page-locked memory, from which copies to a GPU are faster."""
         return self.is_for_gpu and self.loader is not None and self.loader.pin_memory and torch.cuda.is_available()
 
 
 def loader_batch_size(data: Any) -> int | None:
-    """The batch size that a loader sets; None for data sets, for DataLoader's default of 1 and for batch samplers."""
+    """Return the batch size that a loader sets.
+
+    Return None for data sets, for DataLoader's default of 1 and for batch samplers.
+    """
     if not isinstance(data, DataLoader) or data.batch_size == 1:
         return None
     return data.batch_size
 
 
 def read_source(data: Any, config: DistributedConfig, role: DataRole, *, presharded: bool) -> Source:
-    """Take `data` apart. ConfigError where it is no data, or where its settings contradict the configuration."""
+    """Return the parts of `data`. Raises ConfigError if it is not data or its settings contradict the configuration."""
     name, train = role.value, role.is_training
     loader = data if isinstance(data, DataLoader) else None
     has_own_collate = loader is not None and loader.collate_fn is not default_collate
@@ -124,7 +127,10 @@ def _read_loader(
 
 
 def _read_sampler(sampler: Any, name: str, presharded: bool) -> tuple[Any, bool]:
-    """(the user's own sampler or None, whether to shuffle). Torch's plain samplers give way to our order."""
+    """Return (the user's own sampler or None, whether to shuffle).
+
+    torch's plain samplers are replaced by the order of the run.
+    """
     if type(sampler) is SequentialSampler:
         return None, False
     if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
@@ -146,14 +152,17 @@ def _refuse_sharded(sampler: Any, name: str) -> None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether `dataset` can only be read from front to back."""
+    """Return whether `dataset` can only be read in sequence."""
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
 
 
 def _check_type(dataset: Any, role: DataRole, has_loader: bool, has_own_collate: bool) -> None:
-    """`has_own_collate`: the loader makes batches of samples in a way of its own."""
+    """Raise ConfigError if `dataset` is not a data set.
+
+    `has_own_collate` tells whether the loader has its own collate function.
+    """
     name, kind = role.value, type(dataset).__name__
     takes_inputs = role is DataRole.PREDICTION
     pair = f"one tensor of inputs, or {_PAIR}" if takes_inputs else _PAIR
@@ -193,7 +202,7 @@ def _check_settings(source: Source, config: DistributedConfig) -> None:
 
 
 def one_shot_error(source: Source, wanted: str) -> ConfigError:
-    """The error for a generator that would have to be read again."""
+    """Return the error for a generator that would have to be read again."""
     kind = type(source.dataset).__name__
     return ConfigError(
         f"{source.name}: a {kind} can be read only once, and {wanted} reads it again:"
@@ -202,7 +211,7 @@ def one_shot_error(source: Source, wanted: str) -> ConfigError:
 
 
 def sample_count(dataset: Any, name: str) -> int:
-    """`len(dataset)`, or ConfigError naming what has none."""
+    """Return `len(dataset)`. Raises ConfigError if the data set has no length."""
     try:
         return len(dataset)
     except TypeError:
@@ -213,7 +222,10 @@ def sample_count(dataset: Any, name: str) -> int:
 
 
 def draw_stream(sampler: Iterable[Any], dataset: Any, seed: int, epoch: int, name: str) -> list[Any]:
-    """What a user's sampler yields in `epoch`, the same on every rank: its generators are seeded, then put back."""
+    """Return what a user's sampler yields in `epoch`, the same on every rank.
+
+    Its generators are seeded, then restored.
+    """
     announce_epoch(sampler, epoch)
     announce_epoch(getattr(sampler, "sampler", None), epoch)
     owned = [getattr(s, "generator", None) for s in (sampler, getattr(sampler, "sampler", None))]
@@ -237,7 +249,7 @@ def draw_stream(sampler: Iterable[Any], dataset: Any, seed: int, epoch: int, nam
 
 
 def loader_arguments(source: Source, seed: int, epoch: int) -> dict[str, Any]:
-    """The arguments with which a user's loader is built again. Its iterator draws from a generator of its own."""
+    """Return the arguments to build a user's loader again. Its iterator draws from a separate generator."""
     loader = source.loader
     assert loader is not None
     generator = torch.Generator()
@@ -254,15 +266,19 @@ def loader_arguments(source: Source, seed: int, epoch: int) -> dict[str, Any]:
 
 
 class _WorkerInit:
-    """First in a loader process: it ends with its trainer, sees the user's data set in `get_worker_info()`, and calls
-    the user's own function. torch's loader processes look for their parent every 5 s, and never while they read."""
+    """Initialize a loader process.
+
+    The process ends with its trainer and sees the user's data set in `get_worker_info()`. Then the user's own
+    function is called. torch's loader processes check for their parent only every 5 s, and not while they read
+    (2.13).
+    """
 
     def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
         self._dataset, self._function = dataset, function
         self._trainer = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
-        # The trainer may be dead already, and this process somebody else's child; a fork server's child is that always.
+        # The trainer may already be dead and this process adopted. A child of a fork server always has another parent.
         is_child = os.getppid() == self._trainer
         if not is_child and not is_running(self._trainer):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -273,7 +289,7 @@ class _WorkerInit:
 
 
 def read_loader(loader: DataLoader[Any]) -> Generator[Any, None, None]:
-    """The batches of `loader`; its processes end with the iteration, unless they are persistent."""
+    """Yield the batches of `loader`. Its processes end with the iteration, unless they are persistent."""
     batches = iter(loader)
     try:
         yield from batches
@@ -283,13 +299,16 @@ def read_loader(loader: DataLoader[Any]) -> Generator[Any, None, None]:
 
 
 def stop_workers(batches: Any) -> None:
-    """End the processes of a loader's iterator now. Torch leaves that to its deletion, which a traceback puts off."""
+    """Stop the processes of a loader's iterator immediately.
+
+    torch stops them when the iterator is deleted (2.13), and a traceback delays the deletion.
+    """
     if (stop := getattr(batches, "_shutdown_workers", None)) is not None:
         stop()
 
 
 def pinned(source: Source, batch: Any) -> Any:
-    """`batch` in page-locked memory where the loader asks for it."""
+    """Return `batch`, copied to page-locked memory if the loader asks for it."""
     if not source.pin_memory:
         return batch
     from torch.utils.data._utils.pin_memory import pin_memory
@@ -298,7 +317,7 @@ def pinned(source: Source, batch: Any) -> Any:
 
 
 def gather(reduce: Reduce, rank: int, world_size: int, *values: int) -> list[list[int]]:
-    """Every rank's `values`, in order of rank. A collective."""
+    """Return the `values` of every rank, in the order of ranks. A collective."""
     mine = {f"{rank}.{i}": float(value) for i, value in enumerate(values)}
     names = [[f"{r}.{i}" for i in range(len(values))] for r in range(world_size)]
     sums = reduce({name: mine.get(name, 0.0) for row in names for name in row}) if world_size > 1 else mine

@@ -1,7 +1,8 @@
-"""Sparse gradients of several ranks: those of modules with `sparse=True`, outside of torch's DDP.
+"""Average the sparse gradients of modules with `sparse=True` over all ranks, outside of torch's DDP.
 
-torch 2.13 exchanges them beside its buckets, and on gloo the messages of both are mixed up: the gradients of layers below a
-sparse embedding come out wrong, without a word (torch alone, two processes).
+torch 2.13 exchanges sparse gradients in addition to its buckets, and on gloo the messages of both are mixed up. The
+gradients of layers below a sparse embedding are then wrong, without an error (seen with torch alone on two
+processes).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from distributed.backends._torch.world import TorchWorld
 
 
 def average(parameters: Sequence[torch.nn.Parameter], world: TorchWorld) -> None:
-    """Give each of `parameters` the mean over all ranks of its gradients. A collective.
+    """Replace each of the gradients of `parameters` by its mean over all ranks. A collective.
 
-    A rank without a gradient adds nothing; where no rank has one, there is none.
+    A rank without a gradient contributes zero. If no rank has a gradient, none is set.
     """
     device = parameters[0].device
     own = [p.grad.coalesce() if p.grad is not None else _nothing(p) for p in parameters]
@@ -38,12 +39,12 @@ def _nothing(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    # The keyword says no to checks that torch else warns about.
+    # Without the argument torch warns about unchecked invariants.
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False).coalesce()
 
 
 def _gathered(rows: torch.Tensor, lengths: Sequence[int], world: TorchWorld) -> torch.Tensor:
-    """The rows of all ranks, of which there are `lengths`, one after the other."""
+    """Return the rows of all ranks, concatenated. `lengths` are the numbers of rows of the ranks."""
     padded = rows.new_zeros(max(*lengths, 1), *rows.shape[1:])
     padded[: len(rows)] = rows
     return torch.cat([part[:length] for part, length in zip(world.gather_tensors(padded), lengths, strict=True)])

@@ -1,4 +1,4 @@
-"""Data that is read from front to back: cut by position over ranks, or already cut by the user."""
+"""Read streams: cut them over ranks by position, or take the parts that the user has cut already."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ from distributed.data import epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
 from distributed.state import Group, MicroBatch
 
-_CHUNK = 32  # samples a loader process reads in a row where the loader does not say
+_CHUNK = 32  # samples that a loader process reads in a row if the loader sets no batch size
 
 
 class StreamData(ShardedData):
-    """A stream that every rank walks whole, taking its slice of every update by position.
+    """Let every rank read the whole stream and take its slice of every update by position.
 
-    In the main process the stream's draws come from a generator state of its own, seeded by (seed, epoch): the same at
-    any world size. Loader processes are seeded by (seed, epoch, worker) and start anew each epoch, so that they see
-    `set_epoch`; their order is that of the user's own DataLoader. A resume reads what was used again and drops it.
+    In the main process the stream draws from a separate generator state seeded by (seed, epoch), the same at any
+    world size. Loader processes are seeded by (seed, epoch, worker) and start anew each epoch, so that they see
+    `set_epoch`. Their order is that of the user's own DataLoader. A resume reads the used samples again and drops
+    them.
     """
 
     def __init__(
@@ -55,7 +56,10 @@ class StreamData(ShardedData):
         reduce: Reduce | None,
         is_local: bool = False,
     ) -> None:
-        """`reduce`: None for one rank. `is_local`: one rank's own part, which may be empty."""
+        """Prepare the stream.
+
+        `reduce` is None for a single rank. `is_local` marks one rank's own part, which may be empty.
+        """
         self.batch, self._is_local = batch, is_local
         self.num_samples = _length(source, batch)
         self._source, self._rank, self._seed, self._reduce = source, rank, seed, reduce
@@ -64,7 +68,10 @@ class StreamData(ShardedData):
         self._was_read = False
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """The groups of `epoch` after `skip` global samples. Its first group is a collective: ranks compare streams."""
+        """Return the groups of `epoch` after `skip` global samples.
+
+        The first group is a collective: ranks compare streams.
+        """
         self.close()
         if isinstance(self._source.dataset, Iterator) and self._was_read:
             raise one_shot_error(self._source, f"epoch {epoch + 1}")
@@ -73,7 +80,7 @@ class StreamData(ShardedData):
         return self._running
 
     def close(self) -> None:
-        """Stop loader processes."""
+        """Stop the loader processes."""
         _finish(self._running)
         self._running = None
 
@@ -102,7 +109,7 @@ class StreamData(ShardedData):
         return Group(micro_batches, len(samples), position)
 
     def _samples(self, epoch: int) -> Iterator[Any]:
-        """The whole stream, opened at the first sample."""
+        """Yield the whole stream. It is opened at the first sample."""
         source = self._source
         if source.num_workers == 0:
             yield from source.dataset
@@ -122,8 +129,8 @@ class StreamData(ShardedData):
         return sample_rng.OwnStream(sample_seed(self._seed, epoch, 0, STREAM))
 
     def _compare(self, samples: list[Any], reduce: Reduce) -> None:
-        """Refuse streams that differ between ranks: cut once more, most samples would never be seen. A collective."""
-        digest = _digest(samples[:4], 0) & 0xFFFFFF  # exact as a float32 too
+        """Raise ConfigError if streams differ between ranks, because most samples would never be read. A collective."""
+        digest = _digest(samples[:4], 0) & 0xFFFFFF  # exact in float32 too
         digests = gather(reduce, self._rank, self.batch.data_parallel_size, digest)
         if any(each != digests[0] for each in digests):
             raise ConfigError(
@@ -133,7 +140,7 @@ class StreamData(ShardedData):
 
 
 class WholeBatches(ShardedData):
-    """One rank's own batches, each a micro-batch as it comes (`DataLoader(batch_size=None)` with `data.presharded`)."""
+    """Yield one rank's own batches, each as one micro-batch (`DataLoader(batch_size=None)` with `data.presharded`)."""
 
     num_samples = None
 
@@ -142,14 +149,14 @@ class WholeBatches(ShardedData):
         self._running: Iterator[Group] | None = None
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """The groups of `epoch`, all of them: `skip` is the caller's here."""
+        """Return all groups of `epoch`. `skip` must be 0; the caller skips groups."""
         assert skip == 0
         self.close()
         self._running = self._groups(epoch)
         return self._running
 
     def close(self) -> None:
-        """Stop loader processes."""
+        """Stop the loader processes."""
         _finish(self._running)
         self._running = None
 
@@ -180,9 +187,12 @@ class WholeBatches(ShardedData):
 
 
 class PreshardedData(ShardedData):
-    """Ranks that bring their own, perhaps uneven, parts: they agree on every update how many samples each one has.
+    """Let ranks bring their own parts, which may be uneven.
 
-    A rank that ran out runs its last batch again with weight 0 until all are done. `epoch` is a collective throughout.
+    For every update they agree on the number of samples of each rank.
+
+    A rank that has run out of data runs its last batch again with weight 0 until all are done. Each group of `epoch`
+    is a collective.
     """
 
     num_samples = None
@@ -192,7 +202,7 @@ class PreshardedData(ShardedData):
         self._local, self._rank, self._name, self._reduce = local, rank, name, reduce
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """The groups of `epoch`. Every rank must take all of them. A resume reads the used part again."""
+        """Yield the groups of `epoch`. Every rank must take all of them. A resume reads the used part again."""
         groups, used, last = self._local.epoch(epoch), 0, None
         while True:
             group = next(groups, None)
@@ -200,7 +210,7 @@ class PreshardedData(ShardedData):
             samples, most = self._agree(sum(each.num_samples for each in micro), len(micro), is_first=used == 0)
             if samples == 0:
                 return
-            last = _shallow(micro[-1].batch) if micro else last  # a step may take entries out of a dict
+            last = _shallow(micro[-1].batch) if micro else last  # a step may remove entries of a dict
             micro = micro + [MicroBatch(_shallow(last), 0) for _ in range(most - len(micro))]
             if used >= skip:
                 yield Group(micro, samples, used)
@@ -212,11 +222,11 @@ class PreshardedData(ShardedData):
                 )
 
     def close(self) -> None:
-        """Stop loader processes."""
+        """Stop the loader processes."""
         self._local.close()
 
     def _agree(self, samples: int, micro_batches: int, *, is_first: bool) -> tuple[int, int]:
-        """(samples of this update over all ranks, micro-batches each must run). A collective."""
+        """Return (samples of this update over all ranks, micro-batches that each rank must run). A collective."""
         world = self.batch.data_parallel_size
         counts = gather(self._reduce, self._rank, world, samples, micro_batches)
         if is_first and not all(count for count, _ in counts):
@@ -232,7 +242,10 @@ def _shallow(batch: Any) -> Any:
 def _read_in_pieces(
     items: Iterator[Any], size: int, skip: int, randomness: sample_rng.OwnStream
 ) -> Iterator[list[Any]]:
-    """Lists of `size` items after the first `skip`, the last one short; draws stay within `randomness`."""
+    """Yield lists of `size` items after the first `skip`.
+
+    The last list may be shorter. The items draw from `randomness`.
+    """
     with randomness:
         for _ in itertools.islice(items, skip):
             pass
@@ -247,7 +260,7 @@ def _read_in_pieces(
 
 
 def batch_length(batch: Any, name: str) -> int:
-    """Samples in a collated batch: the first dimension of its first tensor or array."""
+    """Return the number of samples in a collated batch: the first dimension of its first tensor or array."""
     found = _first_array(batch)
     if found is None:
         kind = type(batch).__name__
@@ -272,7 +285,7 @@ def _length(source: Source, batch: BatchPlan) -> int | None:
         return None
     try:
         length = len(source.dataset)
-    except (TypeError, NotImplementedError):  # a wrapper whose stream has none
+    except (TypeError, NotImplementedError):  # a wrapper around a stream without a length
         return None
     return length - length % batch.global_batch_size if source.drop_last else length
 
@@ -287,7 +300,10 @@ _NUMPY_HAS |= {torch.uint8, torch.bool}
 
 
 class _ByValue(pickle.Pickler):
-    """Sends tensors by value. Torch's own way takes a file descriptor for each, and an update may hold thousands."""
+    """Pickle tensors by value.
+
+    torch would use a file descriptor for each tensor (2.13), and an update may contain thousands of tensors.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor and _is_array(value):
@@ -307,14 +323,17 @@ def _is_array(tensor: torch.Tensor) -> bool:
 
 
 def _pack(samples: list[Any]) -> bytes:
-    """Collate function of the loader processes: samples travel as they are and are collated by position later."""
+    """Return `samples` as bytes.
+
+    As the collate function of loader processes, it leaves collating by position to the main process.
+    """
     buffer = io.BytesIO()
     _ByValue(buffer, pickle.HIGHEST_PROTOCOL).dump(samples)
     return buffer.getvalue()
 
 
 def _digest(value: Any, before: int) -> int:
-    """A checksum of numbers, words and arrays, however nested; of anything else its type alone."""
+    """Return a checksum of nested numbers, strings and arrays. Of any other object only the type counts."""
     if isinstance(value, Mapping):
         return _digest([*value.items()], before)
     if isinstance(value, list | tuple):

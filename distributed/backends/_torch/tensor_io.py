@@ -1,4 +1,4 @@
-"""Torch tensors to and from safetensors files, and small states to and from JSON."""
+"""Convert torch tensors to and from safetensors files, and small states to and from JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _DTYPES = {
 
 
 def encode_state(value: Any, where: str, special: Callable[[Any], Any] | None) -> Any:
-    """`value` as JSON; tensors too where `special` is `encode_tensor`. CheckpointError names what cannot be stored."""
+    """Return `value` as JSON, with tensors if `special` is `encode_tensor`.
+
+    Raises CheckpointError that names a value that cannot be stored.
+    """
     try:
         return encode(value, where, special)
     except (TypeError, RecursionError) as error:
@@ -31,7 +34,7 @@ def encode_state(value: Any, where: str, special: Callable[[Any], Any] | None) -
 
 
 def encode_tensor(value: Any) -> dict[str, Any] | None:
-    """A small tensor as JSON, bit for bit; None for anything else."""
+    """Return a small tensor as JSON, bit for bit. Return None for anything else."""
     if not isinstance(value, torch.Tensor):
         return None
     raw = raw_bytes(value).tobytes().hex()
@@ -39,7 +42,7 @@ def encode_tensor(value: Any) -> dict[str, Any] | None:
 
 
 def decode_state(content: Any) -> Any:
-    """What `encode_state` was given. CheckpointError where it is not its work."""
+    """Return the value that was given to `encode_state`. Raises CheckpointError if `content` is not its result."""
     try:
         return decode(content, _decode_special)
     except (TypeError, KeyError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
@@ -56,7 +59,7 @@ def _decode_special(kind: str, content: Any) -> torch.Tensor:
 
 
 def dtype_word(name: str, tensor: torch.Tensor) -> str:
-    """safetensors' word for the element type. TrainingError naming a tensor that no file can hold."""
+    """Return safetensors' name of the element type. Raises TrainingError that names a tensor which no file can hold."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _DTYPES:
         raise TrainingError(
             f"{name} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which a checkpoint cannot hold"
@@ -65,7 +68,10 @@ def dtype_word(name: str, tensor: torch.Tensor) -> str:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements, row-major, as bytes; a copy only where it is not so on the CPU already."""
+    """Return the tensor's elements as bytes in row-major order.
+
+    They are copied only if they are not so on the CPU already.
+    """
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -75,14 +81,17 @@ def _reader(tensor: torch.Tensor) -> Callable[[], memoryview]:
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a new safetensors file durably, from any device and stride; one tensor at a time is on the host."""
+    """Write a new safetensors file durably.
+
+    Tensors may have any device and stride; one at a time is copied to the host.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     raw = [RawTensor(name, dtype_word(name, t), tuple(t.shape), _reader(t)) for name, t in tensors.items()]
     write_tensors(path, raw, metadata)
 
 
 def dtype_of(word: str) -> torch.dtype:
-    """The element type that safetensors calls `word`. CheckpointError for one that torch does not have."""
+    """Return the element type that safetensors calls `word`. Raises CheckpointError if torch does not have it."""
     for dtype, known in _DTYPES.items():
         if known == word:
             return dtype
@@ -90,13 +99,16 @@ def dtype_of(word: str) -> torch.dtype:
 
 
 def tensor_of(word: str, shape: tuple[int, ...], data: memoryview) -> torch.Tensor:
-    """A tensor over `data`, row-major bytes, which it shares."""
+    """Return a tensor that shares memory with `data`, bytes in row-major order."""
     dtype = dtype_of(word)
     return torch.frombuffer(data, dtype=dtype).reshape(shape) if len(data) else torch.empty(shape, dtype=dtype)
 
 
 def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """All tensors of a file, on the CPU, with its metadata. CheckpointError where it is not a safetensors file."""
+    """Return all tensors of a file, on the CPU, and its metadata.
+
+    Raises CheckpointError if it is not a safetensors file.
+    """
     try:
         check_header(path)
         with safe_open(str(path), framework="pt") as file:

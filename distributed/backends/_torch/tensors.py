@@ -1,6 +1,6 @@
-"""What a torch backend writes into a checkpoint and reads back: model, optimizer, schedule and generators.
+"""Save and load model, optimizer, schedule and generators of a torch backend.
 
-Tensors go to safetensors files under plain names, everything else is returned as JSON. Nothing is pickled.
+Tensors are written to safetensors files under plain names. All other values are returned as JSON. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ __all__ = [
     "save_optimizer", "save_rng", "scheduler_state", "unwrap",
 ]  # fmt: skip
 
-MODEL, OPTIMIZER = "model", "optimizer"  # directories of a checkpoint, and how their files begin
+MODEL, OPTIMIZER = "model", "optimizer"  # directories of a checkpoint, and prefixes of their files
 
 ALONE = WorkerContext(0, 1, 0, 1, 0, "cpu")
 
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # torch.compile, activation checkpointing
-# How a machine computes the update, not what the update is: these stay as the present optimizer has them.
+# These options say how to compute an update, not which update. The present optimizer keeps its own values.
 _OWN_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's module inside DistributedDataParallel, DataParallel and torch.compile wrappers.
+    """Return the user's module inside DistributedDataParallel, DataParallel and torch.compile wrappers.
 
-    By type and not by the prefix `module.`: a user's own submodule may have that name.
+    Wrappers are recognized by type, not by the prefix `module.`, because a user's submodule may have that name.
     """
     while True:
         if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
@@ -56,21 +56,21 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the parts that torch.compile and activation checkpointing put into it."""
+    """Return a parameter's name without the parts that torch.compile and activation checkpointing insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
 def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters of a wrapped or bare model by their plain names; a tied one once."""
+    """Return the parameters of a wrapped or bare model by their plain names. A tied parameter appears once."""
     return [(plain_name(name), parameter) for name, parameter in unwrap(model).named_parameters()]
 
 
 def save_model(model: torch.nn.Module, directory: Path, context: WorkerContext = ALONE) -> dict[str, Any]:
-    """Write parameters and buffers to `model/*.safetensors`. Every rank calls it.
+    """Write parameters and buffers to `model/*.safetensors`. All ranks.
 
-    A tensor with several names is stored once; the file's metadata holds the other names, which are also returned
-    as `{"aliases": {name: stored name}}`. Raises TrainingError
-    for an `extra_state` that is not a tensor, OSError as the disk gives it.
+    A tensor with several names is stored once. The file's metadata holds the other names, which are also returned as
+    `{"aliases": {name: stored name}}`. Raises TrainingError for an `extra_state` that is not a tensor, and OSError if
+    the disk fails.
     """
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
@@ -87,16 +87,16 @@ def save_model(model: torch.nn.Module, directory: Path, context: WorkerContext =
 
 
 def save_weights(model: torch.nn.Module, path: Path, context: WorkerContext = ALONE) -> None:
-    """The weights by name in one safetensors file that appears whole or not at all; a tied tensor under each name.
+    """Write the weights by name to one safetensors file, atomically. A tied tensor is written under each of its names.
 
-    Every rank calls it, the main process writes.
+    All ranks call it, and the main process writes.
     """
     staged = path.with_name(f".tmp-{path.name}")
     state: dict[str, torch.Tensor] = {}
     for name, tensor in _model_state(model).items():
         full = sharding.whole(tensor)
         if context.is_main_process:
-            state[name] = full.cpu() if full is not tensor else tensor  # gathered ones leave the device one by one
+            state[name] = full.cpu() if full is not tensor else tensor  # one gathered tensor on the device at a time
     if context.is_main_process:
         staged.parent.mkdir(parents=True, exist_ok=True)
         write_file(staged, state, {"format": "pt"})
@@ -104,9 +104,9 @@ def save_weights(model: torch.nn.Module, path: Path, context: WorkerContext = AL
 
 
 def load_model(model: torch.nn.Module, directory: Path) -> None:
-    """Copy the stored weights into the model's own tensors, in place. Every rank for itself.
+    """Copy the stored weights into the model's own tensors, in place. Not a collective.
 
-    CheckpointError names the first missing and unexpected parameters and shapes that differ, all in one line.
+    Raises CheckpointError with the first missing and unexpected parameters and different shapes, all in one line.
     """
     stored, aliases = read_tensors(directory / MODEL)
     stored |= {name: stored[owner] for name, owner in aliases.items() if owner in stored}
@@ -123,15 +123,15 @@ def save_optimizer(
     directory: Path,
     context: WorkerContext = ALONE,
 ) -> dict[str, Any]:
-    """Write the optimizer's tensors as `state.<parameter>.<slot>`; return the rest as JSON. Every rank calls it.
+    """Write the optimizer's tensors as `state.<parameter>.<slot>` and return the rest as JSON. All ranks.
 
-    `parameters` are the model's by plain names (`named_parameters`); others are called `extra.<i>`.
-    CheckpointError names a slot that is neither a tensor nor plain data.
+    `parameters` are the model's, by plain names (`named_parameters`). Other parameters are named `extra.<i>`. Raises
+    CheckpointError that names a slot which is neither a tensor nor plain data.
     """
     names = _names(optimizer, parameters)
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
-    own_dtype: list[str] = []  # slots whose element type is not their parameter's, and must not follow it
+    own_dtype: list[str] = []  # slots whose element type is not that of their parameter and must not follow it
     for parameter, slots in optimizer.state.items():
         name = names[id(parameter)]
         for slot, value in slots.items():
@@ -157,10 +157,10 @@ def load_optimizer(
     directory: Path,
     content: Mapping[str, Any],
 ) -> None:
-    """Take up what `save_optimizer` wrote (`content` is what it returned): the next update is bit for bit the same.
+    """Restore what `save_optimizer` wrote, so that the next update is bit for bit the same. Not a collective.
 
-    How updates are computed (foreach, fused, capturable) stays as it is here. Every rank for itself.
-    CheckpointError where the optimizer, its groups or a shape differ.
+    `content` is what `save_optimizer` returned. Options that select how updates are computed (foreach, fused,
+    capturable) do not change. Raises CheckpointError if the optimizer, its groups or a shape differ.
     """
     _check_kinds(content)
     if content["class"] != type(optimizer).__name__:
@@ -191,9 +191,11 @@ def load_optimizer(
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """A schedule's `state_dict` as JSON, exact. Functions in it are left out: the script builds them again.
+    """Return a schedule's `state_dict` as exact JSON.
 
-    CheckpointError names an entry that is not plain data.
+    Functions in it are left out, because the script creates them again.
+
+    Raises CheckpointError that names an entry which is not plain data.
     """
     content: dict[str, Any] = encode_state(
         _without_functions(scheduler.state_dict()), type(scheduler).__name__, encode_tensor
@@ -202,12 +204,15 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 
 
 def load_scheduler_state(scheduler: Any, content: Mapping[str, Any]) -> None:
-    """Put the result of `scheduler_state` back."""
+    """Restore the result of `scheduler_state`."""
     scheduler.load_state_dict(decode_state(dict(content)))
 
 
 def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's `state_dict` by plain names; its tensors are the model's own. Tied tensors appear under each name."""
+    """Return the model's `state_dict` by plain names, with the model's own tensors.
+
+    A tied tensor appears under each name.
+    """
     state: dict[str, torch.Tensor] = {}
     for key, value in unwrap(model).state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
@@ -223,7 +228,7 @@ def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two names of one tensor. Empty tensors have no place and are never tied."""
+    """Return a key that is equal for two names of one tensor. Empty tensors are never tied."""
     if tensor.numel() == 0 or sharding.is_sharded(tensor):
         return (id(tensor),)
     storage = tensor.untyped_storage().data_ptr()
@@ -259,7 +264,10 @@ def _first(names: list[str]) -> str:
 
 
 def _check_tied(own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
-    """One tensor here must not be two different ones there: the last copied would win silently."""
+    """Raise CheckpointError if one tensor of the model is two different ones in the checkpoint.
+
+    Otherwise the last one copied would win silently.
+    """
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in own.items():
         owner = first.setdefault(_place(tensor), name)
@@ -269,14 +277,14 @@ def _check_tied(own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTens
 
 
 def _names(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
-    """The name of each of the optimizer's parameters, by id."""
+    """Return the name of each of the optimizer's parameters, by id."""
     names = {id(parameter): plain_name(name) for name, parameter in parameters}
     others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
     return names | {id(parameter): f"extra.{i}" for i, parameter in enumerate(others)}
 
 
 def _check_kinds(content: Mapping[str, Any]) -> None:
-    """`content` comes from a file: refuse one that `save_optimizer` did not write."""
+    """Raise CheckpointError if `content`, which comes from a file, was not written by `save_optimizer`."""
     groups = content.get("groups")
     is_whole = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
     for name, kind in {"class": str, "values": dict, "own_dtype": list}.items():
@@ -319,7 +327,7 @@ def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         own = group.get(key)
         if isinstance(own, torch.Tensor):
-            own.copy_(torch.as_tensor(value))  # a compiled update holds on to this very tensor
+            own.copy_(torch.as_tensor(value))  # a compiled update refers to this tensor
         else:
             group[key] = value
 
@@ -327,13 +335,13 @@ def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 def _placed(
     tensor: torch.Tensor, parameter: torch.Tensor, group: Mapping[str, Any], slot: str, keep_dtype: bool
 ) -> torch.Tensor:
-    """A slot's tensor where torch's own `Optimizer.load_state_dict` would have it, without its loss of precision."""
+    """Return a slot's tensor as torch's `Optimizer.load_state_dict` would place it, but without losing precision."""
     if slot == "step":
         on_device = group.get("capturable") or group.get("fused")
         return tensor.to(parameter.device if on_device else tensor.device, copy=True)
     follows = tensor.is_floating_point() and parameter.is_floating_point() and not keep_dtype
     dtype = parameter.dtype if follows else tensor.dtype
-    if tensor.shape == parameter.shape:  # with the parameter's strides, which fused and foreach updates like
+    if tensor.shape == parameter.shape:  # with the parameter's strides, as fused and foreach updates prefer
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(tensor)
     return tensor.to(device=parameter.device, dtype=dtype, copy=True)
 

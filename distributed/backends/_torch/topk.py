@@ -1,8 +1,8 @@
-"""Top-k compression with error feedback: of each parameter's gradient only the largest numbers travel.
+"""Compress gradients with top-k and error feedback: only the largest entries of each parameter's gradient are sent.
 
-What a rank leaves out it adds to its next gradient, so that nothing is lost, only late: Stich et al., Sparsified SGD with
-Memory, arXiv 1809.07599. The memory is kept by parameter name and the choice is made for each parameter on its own, so neither
-depends on DDP's buckets, which it orders anew after the first update and in another wrapper.
+Each rank adds what it left out to its next gradient, so that nothing is lost, only delayed (Stich et al., Sparsified
+SGD with Memory, arXiv 1809.07599). Errors are kept by parameter name, and entries are chosen for each parameter
+separately. Neither therefore depends on DDP's buckets, which change after the first update and with a new wrapper.
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ _ERROR = "error."
 
 
 class TopK(CommHook):
-    """The hook of one model. `ratio`: the part of each parameter's gradient that travels; None: a hundredth."""
+    """Average the gradients of one model.
+
+    `ratio` is the part of each parameter's gradient that is sent; None means 0.01.
+    """
 
     has_memory = True
 
     def __init__(self, parameters: list[tuple[str, torch.nn.Parameter]], ratio: float | None) -> None:
         self._names = {id(parameter): name for name, parameter in parameters}
         self._ratio = ratio = 0.01 if ratio is None else ratio
-        self._left_out: dict[str, torch.Tensor] = {}  # by parameter, flat
+        self._left_out: dict[str, torch.Tensor] = {}  # by parameter name, flat
         self.notice = f"ddp.comm_hook=topk sends {ratio:.3g} of each gradient; the rest is added to the next one"
 
     def average(self, bucket: Any) -> Any:
         buffer = bucket.buffer()
         places = self._choose(buffer, [(self._names[id(p)], p.numel()) for p in bucket.parameters()])
         world = dist.get_world_size()
-        # torch 2.13 has another name for it. One message with numbers and places: two could cross those of another bucket.
+        # torch 2.13 renamed this function. Values and indices are sent in one message, because two messages could be
+        # mixed up with those of another bucket.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         mine = torch.cat([buffer[places].view(torch.uint8), places.to(_place_type(buffer)).view(torch.uint8)])
         everyone = mine.new_empty(world * len(mine))
@@ -55,7 +59,10 @@ class TopK(CommHook):
         self._left_out = {name.removeprefix(_ERROR): left for name, left in memory.items()}
 
     def _choose(self, buffer: torch.Tensor, layout: list[tuple[str, int]]) -> torch.Tensor:
-        """Where the numbers to send are, after the memory was added to `buffer`; the others are the new memory."""
+        """Return the indices of the entries to send.
+
+        Add the error to `buffer` first, and keep all other entries as the new error.
+        """
         sizes = [size for _, size in layout]
         chosen, start = [], 0
         for (name, size), part in zip(layout, torch.split(buffer, sizes), strict=True):
@@ -77,7 +84,7 @@ def _place_type(buffer: torch.Tensor) -> torch.dtype:
 
 
 def _sum(rows: torch.Tensor, count: int, buffer: torch.Tensor) -> torch.Tensor:
-    """`buffer` as the sum of what all ranks sent, in the order of ranks; `rows` are bytes."""
+    """Return `buffer`, filled with the sum of what all ranks sent, in the order of ranks. `rows` are bytes."""
     buffer.zero_()
     cut = count * buffer.element_size()
     for row in rows:

@@ -1,4 +1,4 @@
-"""One update of a torch optimizer out of the gradients of all ranks: rescale, clip, look for NaN, step."""
+"""Make one update of a torch optimizer from the gradients of all ranks: rescale, clip, check for NaN, step."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ if TYPE_CHECKING:
 
 
 class Update:
-    """Make the updates of a fit, with the optimizer's rates as schedule and warm-up say."""
+    """Make the updates of a fit, with the rates that schedule and warm-up set."""
 
     def __init__(self, backend: TorchBackend[Any], optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
         self._backend, self.optimizer, self.schedule = backend, optimizer, schedule
         self._precision, self._config = backend.precision, backend.config
-        self.step = 0  # updates done, for warm-up and messages
+        self.step = 0  # number of updates, for warm-up and messages
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._gradients = backend.wrapper.make_gradients(self.parameters)
         self._nan_policy = NanPolicy(self._config.nan_policy, backend.report)
         self._apply_gradients = self._precision.updating(optimizer)
-        self._clipped_norm: torch.Tensor | None = None  # of the newest update, before clipping
-        self._unread: Unread | None = None  # the newest update, while nobody knows whether its gradients were finite
+        self._clipped_norm: torch.Tensor | None = None  # norm of the newest update before clipping
+        self._unread: Unread | None = None  # the newest update, until its gradients have been checked
         self._looks_later = self._may_look_later()
 
     def finish(self, group: Group, losses: list[Loss], result: StepResult) -> None:
-        """Make the one update of `group`, unless its gradients are not finite and `nan_policy` leaves it out. All ranks."""
+        """Make the one update of `group`.
+
+        It is skipped if its gradients are not finite and `nan_policy` asks for that. All ranks.
+        """
         self._make_ready(group, losses, result)
         if result.skipped:
             self._precision.leave_out()
@@ -48,17 +51,17 @@ class Update:
         self.step += 1
 
     def look_back(self) -> None:
-        """Do what `nan_policy` says about the newest update, if nobody has looked at it yet. All ranks."""
+        """Apply `nan_policy` to the newest update, if it has not been checked yet. All ranks."""
         unread, self._unread = self._unread, None
         if unread is not None and unread.is_bad():
             self._on_non_finite(unread.group, unread.losses, StepResult([], unread.group.num_samples), is_late=True)
 
     def resume(self, step: int) -> None:
-        """Go on after `step` updates."""
+        """Continue after `step` updates."""
         self.step = step
 
     def forget(self) -> None:
-        """Do not look at the newest update any more."""
+        """Drop the pending check of the newest update."""
         self._unread = None
 
     def gradient_norm(self) -> float | None:
@@ -72,7 +75,7 @@ class Update:
     # ------------------------------------------------------------------ the parts of an update
 
     def _make_ready(self, group: Group, losses: list[Loss], result: StepResult) -> None:
-        """Make the gradients true ones, clip them, and look for NaN."""
+        """Unscale, rescale and clip the gradients, and check them for NaN."""
         self._precision.unscale(self.optimizer)
         gradients = self._gradients.views()
         total = self._backend.passes.take_total()
@@ -87,14 +90,14 @@ class Update:
             self._on_non_finite(group, losses, result)
 
     def _apply(self) -> bool:
-        """Let the optimizer step. Return whether the gradients were finite, for an engine that finds out only here."""
+        """Make the optimizer step. Return whether the gradients were finite, for an engine that finds out only here."""
         self._apply_gradients()
         return True
 
     def _may_look_later(self) -> bool:
-        """Return whether a look at the gradients can wait for the next update.
+        """Return whether the check of the gradients can wait until the next update.
 
-        It can where the device has work meanwhile and no update is ever left out.
+        It can if the device has work in the meantime and no update is ever skipped.
         """
         is_on_gpu = self._gradients.device.type == "cuda"
         return is_on_gpu and not self._precision.leaves_out and self._config.nan_policy != "skip"
@@ -105,19 +108,21 @@ class Update:
         return self._gradients.are_finite(gradients)
 
     def _unread_of(self, gradients: list[torch.Tensor], group: Group, losses: list[Loss]) -> Unread:
-        norm = self._clipped_norm  # less itself: 0, or NaN
+        norm = self._clipped_norm  # norm - norm is 0, or NaN if the norm is not finite
         bad = self._gradients.non_finite(gradients) if norm is None else (norm - norm)
         return Unread.of(bad, group, losses)
 
     def _warming_up(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which the rates are those of the coming update."""
+        """Return a context in which the rates are those of the coming update."""
         is_warm = self.step >= self._config.warmup_steps
         return contextlib.nullcontext() if is_warm else self.schedule.warming_up(self.step)
 
     def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult, *, is_late: bool = False) -> None:
-        """Apply `nan_policy`. Every rank comes here together, because the synchronised gradients are the same everywhere.
+        """Apply `nan_policy`.
 
-        `is_late`: the update has been made, and is the newest one.
+        All ranks call it together, because the synchronised gradients are the same on every rank.
+
+        `is_late` says that the update has been made already and is the newest one.
         """
         self._judge(group, losses, result, is_late)
         self._backend.wrapper.after_non_finite()

@@ -1,4 +1,4 @@
-"""What a rank waited for others under torch's DDP, whose own clock knows means since the beginning only."""
+"""Compute how long a rank waited for others under DDP. torch reports only means since the start."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from typing import Any
 
 
 class Waits:
-    """Of one wrapper. torch reads its clock in the first ten updates and in one of a hundred, and the slow first ones would
-    weigh on its means for thousands."""
+    """Compute the waiting times of one wrapper.
+
+    torch measures the first ten updates and then one in a hundred. The slow first updates would dominate its means
+    for thousands of updates.
+    """
 
     def __init__(self) -> None:
-        self._count, self._exchange, self._overlap = 0, 0, 0  # measured updates, and nanoseconds of all of them
+        self._count, self._exchange, self._overlap = 0, 0, 0  # number of measured updates, and their total nanoseconds
         self._newest: float | None = None
 
     def take(self, data: Mapping[str, Any]) -> float | None:
-        """Seconds of an update, meaned over those that were measured since the last call; where none was, as at that one.
+        """Return seconds per update, as the mean over the updates measured since the last call.
 
-        `data` is what `_get_ddp_logging_data` says: means as whole nanoseconds, and the last update that is in them.
+        Return the previous value if no update was measured since then. `data` is the result of
+        `_get_ddp_logging_data`: means in whole nanoseconds, and the last iteration that they include.
         """
         means = [data.get(f"avg_backward_{name}_time") for name in ("comm", "compute_comm_overlap")]
         count = min(data.get("iteration", 0), 10) + data.get("iteration", 0) // 100

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a module: its graph and the values of its weights and gradients. Leaves no trace in training."""
+"""Compute a module's graph and the values of its weights and gradients for TensorBoard. Training is not affected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Objective = Callable[[Callable[..., Any], Any], Any]
 
 
 class _Traced(torch.nn.Module):
-    """The loss as a function of tensors alone, which is all that the tracer takes."""
+    """Compute the loss as a function of tensors only, as the tracer requires."""
 
     def __init__(self, model: torch.nn.Module, objective: Objective, batch: Any) -> None:
         super().__init__()
@@ -33,22 +33,25 @@ class _Traced(torch.nn.Module):
 
 
 def graph_of(model: torch.nn.Module, objective: Objective, batch: Any, num_samples: int) -> bytes:
-    """A GraphDef of the model and its loss in eval mode, traced on one of the batch's samples.
+    """Return a GraphDef of the model and its loss in eval mode, traced on one sample of the batch.
 
-    Raises whatever the model raises under torch's tracer. The caller keeps the generators.
+    Raises whatever the model raises under torch's tracer. The caller saves and restores the generators.
     """
     sample = _first_sample(batch, num_samples)
     traced = type(type(model).__name__, (_Traced,), {})(model, objective, sample)
     with _as_it_was(model), torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")  # of the tracer, about values that it takes for constants
+        warnings.simplefilter("ignore")  # the tracer warns about values that it treats as constants
         made, _ = _converter().graph(traced, tuple(_tensors(sample)), use_strict_trace=False)
     content: bytes = made.SerializeToString()
     return content
 
 
 def _converter() -> Any:
-    """What `SummaryWriter.add_graph` calls, without the package around it: that imports TensorFlow where it finds it, which
-    takes seconds and hundreds of megabytes (`_embedding.py`, torch 2.13)."""
+    """Return the module that `SummaryWriter.add_graph` calls, without its package.
+
+    The package imports TensorFlow if it is installed, which takes seconds and hundreds of megabytes (`_embedding.py`,
+    torch 2.13).
+    """
     name = "distributed_torch_tensorboard"
     if name not in sys.modules:
         package = types.ModuleType(name)
@@ -59,7 +62,7 @@ def _converter() -> Any:
 
 @contextlib.contextmanager
 def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
-    """Puts modes and buffers back."""
+    """Restore the modes and buffers of the model at the end of this block."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -73,7 +76,7 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
 
 
 def values_of(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """(`weights/NAME` or `gradients/NAME`, flat array) of what this rank holds."""
+    """Yield (`weights/NAME` or `gradients/NAME`, flat array) for this rank's part of each parameter."""
     for name, parameter in model.named_parameters():
         yield f"weights/{name}", _flat(parameter)
         if parameter.grad is not None:
@@ -106,7 +109,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """`value` with its tensors replaced in order."""
+    """Return `value` with its tensors replaced in order."""
     if isinstance(value, torch.Tensor):
         return next(tensors)
     held = children(value)

@@ -1,4 +1,7 @@
-"""A sharded model as the ordinary module that its user gave: whole parameters in it, and nothing of fully_shard."""
+"""Turn a sharded model into the ordinary module that the user gave.
+
+It has whole parameters and none of fully_shard's additions.
+"""
 
 from __future__ import annotations
 
@@ -22,33 +25,36 @@ _HOOKS = (
 
 
 class WholeForm:
-    """The whole form of a sharded model, which takes the place of the pieces and gives it back, in the same module objects.
+    """Exchange the sharded parameters of a model for whole ones and back, in the same module objects.
 
     Only `gather` is a collective.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """`model`: what fully_shard has worked on."""
+        """Prepare `model`, which fully_shard has sharded."""
         self._model = model
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._classes = [type(unit) for unit in self._units]
-        self._hooks: list[tuple[dict[int, Any], dict[int, Any], list[int]]] = []  # of fully_shard, set aside
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any], list[int]]] = []  # fully_shard's hooks, set aside
         self._notes: list[
             tuple[dict[str, Any], dict[str, Any]]
-        ] = []  # its notes in the units, which hold process groups
+        ] = []  # its records in the units, which hold process groups
         self._places: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = []
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        self._whole: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # the pieces of a parameter -> the parameter
-        self.is_shown = False  # whether the model has the whole parameters now
-        self.is_current = False  # whether they have the values of the pieces
+        self._whole: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # sharded parameter -> whole parameter
+        self.is_shown = False  # whether the model now has the whole parameters
+        self.is_current = False  # whether they have the values of the sharded ones
 
     @property
     def num_bytes(self) -> int:
-        """What the whole parameters take."""
+        """The size of the whole parameters in bytes."""
         return sum(p.numel() * p.element_size() for p in self._model.parameters() if is_sharded(p))
 
     def gather(self, home: torch.device, *, keep: bool = True) -> None:
-        """Assemble every parameter on `home`, one after the other; without `keep` this rank only helps. All ranks call it."""
+        """Assemble every parameter on `home`, one after the other. All ranks.
+
+        With `keep=False` this rank only takes part in the collectives.
+        """
         self._reshard()
         self._places = [
             (module._parameters, name, parameter)  # type: ignore[misc]
@@ -63,19 +69,22 @@ class WholeForm:
         self.is_current = keep
 
     def _fill(self, pieces: torch.nn.Parameter, full: torch.Tensor) -> None:
-        """The same Parameter objects each time: who holds one goes on seeing the weights after each fit."""
+        """Fill the whole parameter.
+
+        The Parameter objects stay the same, so that any reference to one shows the weights after each fit.
+        """
         if pieces in self._whole:
             self._whole[pieces].data = full
         else:
             self._whole[pieces] = torch.nn.Parameter(full, requires_grad=pieces.requires_grad)
 
     def show(self, home: torch.device) -> None:
-        """Put the whole parameters into the model, buffers on `home` beside them, and set aside what fully_shard added."""
+        """Put the whole parameters into the model, move its buffers to `home` and set aside what fully_shard added."""
         if self.is_shown:
             return
         self._reshard()
         for unit, cls in zip(self._units, self._classes, strict=True):
-            unit.__class__ = cls.__bases__[1]  # of FSDPLinear, which is (FSDPModule, Linear)
+            unit.__class__ = cls.__bases__[1]  # the second base of FSDPLinear, which is (FSDPModule, Linear)
             own = vars(unit)
             self._notes.append((own, {key: own.pop(key) for key in (STATE_KEY, REGISTRY_KEY) if key in own}))
         for module in self._model.modules():
@@ -90,7 +99,10 @@ class WholeForm:
         self.is_shown = True
 
     def hide(self, *, take_values: bool = True) -> None:
-        """Put the pieces back, with the values that the whole parameters have by now. ConfigError where one is gone."""
+        """Put the sharded parameters back, with the current values of the whole ones.
+
+        Raises ConfigError if a parameter is missing.
+        """
         if not self.is_shown:
             return
         for owner, name, pieces in self._places:
@@ -110,13 +122,13 @@ class WholeForm:
         self._hooks, self._notes, self._buffers, self.is_shown = [], [], [], False
 
     def release(self) -> None:
-        """Free the whole parameters, which are filled again by the next `gather`."""
+        """Free the whole parameters. The next `gather` fills them again."""
         for parameter in self._whole.values():
             parameter.data = parameter.data.new_empty(0)
         self.is_current = False
 
     def _reshard(self) -> None:
-        """Free what a forward left gathered. No collective."""
+        """Free parameters that a forward left gathered. Not a collective."""
         for unit in self._units:
             unit.reshard()
 
@@ -138,12 +150,15 @@ class WholeForm:
 
 
 def _is_of_fully_shard(hook: Any) -> bool:
-    function = getattr(hook, "hook", hook)  # those of load_state_dict are wrapped
+    function = getattr(hook, "hook", hook)  # hooks of load_state_dict are wrapped
     return str(getattr(function, "__module__", "")).startswith(_FULLY_SHARD)
 
 
 def free_bytes(device: torch.device, num_sharing: int) -> int:
-    """Memory of `device` that one of `num_sharing` processes can still take; a device of its own is not shared."""
+    """Return the memory in bytes that one of `num_sharing` processes can still allocate on `device`.
+
+    A GPU is not shared.
+    """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + unused)
@@ -151,10 +166,10 @@ def free_bytes(device: torch.device, num_sharing: int) -> int:
 
 
 def _host_free_bytes() -> int:
-    """What Linux has available, or less where the control group of a container allows less."""
+    """Return the memory in bytes that Linux has available, or less if the control group of a container allows less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+    with contextlib.suppress(OSError, ValueError):  # no control group, or no limit ("max")
         group = Path("/sys/fs/cgroup")
         free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return free
@@ -162,7 +177,10 @@ def _host_free_bytes() -> int:
 
 @contextlib.contextmanager
 def whole_for_a_while(model: torch.nn.Module, *, is_main: bool) -> Iterator[torch.nn.Module | None]:
-    """`model`, whole and on the CPU, on the main process; None on the others. What is changed within is lost. All ranks."""
+    """Yield `model`, whole and on the CPU, on the main process, and None on all other ranks. All ranks.
+
+    Changes made to the model in this block are lost.
+    """
     form, cpu = WholeForm(model), torch.device("cpu")
     form.gather(cpu, keep=is_main)
     if not is_main:

@@ -1,4 +1,4 @@
-"""Communication for the torch family: collectives of tensors, in one process and in many."""
+"""Run collectives of torch tensors, in one process or in many."""
 
 from __future__ import annotations
 
@@ -28,43 +28,55 @@ from distributed.state import WorkerContext
 
 
 class Pending(Protocol):
-    """A collective under way."""
+    """Represent a collective in progress."""
 
     def wait(self) -> Any:
-        """Until its result may be used."""
+        """Wait until the result may be used."""
 
 
 class TorchWorld(world.World):
-    """The processes that train together, with collectives for torch tensors. Every rank calls each, in the same order."""
+    """Connect the processes that train together, with collectives for torch tensors.
 
-    transport: str | None = None  # nccl, gloo or mpi; None in a world of one
+    Every rank must call each collective, in the same order.
+    """
+
+    transport: str | None = None  # nccl, gloo or mpi; None for one process
 
     def is_alive(self) -> bool:
-        """Whether nobody has ended it. No collective."""
+        """Return whether the group has not been ended. Not a collective."""
         return True
 
     @abc.abstractmethod
     def combine(self, tensor: torch.Tensor, operation: str) -> Pending:
-        """Begin to combine contiguous tensors of one shape in place over all ranks: "sum", "product", "min" or "max"."""
+        """Start to combine the contiguous `tensor` in place over all ranks.
+
+        The shape is the same on all ranks. `operation` is "sum", "product", "min" or "max".
+        """
 
     @abc.abstractmethod
     def copy_from(self, tensor: torch.Tensor, src: int) -> None:
-        """Give the contiguous `tensor` rank `src`'s values, in place."""
+        """Overwrite the contiguous `tensor` with the values of rank `src`, in place."""
 
     @abc.abstractmethod
     def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's contiguous `tensor`, all of one shape, in the order of ranks; mine is a copy too."""
+        """Return the contiguous `tensor` of every rank, in the order of ranks.
+
+        The shape is the same on all ranks. This rank's entry is a copy too.
+        """
 
     @abc.abstractmethod
     def combine_rows(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
-        """My row of `rows` [world_size, ...], which is contiguous, combined over all ranks."""
+        """Return this rank's row of the contiguous `rows` [world_size, ...], combined over all ranks."""
 
     @abc.abstractmethod
     def wrap(self, module: torch.nn.Module, **options: Any) -> torch.nn.Module:
-        """`module` with its gradients averaged over all ranks in each backward pass. `options`: of torch's DDP."""
+        """Return `module`, wrapped to average its gradients over all ranks in each backward pass.
+
+        `options` are those of torch's DDP.
+        """
 
     def unwrap(self, wrapped: torch.nn.Module) -> None:
-        """The end of what `wrap` made: its module is this process' alone. No collective."""
+        """Undo `wrap`: the module inside belongs to this process only. Not a collective."""
 
     def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
         if self.world_size == 1 or not sums:
@@ -75,22 +87,22 @@ class TorchWorld(world.World):
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """Leave the others, unless the user joined them. Does not wait for other ranks."""
+        """Leave the group, unless the user joined it. Does not wait for other ranks."""
 
     def end(self) -> None:
-        """Leave the others, whoever joined them. Does not wait for other ranks."""
+        """Leave the group, even if the user joined it. Does not wait for other ranks."""
         self.leave()
 
 
 class _Done:
-    """Nothing to wait for."""
+    """Represent a collective that has completed."""
 
     def wait(self) -> None:
         return None
 
 
 class OneProcess(world.OneProcess, TorchWorld):
-    """A world of one process."""
+    """Represent a world of one process."""
 
     def __init__(self, plan: ProcessPlan) -> None:
         found = worker_environment()
@@ -116,7 +128,7 @@ class OneProcess(world.OneProcess, TorchWorld):
 
 
 class ProcessGroup(TorchWorld):
-    """torch.distributed's default group: the user's, where the script has made it, else one that we join."""
+    """The default process group of torch.distributed: the user's if the script created it, else one that we join."""
 
     def __init__(
         self,
@@ -127,9 +139,10 @@ class ProcessGroup(TorchWorld):
         found: WorkerEnvironment | None = None,
         call: str = "fit()",
     ) -> None:
-        """Waits `start_timeout` for the others; later collectives wait `timeout_s`.
+        """Join the group. Wait up to `start_timeout` for the other ranks. Later collectives wait up to `timeout_s`.
 
-        `found` is what this process is, where its environment does not say so; `call` is what the others did not call.
+        `found` describes this process if its environment does not. `call` names the call that missing ranks did not
+        make.
         """
         found = found or worker_environment()
         if found is None and plan.world_size == 1:
@@ -153,7 +166,7 @@ class ProcessGroup(TorchWorld):
         )  # fmt: skip
         self.transport = dist.get_backend()
         is_other = config.communication_backend not in (None, self.transport)
-        if is_other and self.transport in TRANSPORTS:  # torch calls a group of several transports by another word
+        if is_other and self.transport in TRANSPORTS:  # torch has other names for a group with several transports
             raise ConfigError(
                 f"communication_backend={config.communication_backend!r} is not the {self.transport!r} that the script joined"
                 " with: drop one of them"
@@ -176,7 +189,7 @@ class ProcessGroup(TorchWorld):
 
     def combine_rows(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
         mine = torch.empty_like(rows[0])
-        # Flat, as gloo wants both of one number of dimensions; torch 2.13 has another name for it.
+        # Flatten the tensors, because gloo requires equal numbers of dimensions. torch 2.13 renamed the function.
         reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         reduce(mine.view(-1), rows.view(-1), op=getattr(dist.ReduceOp, operation.upper()))
         return mine
@@ -216,7 +229,7 @@ class ProcessGroup(TorchWorld):
 
     def barrier(self) -> None:
         device = torch.device(self._device)
-        # Without it torch warns that it uses the current device, which is the same.
+        # Without the argument torch warns that it uses the current device, which is the same.
         is_named = device.type == "cuda" and self.transport != "gloo"
         dist.barrier(device_ids=[device.index] if is_named else None)
 
@@ -232,9 +245,10 @@ class ProcessGroup(TorchWorld):
 
 
 def take_device(plan: ProcessPlan, local_rank: int) -> str:
-    """The device of a rank, made the current one. Ranks share GPUs where the plan has more of them than the machine.
+    """Return the device of a rank and make it the current one.
 
-    ResourceError where torch cannot use the GPUs.
+    Ranks share GPUs if the plan has more ranks than the machine has GPUs. Raises ResourceError if torch cannot use
+    the GPUs.
     """
     if plan.device != "cuda":
         return "cpu"
@@ -257,7 +271,7 @@ def _why_no_cuda() -> str:
 
 
 def _backends(plan: ProcessPlan, config: DistributedConfig, usual: str | None) -> str:
-    """torch's word for the transport. `usual`: the backend's own, such as "cpu:gloo,cuda:nccl"."""
+    """Return torch's name of the transport. `usual` is the backend's default, such as "cpu:gloo,cuda:nccl"."""
     asked = config.communication_backend
     if asked is None:
         return usual or ("nccl" if plan.device == "cuda" else "gloo")
@@ -267,8 +281,9 @@ def _backends(plan: ProcessPlan, config: DistributedConfig, usual: str | None) -
 def _join(
     found: WorkerEnvironment, transport: str, config: DistributedConfig, warn: Callable[[str], None], call: str
 ) -> None:
-    # Its functions take the default group as the default of an argument, at import. DDP imports it, and when that is first
-    # after joining, the group and its threads outlive destroy_process_group() and can abort the process at exit (torch 2.13).
+    # The functions of this module take the default group as the default of an argument. DDP imports the module. If the
+    # first import is after joining, the group and its threads outlive destroy_process_group() and can abort the process
+    # at exit (torch 2.13).
     importlib.import_module("torch.distributed.nn.functional")
     timeout = timedelta(seconds=config.timeout_s)
     store = dist.HashStore() if found.source == "alone" else meet(found, config.start_timeout, warn, call)
@@ -276,7 +291,7 @@ def _join(
 
 
 def leave_group() -> None:
-    """End the default group in order; nobody waits."""
-    gc.collect()  # what holds DDP wrappers alive in a cycle
+    """Destroy the default group, without waiting for other ranks."""
+    gc.collect()  # collect reference cycles that keep DDP wrappers alive
     if dist.is_initialized():
         dist.destroy_process_group()

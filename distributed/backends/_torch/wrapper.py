@@ -1,4 +1,4 @@
-"""What an engine puts around a model for training, and how the gradients of the ranks come together."""
+"""Wrap a model for training, and exchange the gradients of the ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Wrapper:
-    """Put nothing around the model, as for one process. An engine overrides the steps in which it differs.
+    """Leave the model unwrapped, as for one process. An engine overrides the steps in which it differs.
 
-    The order is that of training: `build`, `wrap`, `bind`, then for each update `backward` and `exchange`, at last `release`.
-    Every rank calls every method.
+    The methods are called in this order: `build`, `wrap`, `bind`, then `backward` and `exchange` for each update, and
+    finally `release`. Every rank calls every method.
     """
 
     def __init__(self, backend: TorchBackend[Any]) -> None:
@@ -48,17 +48,17 @@ class Wrapper:
         return Precision(own.mixed_precision, own.device, own.config)
 
     def bind(self, optimizer: Any) -> Any:
-        """Return the user's optimizer around the parameters that `wrap` left."""
+        """Return the user's optimizer, bound to the parameters that exist after `wrap`."""
         return optimizer
 
     def make_gradients(self, parameters: list[torch.nn.Parameter]) -> Gradients:
-        """Return what clips the gradients of `parameters` and looks for NaN in them."""
+        """Return the object that clips the gradients of `parameters` and checks them for NaN."""
         from distributed.backends._torch.gradients import Gradients
 
         return Gradients(parameters, self._backend.plain, self._backend.device)
 
     def make_update(self, optimizer: Any, schedule: Any) -> Update:
-        """Return what makes an update out of the gradients."""
+        """Return the object that makes updates from the gradients."""
         from distributed.backends._torch.update import Update
 
         return Update(self._backend, optimizer, schedule)
@@ -69,18 +69,21 @@ class Wrapper:
         return wrapped
 
     def without_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which backward passes exchange no gradients."""
+        """Return a context in which backward passes exchange no gradients."""
         return contextlib.nullcontext()
 
     def backward(self, value: torch.Tensor) -> None:
-        """Add the gradients of `value`, a loss that is scaled for the update. They are exchanged outside of `without_sync`."""
+        """Add the gradients of `value`, a loss scaled for the update.
+
+        They are exchanged unless within `without_sync`.
+        """
         self._backend.precision.scaled(value).backward()
 
     def exchange(self) -> None:
-        """Return when the gradients of an update are those of all ranks, in the order of the device's work."""
+        """Return when the gradients of an update are averaged over all ranks. On a GPU the work may only be queued."""
 
     def after_non_finite(self) -> None:
-        """Forget what was kept from an update whose gradients are not finite, once `nan_policy` was applied."""
+        """Discard state kept from an update with non-finite gradients, after `nan_policy` was applied."""
 
     def release(self) -> None:
-        """Let go of what is around the model. The backend drops the wrapped module afterwards."""
+        """Remove what is around the model. The backend drops the wrapped module afterwards."""
