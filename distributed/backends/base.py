@@ -29,7 +29,7 @@ _NO_CLUSTER = "no cluster is joined: drop it, or set backend='ray'"
 
 @dataclasses.dataclass(frozen=True)
 class If:
-    """Refuse a setting only under a condition."""
+    """Hold a refusal of a setting that applies only under a condition."""
 
     when: str  # in the words of the table and of the error: "on CPUs"
     holds: Callable[[Any], bool]  # called with the adapter, after its settings, options and process plan are set

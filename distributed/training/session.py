@@ -71,7 +71,7 @@ class _Fit:
     saved: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def stop_clock(self) -> None:
-        """Bring `total_time` up to date."""
+        """Update `state.total_time`."""
         self.state.total_time = time.monotonic() - self.began
 
 

@@ -68,7 +68,7 @@ def test_they_are_part_of_the_checkpoint_sealed_counted_and_pruned_with_it(done)
             manifest = verify(path)
             theirs = {file for file in manifest.files if file.startswith("deepspeed/")}
             parts = {file for file in theirs if file.endswith("optim_states.pt")}
-            assert len(parts) == 2 and all("zero_pp_rank_" in part for part in parts), name  # one file of each rank
+            assert len(parts) == 2 and all("zero_pp_rank_" in part for part in parts), name  # one file per rank
             assert {"deepspeed/latest", "deepspeed/zero_to_fp32.py"} < theirs
             files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
             assert manifest.total_bytes == sum(file.stat().st_size for file in files)

@@ -1,7 +1,7 @@
-"""Attack a run from another user's process on the same machine. Our sockets withstand it, and nowhere does it run code.
+"""Attack a run from another user's process on the same machine. Our sockets withstand it, and the attack runs no code.
 
-Each backend is started once. It trains twice: left alone, and while a process of the user nobody attacks every socket that the run
-listens on. Both trainings end in the same bits.
+Each backend is started once and trains twice: first undisturbed, and then while a process of the user nobody attacks every socket
+that the run listens on. Both trainings end in the same bits.
 """
 
 from __future__ import annotations

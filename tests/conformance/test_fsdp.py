@@ -71,7 +71,7 @@ def test_what_a_factory_makes_has_memory_on_the_main_process_alone(worlds):
 
 
 def test_offloaded_parameters_train_as_others_and_on_cpus_it_is_said_that_nothing_is_freed(worlds):
-    assert moved(worlds, "offload", "layers") < 1e-9  # the line is looked for where the workers are started
+    assert moved(worlds, "offload", "layers") < 1e-9  # the test that starts the workers looks for the line
 
 
 def test_the_options_choose_what_is_cut_on_its_own(sharded):

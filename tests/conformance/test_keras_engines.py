@@ -48,7 +48,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def needs(name):
-    """What the engine `name` cannot do without."""
+    """Skip the test if what the engine `name` needs is missing."""
     if "horovod-tensorflow" in name:
         needs_backend("tensorflow")
     needs_backend(ENGINES[name][1][0])

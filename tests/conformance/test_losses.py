@@ -61,7 +61,7 @@ def test_two_processes_agree_with_one(worlds, case):
         for mine, other in zip(one["rows"], rank["rows"], strict=True):
             shared = {name for name in mine if name != "samples_per_second"}
             assert shared == {name for name in other if name != "samples_per_second"}
-            # GPT computes its loss in float32.
+            # These models compute their loss in float32.
             rounding = 1e-6 if "gpt" in case or case == "step-model-output" else 1e-9
             assert all(abs(mine[name] - other[name]) < rounding for name in shared)
 

@@ -77,7 +77,7 @@ def extra(used_by):
 
 
 def used_optimizer():
-    """Return an optimizer that has made a different step on each rank."""
+    """Train with an optimizer that has made a different step on each rank before."""
     model = Net(seed=RANK).double()
     optimizer = sgd(model.parameters())
     model(torch.full((1, FEATURES), RANK + 1.0, dtype=torch.float64)).sum().backward()

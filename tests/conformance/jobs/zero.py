@@ -163,7 +163,7 @@ def run(name, settings, out, model=net):
 
 
 def reference(out):
-    """Train on one process of `single`. In fp32 the reference also has the effect of splitting the same batches."""
+    """Train on one process of `single`. NAME-cut repeats a case with its batches split differently, which shows the rounding of fp32."""
     found = {}
     for name, case in (
         CASES | {"own": ADAM | {"optimizer": by_hand, "gradient_clipping": 0.3, "gradient_accumulation_steps": 1}}
