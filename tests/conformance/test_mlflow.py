@@ -172,9 +172,8 @@ def test_a_registered_model_opens_without_a_pickle(on_sqlite, monkeypatch):
     store = f"sqlite:///{runs / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     directory = Path(mlflow.artifacts.download_artifacts(f"models:/net/{version.version}"))
-    names = {path.name for path in directory.iterdir()} - {
-        "registered_model_meta"
-    }  # the download adds registered_model_meta
+    # The download adds registered_model_meta.
+    names = {path.name for path in directory.iterdir()} - {"registered_model_meta"}
     assert names == {"MLmodel", "model.json", "model.safetensors"}
     description = json.loads((directory / "model.json").read_text())
     assert description["model_class"] == "__main__.Net" and description["step"] == 16
