@@ -238,9 +238,8 @@ def test_fp16_goes_through_the_engine_and_its_scale_moves_as_torchs(run_cli_once
         found = json.loads((tmp_path / f"{stage}.json").read_text())
         assert set(found["kinds"]) == {"torch.float16"}
         scale, without = 2.0**40, 0
-        for step, after in enumerate(
-            found["scales"], 1
-        ):  # halved after an overflow, doubled after four updates without one
+        # The scale is halved after an overflow, and doubled after four updates without one.
+        for step, after in enumerate(found["scales"], 1):
             without = 0 if step in found["skipped"] else without + 1
             scale *= 0.5 if without == 0 else 2.0 if without == 4 else 1.0
             without %= 4

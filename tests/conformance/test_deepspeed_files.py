@@ -78,7 +78,7 @@ def test_a_disk_that_fails_is_a_failed_save_on_that_rank(tmp_path):
     from distributed.backends._deepspeed.own_files import _Collector
 
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file" / "below", tmp_path):  # no directory, and nothing but one
+    for path in (tmp_path / "file" / "below", tmp_path):  # a path below a file, and a path that is a directory
         collector = _Collector()
         collector.save({}, str(path))
         with pytest.raises(OSError, match=tmp_path.name):
