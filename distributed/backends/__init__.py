@@ -1,4 +1,4 @@
-"""What runs the steps of training: the protocol (`base`), an adapter for each engine, and what several share. Rows stand in `config.registry`."""
+"""Run the steps of training: the protocol (`base`), an adapter for each engine, and what adapters share. The registry is `config.registry`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def make_backend(merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
-    """The adapter of `plan.backend` for these settings. Raises ConfigError for what it cannot honour."""
+    """Return the adapter of `plan.backend` for these settings.
+
+    Raises:
+        ConfigError: if the adapter refuses a setting, or its libraries are not installed.
+    """
     row = row_in_use(merged.config, plan.backend)
     require_installed(row)
     made: Backend[Any] = starting_of(row.name).make(merged, plan)

@@ -1,4 +1,4 @@
-"""Groups that a script joined by its engine's own call are taken up. No engine is loaded to find out."""
+"""Adopt the process group that a script joined by calling torch or Horovod itself. Loads no engine to find out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def adopted(warn: Callable[[str], None]) -> TorchWorld | None:
-    """The world of several processes that this one is in by torch's or Horovod's own call, or None."""
+    """Return the world that this process joined by calling torch or Horovod itself, or None. `warn` is called with warnings."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return _torch_group(warn)

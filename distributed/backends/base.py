@@ -1,4 +1,4 @@
-"""The adapter protocol: what a backend must do for a fit, in the order in which the loop asks for it."""
+"""Define the adapter protocol: the methods of a backend, in the order in which the loop calls them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,17 @@ if TYPE_CHECKING:
 
 OptionsT = TypeVar("OptionsT")
 Report = Callable[[dict[str, Any]], None]  # takes notices and warnings, as {"kind": "warning", "text": ...}
-TARGET_NAMES = (
-    "labels",
-    "label",
-    "targets",
-    "target",
-    "y",
-)  # of the entry of a dict batch that `loss_fn` compares with
+# Names of the entry of a dict batch that `loss_fn` compares with the outputs.
+TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 _NO_CLUSTER = "no cluster is joined: drop it, or set backend='ray'"
 
 
 @dataclasses.dataclass(frozen=True)
 class If:
-    """A refusal that holds under a condition alone."""
+    """Hold a refusal of a setting that applies only under a condition."""
 
     when: str  # in the words of the table and of the error: "on CPUs"
-    holds: Callable[[Any], bool]  # asked with the adapter, whose settings, options and processes are known
+    holds: Callable[[Any], bool]  # called with the adapter, after its settings, options and process plan are set
     reason: str
 
 
@@ -45,63 +40,67 @@ Refusals = Mapping[str, str | tuple[If, ...]]
 
 
 class ShardedData(abc.ABC):
-    """One rank's part of a data set, in an order that is a pure function of (seed, epoch, position)."""
+    """Yield one rank's part of a data set, in an order that is a pure function of (seed, epoch, position)."""
 
-    num_samples: int | None  # global samples an epoch; None for a stream of unknown length
+    num_samples: int | None  # samples of all ranks in an epoch; None for a stream of unknown length
     batch: BatchPlan
 
     @property
     def updates_per_epoch(self) -> int | None:
-        """Groups an epoch yields; None where the length is unknown."""
+        """Number of groups in an epoch, or None where the length is unknown."""
         if self.num_samples is None:
             return None
         return -(-self.num_samples // self.batch.global_batch_size)
 
     @abc.abstractmethod
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """The groups of epoch `epoch` after its first `skip` global samples. The same number on every rank."""
+        """Yield the groups of epoch `epoch` after its first `skip` samples, counted over all ranks.
+
+        Every rank gets the same number of groups.
+        """
 
     def close(self) -> None:
-        """Stop loader processes."""
+        """Stop the worker processes of the loader."""
 
 
 class MetricsOverAll:
-    """The metrics that are computed over all samples, not as means of batches. This class has none."""
+    """Compute the metrics that are not means of batches over all samples. This class has no metrics."""
 
     def begin(self, split: str) -> None:
-        """Forget what was kept of the epoch ("train") or of an evaluation ("val")."""
+        """Forget what was kept of the epoch (`split="train"`) or of the evaluation (`split="val"`)."""
 
     def names_over_all(self) -> Sequence[str]:
-        """Return the names of the metrics that `measure` computes in evaluation. One may give several, named NAME_KEY."""
+        """Return the names of the metrics that `measure` computes in evaluation. One metric may yield several values, named NAME_KEY."""
         return ()
 
     def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
         """Return name -> value of each metric over all samples of the epoch so far ("train") or of the evaluation ("val").
 
-        `means` are those of the same samples. `is_end` says that no more samples come, so that every mean must be right now.
-        Before that, functions are checked now and then. None means that a function turned out to be no mean, and that not all
-        of what it is computed from was kept: evaluate again. In training the function is then computed from the next epoch on.
-        A collective.
+        A collective. `means` are the means over batches of the same samples. `is_end` says that no more samples come, so that every
+        function is checked now. Before the end, functions are checked now and then.
+
+        Returns None in an evaluation where a function turned out to be no mean and its arguments were not all kept. The caller then
+        evaluates again. In training such a function is computed from the next epoch on.
         """
         return {}
 
 
 class Backend(abc.ABC, Generic[OptionsT]):
-    """One engine.
+    """Run the steps of training with one engine.
 
-    The rest of an engine lies in objects beside it: `world` communicates (`World`), `measured` holds the metrics over all samples
+    Further parts of an engine are objects of their own: `world` communicates (`World`), `measured` holds the metrics over all samples
     (`MetricsOverAll`), `observer` shows what can be observed (`Observer`), and the `Starting` of its registry row starts its runs.
     `distributed.testing.fake` holds an adapter without a framework.
     """
 
-    Options: ClassVar[type[Any]]  # frozen dataclass of the settings only this backend has, checked by the config
-    # "setting" or "setting=value" -> why this engine refuses it and what to use instead, always or under conditions: refused
-    # before any process starts, and what `distributed backends` shows.
+    Options: ClassVar[type[Any]]  # frozen dataclass of the options of this backend, checked by the config
+    # "setting" or "setting=value" -> why this engine refuses it, always or under conditions, and what to use instead. Such a
+    # setting is refused before any process starts. `distributed backends` shows the table.
     refuses: ClassVar[Refusals] = {}
-    # What settings need for an effect under this engine: its own options that need more than to be chosen, and others where
-    # the row of `distributed.backends.effects` does not hold.
+    # Setting -> what it needs to have an effect under this engine: options of the backend with further needs, and settings
+    # for which the row in `distributed.backends.effects` does not hold.
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {}
-    joins_cluster: ClassVar[bool] = False  # whether its launcher knows what to do with `address`
+    joins_cluster: ClassVar[bool] = False  # whether its launcher can join the cluster at `address`
     merged: MergedConfig
     config: DistributedConfig
     plan: ProcessPlan
@@ -114,28 +113,32 @@ class Backend(abc.ABC, Generic[OptionsT]):
             cls.refuses = {"address": _NO_CLUSTER, **cls.refuses}
 
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
-        """Cheap; refuses what it cannot honour. Called in the parent too, before any process starts."""
+        """Check the settings. Also called in the parent before any process starts, so it must be cheap.
+
+        Raises:
+            ConfigError: for a setting that the engine refuses.
+        """
         self.merged, self.config, self.options, self.plan = merged, merged.config, options, plan
         self.data_parallel_size = plan.data_parallel_size  # into how many slices a micro-batch is cut
         self.mixed_precision = mixed_precision(merged.config, plan.device)
         check_refusals(self)
-        self.world: World  # after `setup`
+        self.world: World  # set by `setup`
         self.context: WorkerContext  # of `world`
-        self.model: Any = None  # the user's module, once it is prepared
-        self.optimizer: Any = None  # what updates it, once it is prepared for training
-        self.users_optimizer: Any = None  # the same as the user knows it
-        self.batch_dependent: Sequence[str] = ()  # its parts whose output differs with the split of a batch; then known
-        self.has_schedule = (
-            False  # whether a schedule counts updates or epochs, see `scheduler_interval`; once it is prepared
-        )
+        self.model: Any = None  # the user's model, set by `prepare`
+        self.optimizer: Any = None  # updates the model; set by `prepare` for training
+        self.users_optimizer: Any = None  # the same optimizer in the form that the user knows
+        # Names of the parts of the model whose output depends on the split of a batch, set by `prepare`.
+        self.batch_dependent: Sequence[str] = ()
+        # Whether a schedule counts updates or epochs, see `scheduler_interval`. Set by `prepare`.
+        self.has_schedule = False
         self.run_dir: Path | None = None  # for an engine's own files, see `configure`
         self.observer = Observer(plan.world_size)
-        self.measured = MetricsOverAll()  # of the model, once it is prepared
+        self.measured = MetricsOverAll()  # set by `prepare`
         self.report: Report = lambda event: None
 
     # ------------------------------------------------------------------ what every engine does, in the order of a fit
-    # Every rank calls each of these, in the same order, unless its docstring says otherwise. What goes wrong on one rank alone
-    # ends the run: an adapter catches nothing.
+    # Every rank calls each of these methods, in the same order, unless its docstring says otherwise. An error on one rank ends
+    # the run, so an adapter catches none.
 
     @abc.abstractmethod
     def setup(self) -> WorkerContext:
@@ -143,12 +146,12 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
         Sets `world` and `context`. Called once in each process that trains or evaluates, before anything but `check` and
         `configure`. `restart_count` is that of `worker_environment()`: without it a restarted run begins anew. Raises ResourceError
-        where ranks are missing after `start_timeout`, or the device cannot be used.
+        if ranks are missing after `start_timeout`, or if the device cannot be used.
         """
 
     @abc.abstractmethod
     def batch_size_of(self, data: Any) -> int | None:
-        """Return the batch size that a loader was given, or None where it has none that counts as set, and for a data set.
+        """Return the batch size of a loader, or None for a data set and for a loader whose batch size was not set.
 
         No collective. Also called in a process that starts workers, before `setup`.
         """
@@ -172,7 +175,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        """Take up what `save` wrote in `directory`, at any world size. `state` is what `save` returned on rank 0.
+        """Load what `save` wrote in `directory` at any world size. `state` is what `save` returned on rank 0.
 
         A collective. Raises CheckpointError where the checkpoint does not fit the model.
         """
@@ -181,8 +184,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def train_step(self, group: Group) -> StepResult:
         """Run forward and backward on all micro-batches of `group`, then make one update.
 
-        A collective: all ranks get as many micro-batches, some of them perhaps without samples. Does not wait for the device,
-        but where the gradients are looked at before the update. Raises TrainingError as `nan_policy` says.
+        A collective: all ranks get the same number of micro-batches, of which some may have no samples. Waits for the device only
+        where the gradients must be checked before the update. Raises TrainingError as `nan_policy` says.
         """
 
     @abc.abstractmethod
@@ -190,7 +193,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """Return name -> (sum, count) over all ranks of each of the `results` in order, as floats.
 
         A collective; the only wait for the device in training. A result without the name has (0, 0). The pair of a result does
-        not depend on the other `results`: the sums of an epoch are the same bits wherever log lines and checkpoints cut it.
+        not depend on the other `results`: log lines and checkpoints do not change the bits of the sums of an epoch.
         """
 
     @abc.abstractmethod
@@ -206,11 +209,11 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def end_epoch(self, metrics: Mapping[str, float]) -> None:
-        """Step a schedule that counts epochs, or one that watches one of `metrics`. No collective."""
+        """Step a schedule that counts epochs, or one that depends on one of `metrics`. No collective."""
 
     @abc.abstractmethod
     def save(self, directory: Path) -> dict[str, Any]:
-        """Write this rank's tensors into the staged checkpoint `directory` and return the JSON-able rest.
+        """Write this rank's tensors into the staged checkpoint `directory` and return the rest of the state, JSON-able.
 
         What rank 0 returns is kept. The names of the files are the engine's own; `checkpoints.durable.write_file` writes one.
         A collective. Raises OSError where the disk refuses a file.
@@ -218,14 +221,14 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def unwrap(self) -> None:
-        """Drop what was put around the model for training, so that the process can end in order.
+        """Remove the wrapper that training put around the model, so that the process can end in order.
 
         Called at the end of each fit, also after a failure: no collective.
         """
 
     @abc.abstractmethod
     def rewrap(self) -> None:
-        """Put around the model again what `unwrap` dropped, for a further fit. A collective."""
+        """Wrap the model again after `unwrap`, for a further fit. A collective."""
 
     @abc.abstractmethod
     def predict_step(self, micro: MicroBatch) -> Any:
@@ -251,7 +254,10 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def teardown(self) -> None:
-        """Leave the other processes in order and leave no thread. Called at exit, after a failure too: waits for no rank."""
+        """Leave the other processes in order, and leave no thread behind.
+
+        Called at exit, also after a failure, so it waits for no rank.
+        """
 
     # ------------------------------------------------------------------ what an engine may do besides
 
@@ -264,7 +270,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def configure(
         self, merged: MergedConfig | None = None, *, run_dir: Path | None = None, report: Report | None = None
     ) -> None:
-        """Take up what is known by now; None leaves things as they are. No collective.
+        """Set what is known at this point. Arguments that are None change nothing. No collective.
 
         Args:
             merged: the settings of the next fit or evaluation, which `prepare` and the steps read.
@@ -281,24 +287,27 @@ class Backend(abc.ABC, Generic[OptionsT]):
         return contextlib.nullcontext()
 
     def reassemble(self) -> None:
-        """Make whole what is cut over the ranks and the user's to hold. Called after a fit that did not fail. A collective."""
+        """Make the user's model whole on each rank, where training cut it over the ranks.
+
+        Called after each fit that did not fail. A collective.
+        """
 
     @contextlib.contextmanager
     def as_trained(self) -> Iterator[None]:
-        """Cut the model as in training within the block, also after `reassemble`. A collective, at both ends."""
+        """Cut the model over the ranks as in training within the block. A collective, when entered and when left."""
         yield
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[Any]:
-        """Yield the user's model, whole, on the main process, and None on the others. A collective, at both ends."""
+        """Yield the user's model, whole, on the main process, and None on the others. A collective, when entered and when left."""
         yield self.model if self.context.is_main_process else None
 
     def _warn(self, text: str) -> None:
-        """Show a warning of this rank."""
+        """Show a warning from this rank."""
         self.report({"kind": "warning", "text": text})
 
     def _notice(self, text: str) -> None:
-        """Show a notice of the main process."""
+        """Show a notice, on the main process only."""
         if self.context.is_main_process:
             self.report({"kind": "notice", "text": text})
 

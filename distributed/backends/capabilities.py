@@ -1,4 +1,4 @@
-"""What each backend can do, read from the registry and the adapters: for `distributed backends`, the docs and the suite.
+"""Read from the registry and the adapters what each backend can do. `distributed backends`, the docs and the suite use it.
 
 Imports no engine.
 """
@@ -14,13 +14,13 @@ from distributed.config.fields import rules
 from distributed.config.registry import REGISTRY, BackendRow, backend_class, missing_libraries, one_process_reason
 from distributed.config.settings import GROUPS, DistributedConfig, group_options
 
-SEVERAL = "several processes"  # the row of backends that run one process alone
-_OF_NODES = ("num_nodes", "node_rank")  # say that there are several processes
+SEVERAL = "several processes"  # key of the refusal of backends that run one process only
+_OF_NODES = ("num_nodes", "node_rank")  # settings that ask for several processes
 
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """When a setting is refused that works else, and why."""
+    """Hold a condition under which a setting is refused, and why."""
 
     when: str
     reason: str
@@ -28,34 +28,35 @@ class Condition:
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-    """One backend. Keys of `refuses` and `conditions` are "setting" or "setting=value"."""
+    """Hold what a backend can do. Keys of `refuses` and `conditions` are "setting" or "setting=value"."""
 
     backend: str
-    group: str  # of its options
+    group: str  # name of the group of its options
     summary: str
     missing: tuple[str, ...]  # libraries that are not installed
     install: str  # the command that installs them
     refuses: Mapping[str, str]  # setting -> why, and what to use instead
     options: Mapping[str, str]  # its own options -> what they do
     conditions: Mapping[str, tuple[Condition, ...]] = dataclasses.field(default_factory=dict)
-    needs: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # setting or option -> what it has an effect with
+    # Setting or option -> what it needs to have an effect.
+    needs: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def accepts(self, setting: str) -> bool:
-        """Whether `setting` ("name" or "name=value") works, if not always; of a bare name, whether any value but the default
-        does."""
+        """Return whether `setting` ("name" or "name=value") works, always or under conditions.
+
+        For a bare name, return whether any value except the default works.
+        """
         return setting not in self.refuses and setting.partition("=")[0] not in self.refuses
 
     def conditions_of(self, setting: str) -> tuple[Condition, ...]:
-        """When `setting`, which it accepts, is refused nevertheless."""
+        """Return the conditions under which `setting`, which otherwise works, is refused."""
         name = setting.partition("=")[0]
         keys = dict.fromkeys((setting, name)) if self.accepts(setting) else ()
         return tuple(each for key in keys for each in self.conditions.get(key, ()))
 
 
 def capabilities_of(row: BackendRow) -> Capabilities:
-    """What the adapter of `row` says of itself."""
+    """Return the capabilities of the backend of `row`."""
     adapter = backend_class(row.name)
     refuses = {name: why for name, why in adapter.refuses.items() if isinstance(why, str)}
     if row.single_process:
@@ -78,12 +79,12 @@ def capabilities_of(row: BackendRow) -> Capabilities:
 
 
 def all_capabilities() -> list[Capabilities]:
-    """Every registered backend in order."""
+    """Return the capabilities of every registered backend, in the order of the registry."""
     return [capabilities_of(row) for row in REGISTRY.values()]
 
 
 def table(backends: Iterable[Capabilities]) -> dict[str, dict[str, str]]:
-    """setting -> backend -> "yes", "no" or "if", for the settings that some backend refuses, always or sometimes."""
+    """Return setting -> backend -> "yes", "no" or "if", for the settings that some backend refuses, always or sometimes."""
     backends = list(backends)
     order = [SEVERAL, *DistributedConfig.__dataclass_fields__]
     named = dict.fromkeys(name for backend in backends for name in (*backend.refuses, *backend.conditions))
@@ -98,25 +99,25 @@ def _word(backend: Capabilities, setting: str) -> str:
 
 
 def field_of(setting: str) -> str:
-    """The name in "name" or "name=value"."""
+    """Return the name in "name" or "name=value"."""
     return setting.partition("=")[0]
 
 
 def settings_for_all() -> list[str]:
-    """Every setting that does not belong to one backend: the fields, and the options that all backends share."""
+    """Return every setting that does not belong to one backend: the fields, and the options that all backends share."""
     own = {row.group for row in REGISTRY.values()}
     shared = [f"{group}.{name}" for group in GROUPS if group not in own for name in rules(group_options(group))]
     return [name for name in DistributedConfig.__dataclass_fields__ if name not in GROUPS] + shared
 
 
 def everywhere(backends: Iterable[Capabilities]) -> list[str]:
-    """The settings that every backend takes with every value."""
+    """Return the settings that every backend accepts with every value."""
     refused = {field_of(name) for backend in backends for name in (*backend.refuses, *backend.conditions)}
     return [name for name in settings_for_all() if name not in refused]
 
 
 def to_json(backend: Capabilities) -> dict[str, Any]:
-    """Plain Python."""
+    """Return `backend` as a JSON-able dict, with setting -> whether it is accepted under "settings"."""
     settings = {name: backend.accepts(name) for name in settings_for_all()}
     settings |= dict.fromkeys(backend.refuses, False)
     return {**dataclasses.asdict(backend), "settings": settings}

@@ -1,6 +1,6 @@
-"""Find plain metric functions that are no means: compare the mean over batches with the value over all samples. No framework.
+"""Find plain metric functions that are no means, by comparing the mean over batches with the value over all samples.
 
-What a rank keeps for this is bounded. Batches beyond that bound are examined one by one: see `splitting.vote`.
+A rank keeps a bounded amount for this. Batches beyond the bound are examined one by one, see `splitting.vote`. Loads no framework.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distributed.backends.parts import Arguments, Part, micro_batches, num_bytes
 from distributed.backends.splitting import REFUSES, Value, judge, near
 
 CHECK = ""  # the name of the check among the metrics of `Wholes`; no metric has it
-LIMIT_BYTES = 16 << 20  # what all processes together keep
+LIMIT_BYTES = 16 << 20  # bytes that all processes together keep
 _CHUNK_BYTES = 1 << 20  # small batches are examined together, up to this size
 
 Prepare = Callable[[Arguments], Arguments]
@@ -39,15 +39,14 @@ class Check:
     ) -> None:
         """Begin with nothing kept.
 
-        `functions` is read at each use, and changes. `whole` computes a function over all samples, `prepare` copies arguments to
-        the host.
+        `functions` is read at each use, because it changes. `whole` computes a function over all samples. `prepare` copies
+        arguments to the host.
         """
         self._functions, self._engine, self._value, self._whole = functions, engine, value, whole
         self._prepare, self._failures, self._limit_bytes = prepare, failures, limit_bytes
-        self.newest: Callable[[], Iterable[Part]] = (
-            lambda: ()
-        )  # returns, once, what an engine has left to be kept with the others
-        self.means: Mapping[str, float] = {}  # of the same samples, batch by batch: what the values are compared with
+        self.newest: Callable[[], Iterable[Part]] = lambda: ()  # returns, once, further parts that an engine holds
+        # Means over batches of the same samples, which the values are compared with.
+        self.means: Mapping[str, float] = {}
         self.is_end = True  # whether the evaluation or epoch ends
         self.reset()
 
@@ -56,10 +55,10 @@ class Check:
         for _ in self.newest():
             pass
         self._parts: list[Part] = []
-        self._num_bytes = 0  # of everything that was admitted, also of what `take` has returned since
+        self._num_bytes = 0  # bytes of all admitted calls, also of those that `take` has returned
         self.is_over = False  # whether a batch was not kept
-        self._num_checked = 0  # samples at the last check; only the main process knows it
-        self._refuted: set[str] = set()  # no means, as a batch that was not kept has shown
+        self._num_checked = 0  # number of samples at the last check; set on the main process only
+        self._refuted: set[str] = set()  # functions that are no means, as a batch that was not kept has shown
         self._chunk: list[Update] = []
         self._chunk_bytes = 0
 
@@ -88,7 +87,7 @@ class Check:
 
     def _judged(self, updates: Sequence[Update]) -> dict[str, tuple[bool | None, float]]:
         """Return name -> (whether it is a mean, its value) for the samples of `updates`."""
-        calls = [[(Arguments(value.args, {}), n) for value, n in update] for update in updates]  # in any order
+        calls = [[(Arguments(value.args, {}), n) for value, n in update] for update in updates]  # calls in any order
         args, number = self._engine.joined(calls).args, sum(n for update in updates for _, n in update)
         found: dict[str, tuple[bool | None, float]] = {}
         for name, function in self._functions.items():

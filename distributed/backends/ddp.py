@@ -1,4 +1,4 @@
-"""PyTorch DistributedDataParallel: a full copy of the model in every process, gradients all-reduced in buckets."""
+"""Train with PyTorch DistributedDataParallel: every process has a full copy of the model, and gradients are all-reduced in buckets."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ OF_HOOKS: Refusals = {
 
 
 class DDPBackend(TorchBackend[DDPOptions]):
-    """The torch step with DistributedDataParallel around the model."""
+    """Run the torch step with DistributedDataParallel around the model."""
 
     Options: ClassVar[type[Any]] = DDPOptions
     observer: DDPObserver

@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO's stages 0 to 3 behind the one torch step, with optimizer and parameters in host memory where asked for."""
+"""Train with DeepSpeed: the torch step with ZeRO stages 0 to 3, and optionally optimizer and parameters in host memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _AT_STAGE_0 = If(
     "with zero_stage=0", lambda own: own.options.stage == 0, "set zero_stage=1, 2 or 3, or use backend 'pytorch-ddp'"
 )
 _WAITS = Need(
-    "several processes, or deepspeed.cpu_adam",  # whose compilation may be under way elsewhere
+    "several processes, or deepspeed.cpu_adam",  # another process may be compiling it
     lambda where, name: "" if where.backend.options.cpu_adam else SEVERAL_PROCESSES.lacks(where, name),
 )
-HAS_FP16_ON_CPU = False  # DeepSpeed asks oneDNN, which needs AVX512-FP16 or AMX; too rare to be asked for
+HAS_FP16_ON_CPU = False  # DeepSpeed needs oneDNN with AVX512-FP16 or AMX, which is too rare to detect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class DeepSpeedOptions:
 
     @staticmethod
     def _in_both(own: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-        """(option, where, the config's value) of what an option and a DeepSpeed config both can say."""
+        """Yield (option, where, value in the DeepSpeed config) for the options that `own` sets too."""
         if (stage := config_file.at(own, ("zero_optimization", "stage"))) is not None:
             yield "zero_stage", f"deepspeed_config.zero_optimization.stage={stage}", stage
         for kind in ("optimizer", "param"):
@@ -97,27 +97,27 @@ class DeepSpeedOptions:
 
     @property
     def stage(self) -> int:
-        """The stage in effect. A config without one means what DeepSpeed means by it: 0."""
+        """The ZeRO stage in effect. A DeepSpeed config without a stage means 0, as in DeepSpeed."""
         own = self.deepspeed_config
         if self.zero_stage is not None or own is None:
             return _DEFAULT_STAGE if self.zero_stage is None else self.zero_stage
         return int(config_file.at(own, ("zero_optimization", "stage")) or 0)
 
     def offloads(self, kind: str) -> bool:
-        """Whether "optimizer" or "param" lie in host memory."""
+        """Return whether the optimizer (`kind="optimizer"`) or the parameters (`kind="param"`) are in host memory."""
         device = config_file.at(self.deepspeed_config or {}, ("zero_optimization", f"offload_{kind}", "device"))
         return bool(getattr(self, f"offload_{kind}")) or device == "cpu"
 
     def implied(self) -> Iterator[tuple[str, str, Any]]:
-        """(where, setting, value) for what the DeepSpeed config says of our settings."""
+        """Yield (where, setting, value) for the settings of ours that the DeepSpeed config contains."""
         return config_file.implied(self.deepspeed_config or {})
 
 
 class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
-    """The torch step through DeepSpeed's engine.
+    """Run the torch step through DeepSpeed's engine.
 
-    The model and its optimizer are plain until the first update of a fit, and the model is again after it: what is written and
-    read in between is what every backend writes and reads.
+    The model and its optimizer are plain modules until the first update of a fit. The model is a plain module again after the
+    fit. Checkpoints have the format of every torch backend.
     """
 
     Options: ClassVar[type[Any]] = DeepSpeedOptions
@@ -165,7 +165,8 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
 
         self.wrapper.begin(batch)
         notices = super().prepare(_with_own_optimizer(job, self.own_config, self.config), batch)
-        check_can_be_cut(self.plain, "DeepSpeed", allows_sparse=self.stage == 0)  # the others it cannot even send
+        # Only at stage 0 can DeepSpeed send sparse gradients.
+        check_can_be_cut(self.plain, "DeepSpeed", allows_sparse=self.stage == 0)
         if self.stage:
             allows_any = bool(self.own_config.get("zero_allow_untested_optimizer"))
             engine.check(self.plain, self.optimizer, allows_any=allows_any)

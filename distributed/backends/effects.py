@@ -1,7 +1,7 @@
-"""What each setting needs to have an effect, and the line that names given settings without an effect in this run.
+"""Define what each setting needs to have an effect, and name the given settings that have none in this run.
 
-One configuration may serve a laptop, a cluster and several launchers, so a setting that has no effect in one of these places is
-no error. Settings that contradict each other are refused where they are checked.
+One configuration may serve a laptop, a cluster and several launchers. A setting without an effect in one of these places is
+therefore no error. Settings that contradict each other are refused where they are checked.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Need:
 def of_launcher(what: str, value: Callable[[LaunchRequest, str], Any]) -> Need:
     """Return the need of a setting that our launcher reads.
 
-    `value` returns the value that a request gives to the launcher. Where that differs from the setting, the setting came too
-    late: the launcher was started without it.
+    `value` returns the value that a request gives to the launcher. If it differs from the setting, the launcher was started
+    before the setting was known.
     """
 
     def lacks(where: Situation, name: str) -> str:
@@ -96,8 +96,8 @@ PROFILE = Need("profile", _unless("profile is off", lambda where: where.backend.
 WARMUP = Need("warmup_steps", _unless("warmup_steps is 0", lambda where: where.backend.config.warmup_steps))
 
 
-# setting -> all of its needs; () where the setting has an effect in every run. An option of a backend needs that backend, and what
-# `Backend.needs` says of it. `Backend.needs` may also replace a row of this table.
+# Setting -> all of its needs, or () where it has an effect in every run. An option of a backend needs that backend, and what
+# `Backend.needs` contains for it. `Backend.needs` may also replace a row of this table.
 EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "backend": (),
     "num_gpus": (),
@@ -180,12 +180,12 @@ def lines_of(found: Mapping[str, str], unless: str = "") -> list[str]:
 
 
 def needs_of(backend: type[Backend[Any]], name: str) -> tuple[Need, ...]:
-    """Return what the setting `name`, or an option of the backend's own, needs under `backend`."""
+    """Return what `name`, a setting or an option of the backend, needs to have an effect under `backend`."""
     return backend.needs.get(name, EFFECTS.get(name, ()))
 
 
 def _given(where: Situation) -> Iterator[str]:
-    """Yield every setting that was given; of a group of options, each option."""
+    """Yield the name of each setting that was given, with each option of a group by itself."""
     return (name for name in where.backend.merged.sources if name not in GROUPS)
 
 

@@ -1,4 +1,4 @@
-"""Errors in a user's metric: they name it, and every rank raises what one of them meets."""
+"""Raise an error in a user's metric on every rank, with the name of the metric."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from distributed.launching.causes import place_of
 
 
 class Failures:
-    """Keeps the first error of this rank until all ranks raise it together."""
+    """Keep the first error of this rank until all ranks raise it together."""
 
     def __init__(self) -> None:
         self.error: DistributedError | None = None
 
     @contextlib.contextmanager
     def noting(self, name: str) -> Iterator[None]:
-        """Keep an error of the block, which is the code of metric `name`, instead of raising it here alone."""
+        """Keep an error that the code of metric `name` raises in the block, instead of raising it on this rank alone."""
         try:
             yield
-        except Exception as error:  # of the user's code anything may come, and the other ranks wait for this one
+        except Exception as error:  # a user's code may raise any error, and the other ranks wait for this one
             self.error = self.error or _named(name, error)
 
     @property
     def described(self) -> list[Any] | None:
-        """What the other ranks are told of the error; None where there is none."""
+        """Description of the error to send to the other ranks, or None where there is no error."""
         return None if self.error is None else [isinstance(self.error, ConfigError), str(self.error)]
 
     def raise_together(self, described: Sequence[list[Any] | None]) -> None:
-        """Raise this rank's own error, or else the first of `described`. Every rank calls it with the same."""
+        """Raise this rank's own error, or else the first of `described`. Every rank calls it with the same argument."""
         own, self.error = self.error, None
         found = next((each for each in described if each is not None), None)
         if found is None:
@@ -51,7 +51,7 @@ def _named(name: str, error: Exception) -> DistributedError:
 
 
 def no_arguments(name: str) -> ConfigError:
-    """The error for a metric of which nothing says what it is computed from."""
+    """Return the error for a metric over all samples whose arguments are not known."""
     return ConfigError(
         f"metric {name!r} is computed over all samples, and it is not known from what: return its arguments from"
         f" training_step, {{'loss': loss, {name!r}: (outputs, targets)}}"
@@ -67,7 +67,7 @@ def not_called(name: str) -> ConfigError:
 
 
 def not_a_number(name: str, value: Any) -> TrainingError:
-    """The error for a metric that returned something else."""
+    """Return the error for a metric over all samples that returned no number."""
     what = f"a {type(value).__name__}"
     if hasattr(value, "shape"):
         what += f" of shape {list(value.shape)}"
@@ -77,7 +77,7 @@ def not_a_number(name: str, value: Any) -> TrainingError:
 
 
 def not_a_loss(value: Any, metric: str | None) -> ConfigError:
-    """The error for what a loss function, or the function `metric`, returned and nobody can take a mean of."""
+    """Return the error for a `value` of the loss function, or of the function `metric`, of which no mean can be taken."""
     kind = type(value).__name__
     if metric is None:
         return ConfigError(

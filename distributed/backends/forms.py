@@ -1,4 +1,4 @@
-"""Recognise by its form what was passed as data and is no data set. Loads no framework."""
+"""Recognise arguments that were passed as data and are no data set. Loads no framework."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def fault_of(data: Any, pair: str) -> str | None:
 def is_columns(data: Sequence[Any]) -> bool:
     """Return whether `[x, y]` means arrays of inputs and targets and not two samples.
 
-    Arrays of as many rows each that have different shapes make no batch. Two of one shape could be two samples, but are far more
-    often inputs and targets.
+    Arrays with the same number of rows and different shapes cannot be samples of one batch. Two arrays of one shape could be two
+    samples, but are far more often inputs and targets.
     """
     if len(data) < 2 or not all(is_array(each) for each in data):
         return False

@@ -1,4 +1,4 @@
-"""PyTorch FSDP2 (`fully_shard`): parameters, gradients and optimizer state are cut over the processes, layer by layer."""
+"""Train with PyTorch FSDP2 (`fully_shard`): parameters, gradients and optimizer state are sharded over the processes, layer by layer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FSDPOptions:
 
 
 class FSDPBackend(TorchBackend[FSDPOptions]):
-    """The torch step over a sharded model. The optimizer is built after sharding."""
+    """Run the torch step on a sharded model. The optimizer is built after sharding."""
 
     Options: ClassVar[type[Any]] = FSDPOptions
     wrapper: FSDPWrapper
@@ -81,7 +81,7 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
         return notices
 
     def reassemble(self) -> None:
-        """Make the model whole on this rank's device, if every rank has room for it twice."""
+        """Make the model whole on this rank's device, if every rank has memory for it twice. A collective."""
         whole = self.wrapper.whole
         assert whole is not None
         if not whole.is_current:
@@ -93,7 +93,7 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
     @contextlib.contextmanager
     def as_trained(self) -> Iterator[None]:
         form = self.wrapper.whole
-        was_in_pieces = form is not None and not form.is_shown  # within a fit, or where there is no room
+        was_in_pieces = form is not None and not form.is_shown  # during a fit, or where there is too little memory
         if form is not None:
             form.hide()
         try:
@@ -125,9 +125,9 @@ class FSDPWrapper(Wrapper):
     def __init__(self, backend: FSDPBackend) -> None:
         super().__init__(backend)
         self._options = backend.options
-        self.whole: WholeForm | None = None  # of the model, once it is sharded
+        self.whole: WholeForm | None = None  # whole form of the model, set when it is sharded
         self._replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        self._is_too_large = False  # and that was said
+        self._is_too_large = False  # whether the user was told that the whole model does not fit
 
     def build(self, given: Any) -> torch.nn.Module:
         from distributed.backends._torch import fully_sharded
@@ -138,7 +138,7 @@ class FSDPWrapper(Wrapper):
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         from distributed.backends._torch import fully_sharded
 
-        if self.whole is not None:  # by an earlier fit or evaluation of this trainer
+        if self.whole is not None:  # sharded by an earlier fit or evaluation of this trainer
             self.whole.hide()
             self.whole.release()
             return model
@@ -151,7 +151,7 @@ class FSDPWrapper(Wrapper):
         return model
 
     def forget_whole_parameters(self) -> None:
-        """Free the parameters as they were before sharding. The optimizer follows the pieces by now."""
+        """Free the parameters of before sharding. The optimizer holds the sharded ones by now."""
         self._replaced = {}
 
     def compile(self) -> None:
@@ -185,7 +185,7 @@ class FSDPWrapper(Wrapper):
             wrapped.set_requires_gradient_sync(True)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether all ranks have room for the whole model twice; say so once where they have not. A collective."""
+        """Return whether all ranks have memory for the whole model twice. The first time that they do not, show a notice. A collective."""
         from distributed.backends._torch import whole
 
         own = self._backend

@@ -1,7 +1,7 @@
-"""Horovod: a full copy of the model in every process, gradients all-reduced by Horovod over Gloo, MPI or NCCL.
+"""Train with Horovod: every process has a full copy of the model, and Horovod all-reduces gradients over Gloo, MPI or NCCL.
 
-Horovod 0.28.1 is built for the installed torch by `make horovod`. Keras models run on torch, or on TensorFlow where
-`horovod.keras_backend` says so.
+Horovod 0.28.1 is built for the installed torch by `make horovod`. Keras models run on torch, or on TensorFlow with
+`horovod.keras_backend=tensorflow`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from distributed.loggers.profiling import Profiler
 
 
-_WAIT = "horovod: wait for gradients"  # its label in a profile
+_WAIT = "horovod: wait for gradients"  # label of the waiting in a profile
 
 
 class HorovodBackend(TorchBackend[HorovodOptions]):
-    """The torch step with gradients exchanged by Horovod."""
+    """Run the torch step with gradients that Horovod exchanges."""
 
     Options: ClassVar[type[Any]] = HorovodOptions
     observer: HorovodObserver
@@ -68,13 +68,13 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
         return notices
 
     def _share_optimizer(self) -> None:
-        """Give every rank the state of rank 0's optimizer, where it has been used before."""
+        """Copy the state of rank 0's optimizer to all ranks, if the optimizer of any rank has been used before. A collective."""
         if self.world.reduce({"used": float(bool(self.optimizer.state))})["used"]:
             self.optimizer.load_state_dict(self.world.broadcast(self.optimizer.state_dict(), 0))
 
 
 class HorovodWrapper(Wrapper):
-    """Put nothing around the model. Hooks on its parameters give the gradients to Horovod in buckets."""
+    """Leave the model unwrapped. Hooks on its parameters pass the gradients to Horovod in buckets."""
 
     _backend: HorovodBackend
 
@@ -144,13 +144,13 @@ class HorovodWrapper(Wrapper):
 
 
 class HorovodObserver(TorchObserver):
-    """Observe Horovod, of whose threads torch's profiler sees nothing."""
+    """Observe Horovod, whose own threads torch's profiler does not see."""
 
     _backend: HorovodBackend
 
     def __init__(self, backend: HorovodBackend) -> None:
         super().__init__(backend)
-        self.waits: list[float] = []  # seconds at the end of each update since the last log line
+        self.waits: list[float] = []  # seconds of waiting in each update since the last log line
 
     def waited_s(self) -> float | None:
         waits, self.waits = self.waits, []

@@ -1,4 +1,4 @@
-"""Decide which metrics of a trainer are means over samples, and which must be computed over all samples. No framework."""
+"""Decide which metrics of a trainer are means over samples, and which must be computed over all samples. Loads no framework."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Make = Callable[..., Measure]  # (function, training=) -> the Measure that compu
 class Measured(MetricsOverAll):
     """Keep, for each plain metric function, whether it is a mean over samples.
 
-    A function counts as a mean, and is computed batch by batch, until an evaluation or a log line of training shows that it is
-    none. Metrics that declare what they are (`over_all`, objects) are in `wholes` from the start and are not examined here.
+    A function is computed as a mean, batch by batch, until an evaluation or a log line of training shows that it is no mean.
+    Metrics that declare what they are (`over_all`, objects) are in `wholes` from the start and are not examined here.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class Measured(MetricsOverAll):
     ) -> None:
         """Begin with every function as a mean.
 
-        `value` returns (sum, count) of a function for one batch, `prepare` copies the arguments of a metric to the host.
+        `value` returns (sum, count) of a function for one batch. `prepare` copies the arguments of a metric to the host.
         """
         self._functions, self.wholes, self._make, self._notice = functions, wholes, make, notice
         self._candidates = dict(functions)  # functions that may be means
-        self.num_evaluated = 0  # batches of this evaluation
+        self.num_evaluated = 0  # number of batches of this evaluation
         limit_bytes = LIMIT_BYTES // wholes.world_size
 
         def whole(function: Callable[..., Any], updates: Sequence[Update]) -> Any:
@@ -98,7 +98,7 @@ class Measured(MetricsOverAll):
 
     @property
     def form(self) -> dict[str, bool]:
-        """Return name -> False for each function that is known to be no mean. JSON-able."""
+        """Name -> False for each function that is known to be no mean. JSON-able."""
         return {name: False for name in self._functions if name not in self._candidates}
 
     @form.setter

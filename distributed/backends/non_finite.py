@@ -1,4 +1,4 @@
-"""What to say and do about an update whose loss or gradients are not finite, on any engine."""
+"""Handle and report an update whose loss or gradients are not finite, for any engine."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ Row = tuple[str, Any, float, Any]  # (name, value, scale, count) as in StepResul
 
 
 def without_weight(rows: list[Row]) -> list[Row]:
-    """The names of `rows` with nothing in them."""
+    """Return `rows` with the same names and zeros for everything else."""
     return [(name, 0.0, 0.0, 0.0) for name, _, _, _ in rows]
 
 
 class NanPolicy:
-    """`nan_policy`: what happens to an update whose gradients are not finite."""
+    """Apply the setting `nan_policy` to an update whose gradients are not finite."""
 
     def __init__(self, policy: str, report: Callable[[dict[str, Any]], None]) -> None:
         self._policy, self._report = policy, report
         self._last_step, self._in_a_row = -1, 0
 
     def apply(self, step: int, where: str, result: StepResult, can_be_made: bool, *, is_late: bool = False) -> None:
-        """Stop, or mark the update as left out, or let it be made with a warning. `is_late`: it has been made already."""
+        """Raise TrainingError, or mark the update as left out, or warn, as `nan_policy` says.
+
+        `is_late` says that the update has been made already.
+        """
         if self._policy == "stop":
             when = "after the update, which is in no checkpoint" if is_late else "before the update"
             raise TrainingError(
@@ -38,15 +41,18 @@ class NanPolicy:
             is_made = self._policy == "warn" and can_be_made
             text = f"{where}: {'update made anyway' if is_made else 'update left out'}"
             self._report({"kind": "warning", "text": text})
-        if self._policy == "skip":  # what is reported are means over the updates that were made
+        if self._policy == "skip":  # the reported means are those of the updates that were made
             result.skipped, result.averages, result.deferred = True, without_weight(result.averages), []
 
 
-_BAD = ("nan", "inf", "-inf")  # how `vote` numbers them, from 1 on
+_BAD = ("nan", "inf", "-inf")  # `vote` numbers these from 1 on
 
 
 def vote(losses: Iterable[float]) -> float:
-    """0 where all losses are finite, else the number of the first one that is not: what a rank tells the others."""
+    """Return 0 if all losses are finite, else the number in `_BAD`, from 1 on, of the first one that is not.
+
+    A rank sends this number to the others.
+    """
     bad = next((value for value in losses if not math.isfinite(value)), None)
     return 0.0 if bad is None else 1.0 + _BAD.index(str(bad))
 
@@ -58,7 +64,7 @@ def votes_of(world: World, losses: Iterable[float]) -> dict[int, float]:
 
 
 def describe(step: int, group: Group, votes: Mapping[int, float]) -> str:
-    """Where and what: the step, the ranks (by their votes) whose loss it was, and the samples of the update."""
+    """Return a text with the step, the ranks whose loss was not finite (by `votes`), and the samples of the update."""
     bad = {rank: _BAD[int(number) - 1] for rank, number in votes.items() if number}
     if bad:
         here = f"the loss is {next(iter(bad.values()))} on rank {', '.join(map(str, bad))}"

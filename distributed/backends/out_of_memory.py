@@ -1,4 +1,4 @@
-"""Recognises that a process has too little memory, by the words of every engine, and says what can be done."""
+"""Recognise an error for lack of memory, in the words of every engine, and advise what to change."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from distributed.config.registry import REGISTRY
 from distributed.errors import TrainingError
 
 _TYPES = {"MemoryError", "OutOfMemoryError", "ResourceExhaustedError"}
-# What a RuntimeError says that has no class of its own: allocators of the host, CUDA, and libraries above it.
+# Words in a RuntimeError without a class of its own: from allocators of the host, from CUDA, and from libraries that use it.
 _WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error`, or what it came from, is for want of memory: by the words of torch, TensorFlow, CUDA and the host."""
+    """Return whether `error`, or an error that caused it, is for lack of memory in torch, TensorFlow, CUDA or on the host."""
     while error is not None:
         if _TYPES & {cls.__name__ for cls in type(error).__mro__}:
             return True
@@ -24,7 +24,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def memory_line(error: BaseException) -> str:
-    """The line of it that says what was asked for."""
+    """Return the line of the error that says how much memory was asked for."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line.strip() for line in lines if any(word in line.lower() for word in ("oom", *_WORDS))), lines[0])
 
@@ -34,7 +34,7 @@ def out_of_memory(
 ) -> TrainingError:
     """Return the error for too little memory on `rank` in update `step`. It names only settings that are not in use yet.
 
-    `is_cut`: the model is cut over the processes already.
+    `is_cut` says that the model is cut over the processes already.
     """
     advice = [f"lower batch_size={batch_size} (a global_batch_size keeps the results)"] if batch_size > 1 else []
     if not config.activation_checkpointing:
@@ -44,7 +44,7 @@ def out_of_memory(
     if not is_cut:
         cutting = next(row.name for row in REGISTRY.values() if row.cuts_model)
         advice.append(f"cut the model over several processes with backend={cutting}")
-    line, has_more, _ = memory_line(error).partition(" is free.")  # torch goes on at length
+    line, has_more, _ = memory_line(error).partition(" is free.")  # torch's message continues at length
     ways = f" To need less: {', or '.join(advice)}." if advice else ""
     return TrainingError(
         f"rank {rank} is out of memory in step {step}: {line.rstrip('.')}{has_more and ' is free'}.{ways}"

@@ -1,6 +1,6 @@
 """Compute metrics over all samples: keep their arguments on each rank, gather them, and store them in checkpoints.
 
-No framework: an `Engine` knows the tensors of each engine.
+Loads no framework. An `Engine` handles the tensors of each engine.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from distributed.backends.world import World
 
 SPLITS = ("train", "val")
 _WARN_BYTES = 1 << 30
-_CHUNK_BYTES = 64 << 20  # what one collective sends, from each rank
+_CHUNK_BYTES = 64 << 20  # bytes that one collective sends from each rank
 
-# (arguments, samples) from each rank, for one micro-batch of the world. Of n ranks, rank r has every n-th sample from the r-th on.
+# (arguments, number of samples) from each rank, for one micro-batch of the world. Of n ranks, rank r has every n-th sample,
+# beginning with the r-th.
 Update = list[tuple[Any, int]]
 
 
-# A block that puts the random generators back to what they were before it.
+# Returns a block after which the random generators have the states of before the block.
 KeepingGenerators = Callable[[], contextlib.AbstractContextManager[None]]
 
 
@@ -41,7 +42,7 @@ class Engine(Protocol):
         """Return the tensor that `to_raw` was given."""
 
     def number(self, name: str, value: Any) -> float:
-        """Return what a metric returned as a number. Raises TrainingError, with the metric's name, where it is none."""
+        """Return the `value` of metric `name` as a float. Raises TrainingError with the metric's name if it is no number."""
 
 
 class Measure(Protocol):
@@ -53,10 +54,10 @@ class Measure(Protocol):
         """Add a micro-batch. Called in the order of the samples."""
 
     def take(self) -> list[Part]:
-        """Return, on the host, the parts that the main process needs, and forget them here."""
+        """Return the parts that the main process needs, on the host, and forget them on this rank."""
 
     def state(self) -> Any:
-        """Return a copy of the state that stays on this rank: containers of tensors on the host, numbers and words, or None."""
+        """Return a copy of the state of this rank, or None. It consists of containers of host tensors, numbers and strings."""
 
     def restore(self, states: Sequence[Any]) -> None:
         """Continue from `states`, which `state` returned on one rank, or on several ranks that this rank replaces."""
@@ -80,17 +81,22 @@ class Wholes:
         warn: Callable[[str], None],
         keeping_generators: KeepingGenerators = contextlib.nullcontext,
     ) -> None:
-        """`keeping_generators` returns a block for the code of metrics. What they draw in it must not change training."""
+        """Begin without metrics.
+
+        The code of metrics runs in blocks of `keeping_generators`, so that its random numbers do not change training.
+        """
         self.keeping_generators = keeping_generators
         self._engine, self._world, self._warn = engine, world, warn
         self._rank, self.world_size, self._is_presharded = world.rank, world.world_size, is_presharded
         self._measures: dict[str, dict[str, Measure]] = {split: {} for split in SPLITS}
-        self._closed: set[str] = set()  # metrics of training that begin with the next epoch
+        self._closed: set[str] = set()  # metrics whose computation in training begins with the next epoch
         self._pieces: dict[str, dict[str, list[Piece]]] = {split: {} for split in SPLITS}  # on the main process
-        self._pending: dict[str, list[Any]] = {split: [] for split in SPLITS}  # results with parts to absorb
+        self._pending: dict[str, list[Any]] = {
+            split: [] for split in SPLITS
+        }  # results whose parts are not absorbed yet
         self._pending_bytes = dict.fromkeys(SPLITS, 0)
         self._kept_bytes, self._has_warned = dict.fromkeys(SPLITS, 0), False
-        self._stored: dict[str, Any] = {}  # what a checkpoint holds for metrics that are not known yet
+        self._stored: dict[str, Any] = {}  # state in the checkpoint of metrics that are not known yet
         self._is_resumed = False  # whether the running epoch was resumed from a checkpoint
         self.failures = Failures()
 
@@ -154,8 +160,8 @@ class Wholes:
     def keep(self, split: str, result: Any) -> None:
         """Keep the result of a step, whose `deferred` holds parts by name.
 
-        Parts are absorbed at the next log line, large ones with the next result: not before, because only then is it known
-        whether the update was made.
+        Parts are absorbed at the next log line, and large ones with the next result. Only then is it known whether the update
+        was made.
         """
         if self._pending_bytes[split] > _CHUNK_BYTES:
             self._absorb(split)
@@ -179,7 +185,10 @@ class Wholes:
             self._is_resumed = False
 
     def measure(self, split: str) -> dict[str, float]:
-        """Return name -> value over all samples since `begin`. A collective; the main process computes, and all raise its errors."""
+        """Return name -> value over all samples since `begin`. A collective.
+
+        The main process computes the values, and all ranks raise its errors.
+        """
         names = self.names(split)
         if not names:
             return {}
@@ -206,10 +215,10 @@ class Wholes:
         if not pieces and not known:
             return {}
         value = self._measures[split][name].value(by_update(pieces, self._is_presharded), known)
-        return dict(value if not name else self.numbers(name, value))  # the check gives names of its own
+        return dict(value if not name else self.numbers(name, value))  # the check returns names of its own
 
     def numbers(self, name: str, value: Any) -> Iterable[tuple[str, float]]:
-        """(name, number) of what a metric returned, or several of a mapping."""
+        """Yield (name, number) for what a metric returned, or several such pairs if it returned a mapping."""
         if isinstance(value, Mapping):
             for key, each in value.items():
                 yield from self.numbers(f"{name}_{key}", each)
@@ -236,7 +245,7 @@ class Wholes:
                 with self.failures.noting(name):
                     for part in parts:
                         measure.absorb(part)
-        result.deferred.parts.clear()  # the loop keeps results for longer, and devices have little memory
+        result.deferred.parts.clear()  # freed early, because the loop keeps results for longer and devices have little memory
 
     def _collect(self, split: str) -> None:
         """Send the parts of all ranks to the main process, in chunks. A collective."""
@@ -273,7 +282,7 @@ class Wholes:
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, directory: Path) -> dict[str, Any] | None:
-        """Write what was kept of the running epoch into `directory`. Returns the JSON-able rest. A collective."""
+        """Write what was kept of the current epoch into `directory`, and return the rest of the state, JSON-able. A collective."""
         if not self._measures["val"]:
             return None
         names = self.names("train")
@@ -285,7 +294,7 @@ class Wholes:
         return {"open": names}
 
     def load(self, directory: Path, saved: Mapping[str, Any] | None) -> None:
-        """Continue from what `save` wrote, with any number of ranks. A metric that was not computed then begins with the next epoch."""
+        """Continue from what `save` wrote with any number of ranks. Metrics that are not in the checkpoint begin with the next epoch."""
         self.begin("train")
         self._is_resumed = True
         content = read_metrics(directory, self._engine) if saved else {}
@@ -296,7 +305,7 @@ class Wholes:
                 self._open(name)
 
     def _open(self, name: str) -> None:
-        """Compute `name` in this epoch, from what the checkpoint holds of it."""
+        """Compute `name` in this epoch, and continue from its state in the checkpoint."""
         states, pieces = self._stored.pop(name)
         self._closed.discard(name)
         if self._rank == 0:
@@ -310,7 +319,7 @@ class Wholes:
 
 
 class Kept:
-    """Compute a metric from all outputs: a function, or an object whose states cannot be combined."""
+    """Compute a metric from all outputs, for a function or an object whose states cannot be combined."""
 
     def __init__(
         self,
@@ -319,7 +328,7 @@ class Kept:
         *,
         training: bool = True,
     ) -> None:
-        """`prepare` returns what is kept, on the host, of the arguments for a micro-batch."""
+        """Begin with nothing kept. `prepare` copies to the host what is kept of the arguments for a micro-batch."""
         self._compute, self._prepare, self.training = compute, prepare, training
         self._parts: list[Part] = []
 
@@ -351,7 +360,7 @@ class Kept:
 def driven(metric: Any, updates: Sequence[Update], engine: Engine, words: tuple[str, str, str]) -> Any:
     """Return the value of an object after it was updated with each of `updates` in turn.
 
-    `words` are the names of its methods to reset, update and compute.
+    `words` are the names of its methods that reset, update and compute.
     """
     reset, update, compute = (getattr(metric, word) for word in words)
     reset()
@@ -362,7 +371,7 @@ def driven(metric: Any, updates: Sequence[Update], engine: Engine, words: tuple[
 
 
 class Deferred(NamedTuple):
-    """Hold what a step leaves for later."""
+    """Hold what is computed from a step later."""
 
     split: str
     kept: list[Any]  # outputs, for the metrics that are means

@@ -1,4 +1,4 @@
-"""Arguments of metrics, batch by batch: how they are kept, cut, and put into the order of the samples. No framework."""
+"""Keep and cut the arguments of metrics, and put them into the order of the samples. Loads no framework."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Arguments(NamedTuple):
 class Part(NamedTuple):
     """Hold what a metric keeps of one micro-batch of one rank."""
 
-    key: tuple[int, int]  # (position of its update in the order of the epoch, its number in the update)
+    key: tuple[int, int]  # (position of its update in the epoch, number of the micro-batch in the update)
     num_samples: int
     value: Any
-    replica: int = 0  # the device, where one process drives several
+    replica: int = 0  # number of the device, where a process trains on several
 
 
-# The named argument of a call that holds several micro-batches joined: a list of [position, number, samples], one for each.
+# Name of the argument of a call that holds several joined micro-batches. Its value is a list of [position, number, samples].
 JOINED = "joined micro-batches"
 Batch = tuple[tuple[int, int], int, Any]  # (key, samples, arguments) of a micro-batch
 
@@ -73,7 +73,7 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        if type(value) is not Fields:  # Hugging Face's cache for generating more tokens is no output
+        if type(value) is not Fields:  # this is Hugging Face's cache for generation, and no output
             value = {key: each for key, each in value.items() if key != "past_key_values"}
         return Fields({key: mapped(each, function) for key, each in value.items()})
     return function(value)

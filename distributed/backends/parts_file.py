@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the metrics over all samples: tensors in one safetensors file, and JSON in its header."""
+"""Write the state of metrics over all samples into a checkpoint: tensors in one safetensors file, with JSON in its header."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ Content = Mapping[str, tuple[Sequence[Any], Sequence[Piece]]]  # name -> (state 
 
 
 class Tensors(Protocol):
-    """How an engine's tensors are written and read."""
+    """Convert the tensors of an engine for the file."""
 
     def to_raw(self, name: str, leaf: Any) -> RawTensor | None:
-        """A tensor on the host as raw bytes; None for what is no tensor."""
+        """Return a tensor on the host as raw bytes, or None for what is no tensor."""
 
     def from_raw(self, word: str, shape: tuple[int, ...], data: Any) -> Any:
-        """The tensor of `to_raw`."""
+        """Return the tensor that `to_raw` was given."""
 
 
 def write_metrics(directory: Path, content: Content, engine: Tensors) -> None:
-    """Write the file, where there is something to write. TrainingError names what it cannot hold."""
+    """Write `content` into the file below `directory`, if there is any.
+
+    Raises:
+        TrainingError: if the file cannot hold a value, which the error names.
+    """
     tensors: list[RawTensor] = []
 
     def leaf(value: Any) -> Any:
@@ -59,7 +63,11 @@ def _plain(piece: Piece) -> list[Any]:
 
 
 def read_metrics(directory: Path, engine: Tensors) -> dict[str, tuple[list[Any], list[Piece]]]:
-    """What `write_metrics` wrote; nothing where it wrote nothing. CheckpointError for anything else."""
+    """Return what `write_metrics` wrote below `directory`. It is empty where there is no file.
+
+    Raises:
+        CheckpointError: if `write_metrics` did not write the file.
+    """
     path = directory / FILE
     if not path.is_file():
         return {}

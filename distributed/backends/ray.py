@@ -1,4 +1,4 @@
-"""Ray: Ray Train starts the processes and restarts them; the step is that of `pytorch-ddp` or `fsdp`."""
+"""Train in processes that Ray Train starts and restarts. The step is that of `pytorch-ddp` or `fsdp`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _launched_with(name: str) -> Need:
 
 
 def _of_cluster(where: Situation, name: str) -> str:
-    """Return why a cluster is not joined. Workers on a cluster of our own meet in a file."""
+    """Return why no cluster is joined, or an empty string. Without one the rendezvous of the workers is a file."""
     request = where.request
     return "" if request is None or request.launcher_options.get("address") else "no cluster is joined"
 
@@ -31,7 +31,7 @@ _JOINED = Need("a cluster that is joined", _of_cluster)
 
 @dataclasses.dataclass(frozen=True)
 class RayOptions:
-    """What Ray is asked for, and whose step its processes do."""
+    """Settings of Ray, and the engine whose step its processes run."""
 
     engine: str = setting(
         "pytorch-ddp", "whose step the processes do; that backend's options count too", choices=("pytorch-ddp", "fsdp")
@@ -59,7 +59,7 @@ _REFUSES: Refusals = {
 
 
 class RayBackend(DDPBackend):
-    """The DDP step in processes that Ray started."""
+    """Run the DDP step in processes that Ray started."""
 
     Options: ClassVar[type[Any]] = RayOptions
     joins_cluster: ClassVar[bool] = True
@@ -68,7 +68,7 @@ class RayBackend(DDPBackend):
 
 
 class RayFSDPBackend(FSDPBackend):
-    """The FSDP2 step in processes that Ray started."""
+    """Run the FSDP2 step in processes that Ray started."""
 
     Options: ClassVar[type[Any]] = RayOptions
     joins_cluster: ClassVar[bool] = True

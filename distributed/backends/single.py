@@ -1,4 +1,4 @@
-"""One process, no communication: the reference that every other backend must agree with."""
+"""Train in one process without communication. This is the reference that every other backend must agree with."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class SingleBackend(TorchBackend[NoOptions]):
-    """Training in one process."""
+    """Run the torch step in one process."""
 
     refuses: ClassVar[Refusals] = {
         **PROCESS_GROUPS,
-        # Chosen by itself for a run of one process it stands for the engine that a run of several would have.
+        # Where the backend was not chosen by name, the setting counts for the backend of a run with several processes.
         "communication_backend": (
             If(
                 "where the backend is chosen by name",

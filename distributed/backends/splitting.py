@@ -1,4 +1,4 @@
-"""Find out whether a metric function is a mean over samples, by splitting a batch. No framework."""
+"""Find out whether a metric function is a mean over samples, by splitting a batch. Loads no framework."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Value = Callable[
     [Callable[..., Any], Any, Any, int], tuple[float, float]
 ]  # (function, outputs, targets, samples) -> (sum, count)
 
-# Two values count as equal within these bounds. Floats of 16 bits are widened first; a mean in float32 is exact to about 1e-6.
+# Two values within these bounds count as equal. 16-bit floats are widened first. A mean in float32 is exact to about 1e-6.
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-7
 # Errors that a function raises for a part that it does not accept, such as scikit-learn for a part with one class only.
 REFUSES = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
@@ -24,7 +24,7 @@ REFUSES = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError
 def judge(
     function: Callable[..., Any], outputs: Any, targets: Any, num_samples: int, value: Value
 ) -> tuple[bool | None, float]:
-    """Return (`vote`, the value for the whole batch)."""
+    """Return (the result of `vote`, the value for the whole batch)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a part may be too small for the function
         whole = _mean(value(function, outputs, targets, num_samples))
@@ -53,9 +53,9 @@ def vote(function: Callable[..., Any], outputs: Any, targets: Any, num_samples: 
 
 
 def _places(num_samples: int) -> list[tuple[int, int]]:
-    """Return where three parts of different sizes begin and end, or fewer parts of a small batch.
+    """Return (begin, end) of three parts of different sizes, or of fewer parts where the batch is small.
 
-    Parts of equal sizes would agree by chance more often where a metric takes few values.
+    With equal sizes, a metric with few possible values would agree by chance more often.
     """
     ends = sorted({0, num_samples // 2, num_samples // 2 + num_samples // 3, num_samples})
     return list(itertools.pairwise(ends))

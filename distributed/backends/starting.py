@@ -1,4 +1,4 @@
-"""How a run of a backend starts: what is asked of the backend before any process trains. Loads no engine.
+"""Start the runs of a backend: what the backend decides before any process trains. Loads no engine.
 
 The row of a backend in `distributed.config.registry` names its class; `registry.starting_of` makes it.
 """
@@ -23,19 +23,19 @@ Warn = Callable[[str], None]
 
 
 class Starting:
-    """The start of a run on processes of our own launcher, with the adapter that the registry names."""
+    """Start the runs of a backend with our own launcher and the adapter that the registry names."""
 
     def __init__(self, row: BackendRow) -> None:
         self.backend_row = row
 
     def make(self, merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
-        """Return the adapter for these settings. Raises ConfigError for what it cannot honour."""
+        """Return the adapter for these settings. Raises ConfigError for a setting that it refuses."""
         row = self.backend_row
         made: Backend[Any] = backend_class(row.name)(merged, merged.config.options(row.group), plan)
         return made
 
     def row(self, options: Any) -> BackendRow:
-        """Return the registry row as the backend's `options` change it: another engine needs another environment."""
+        """Return the registry row for the backend's `options`, which may choose an engine that needs another environment."""
         return self.backend_row
 
     def groups(self, options: Any) -> tuple[str, ...]:
@@ -51,11 +51,11 @@ class Starting:
         return "distributed.launching.forkserver"
 
     def launcher_options(self, config: DistributedConfig, plan: ProcessPlan) -> dict[str, Any]:
-        """Return what the launcher must know beside the settings of a run. JSON-able."""
+        """Return what the launcher needs besides the settings of a run. JSON-able."""
         return {}
 
     def on_epoch(self, config: DistributedConfig) -> Callable[[Mapping[str, Any]], None] | None:
-        """Return what the process that called `fit` does with the row of each finished epoch, or None."""
+        """Return the function that the process that called `fit` calls with the row of each finished epoch, or None."""
         return None
 
     def join(
@@ -71,7 +71,7 @@ class Starting:
 
 
 class TorchStarting(Starting):
-    """The same for an engine that communicates over a process group of torch."""
+    """Start the runs of an engine that communicates over a process group of torch."""
 
     def join(
         self, plan: ProcessPlan, config: DistributedConfig, warn: Warn, found: WorkerEnvironment, call: str

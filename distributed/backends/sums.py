@@ -1,4 +1,4 @@
-"""The sums of steps, over the ranks. They are added in an order that depends on nothing but the steps and the ranks."""
+"""Add up the sums of steps over the ranks, in an order that depends only on the steps and the ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from distributed.state import Sums
 
 
 def added(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Sums]:
-    """Return name -> (sum, count) of each step, given name -> array [steps, 2] of each rank, which may lack names.
+    """Return name -> (sum, count) of each step. `ranks` holds name -> array [steps, 2] for each rank, which may lack names.
 
-    Ranks are added one after the other. An all-reduce would not do: with three ranks or more it rounds each element by its place.
+    Ranks are added one after the other, because an all-reduce of three ranks or more rounds each element depending on its position.
     """
     total: dict[str, Any] = {}
     for sums in ranks:

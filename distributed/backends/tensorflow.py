@@ -1,6 +1,6 @@
-"""TensorFlow: Keras 3 models over MirroredStrategy and MultiWorkerMirroredStrategy, with our own step, not `model.fit`.
+"""Train Keras 3 models with TensorFlow over MirroredStrategy or MultiWorkerMirroredStrategy, with our own step.
 
-With Keras 3, `model.fit` fails under MultiWorkerMirroredStrategy (keras issue 20585); graphs of our own with its collectives work.
+With Keras 3, `model.fit` fails under MultiWorkerMirroredStrategy (keras issue 20585), so we run our own graphs with its collectives.
 TensorFlow is loaded in `setup()`, so that this file imports without it.
 """
 
@@ -56,7 +56,7 @@ class TensorFlowOptions:
 
 
 class TensorFlowBackend(Backend[Any]):
-    """Forward, backward, collectives, clipping, NaN check, update and tensors for Keras models."""
+    """Run forward, backward, collectives, clipping, NaN check and update, and save tensors, for Keras models."""
 
     Options: ClassVar[type[Any]] = TensorFlowOptions
     refuses: ClassVar[Refusals] = REFUSES
@@ -69,7 +69,7 @@ class TensorFlowBackend(Backend[Any]):
         self._is_mirrored = False
         self._check_options()
         self._check_environment()
-        self._step = 0  # updates done
+        self._step = 0  # number of updates made
         self._is_training = False
         self._train_data: Data | None = None
         self.observer = TensorFlowObserver(self)
@@ -109,7 +109,7 @@ class TensorFlowBackend(Backend[Any]):
         start.check_cluster()
 
     def _join(self, found: WorkerEnvironment | None) -> TensorFlowWorld:
-        """The processes that train together. Called before TensorFlow is used."""
+        """Join the other processes and return the world. Called before TensorFlow is used. A collective."""
         is_alone = found is None or self.plan.world_size == 1
         joined = None if is_alone else start.join(found, self.config.start_timeout, self._warn)  # type: ignore[arg-type]
         start.import_quietly()
@@ -166,7 +166,7 @@ class TensorFlowBackend(Backend[Any]):
         policy = models.policy_of(self.config, self.mixed_precision)
         replicas = self.world.replicas
         self.model = models.build_model(job.model, self.config, policy, replicas)
-        before = self._results  # of an evaluation before the first fit
+        before = self._results  # results of an evaluation before the first fit
         self._results = Results(job, self.world, self._generators.untouched, self._warn, self._notice)
         self.measured = self._results.measured
         if before is not None:
@@ -174,7 +174,7 @@ class TensorFlowBackend(Backend[Any]):
         self.objective = Objective(
             self.model, job.loss_fn, job.training_step, job.metrics, self.measured, self._notice, self.config.dtype
         )
-        source = job.model if hasattr(job.model, "compiled") else self.model  # a factory's may be compiled too
+        source = job.model if hasattr(job.model, "compiled") else self.model  # a factory may return a compiled model
         optimizer = None
         if self._train_data is not None:
             models.build(self.model, self.cast(self._train_data.example()), self.objective.predict)
@@ -213,7 +213,7 @@ class TensorFlowBackend(Backend[Any]):
         from distributed.backends._tensorflow.exact import exact_constants
 
         constants = exact_constants() if self.config.dtype == "float64" else contextlib.nullcontext()
-        with floats_of(self.config.dtype), constants, self._generators.inside():  # of losses, metrics and optimizers
+        with floats_of(self.config.dtype), constants, self._generators.inside():  # for losses, metrics and optimizers
             yield
 
     def batch_size_of(self, data: Any) -> int | None:
@@ -261,7 +261,7 @@ class TensorFlowBackend(Backend[Any]):
         return result
 
     def _on_non_finite(self, group: Group, pending: Pending, result: StepResult) -> None:
-        """Every rank comes here together, because the summed gradients are the same everywhere."""
+        """Apply `nan_policy`. All ranks call it together, because the summed gradients are the same on each. A collective."""
         votes = votes_of(self.world, [float(pending.rows["loss"][0])])
         self._nan_policy.apply(self._step, describe(self._step + 1, group, votes), result, can_be_made=True)
 
@@ -308,7 +308,7 @@ class TensorFlowBackend(Backend[Any]):
         return [self._rates.at(self._step)]
 
     def end_epoch(self, metrics: Mapping[str, float]) -> None:
-        """Keras' schedules count updates."""
+        """Do nothing, as Keras' schedules count updates."""
 
     def save(self, directory: Path) -> dict[str, Any]:
         extra = self._saved.save(directory, self._step)
@@ -335,10 +335,10 @@ class TensorFlowBackend(Backend[Any]):
         give_back(self.model, self._given)
 
     def rewrap(self) -> None:
-        """Nothing is around the model."""
+        """Do nothing, as nothing is around the model."""
 
     def teardown(self) -> None:
-        """The cluster ends with the process: TensorFlow has no way out of it."""
+        """Do nothing. TensorFlow cannot leave its cluster before the process ends."""
 
     # ------------------------------------------------------------------ small things
 
@@ -357,5 +357,5 @@ class TensorFlowBackend(Backend[Any]):
 
 
 def alone(found: WorkerEnvironment | None, device: str) -> WorkerContext:
-    """The place of the one process of a run."""
+    """Return the context of the only process of a run."""
     return WorkerContext(0, 1, 0, 1, 0, device, found.restart_count if found else 0)

@@ -1,4 +1,4 @@
-"""TorchBackend: the one torch step. A torch engine has a `Wrapper` of its own and overrides little else.
+"""Run the torch step, which all torch engines share. An engine has a `Wrapper` of its own and overrides little else.
 
 torch is loaded in `setup()`, so that this file imports without it.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distributed.backends._torch.world import TorchWorld
     from distributed.backends.measured import Measured
 
-# Of every engine that talks through a torch process group.
+# Refusals of every engine that communicates through a torch process group.
 PROCESS_GROUPS: Refusals = {
     "communication_backend=mpi": "it is not in PyTorch's wheels: use gloo, or backend='horovod' under mpirun",
     "communication_backend=nccl": (
@@ -41,19 +41,19 @@ PROCESS_GROUPS: Refusals = {
 
 @dataclasses.dataclass(frozen=True)
 class NoOptions:
-    """A backend without settings of its own."""
+    """Options of a backend without settings of its own."""
 
 
 class TorchBackend(Backend[OptionsT]):
-    """Forward, backward, clipping, NaN check, update, schedule, metrics and tensors for torch modules.
+    """Run forward, backward, clipping, NaN check, update, schedule and metrics, and save tensors, for torch modules.
 
-    `wrapper` holds what an engine does otherwise, `passes` runs forward and backward, and `update` makes the update.
+    `wrapper` holds what differs between engines, `passes` runs forward and backward, and `update` makes the update.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
     refuses: ClassVar[Refusals] = PROCESS_GROUPS
-    refuses_keras: ClassVar[str] = ""  # why Keras models do not work under this engine, where they do not
-    other_keras: ClassVar[str] = "choose another backend"  # what to do for Keras on another engine than torch
+    refuses_keras: ClassVar[str] = ""  # why Keras models do not work under this engine; empty where they do
+    other_keras: ClassVar[str] = "choose another backend"  # advice for Keras models on another engine than torch
     world: TorchWorld
     observer: TorchObserver
     measured: Measured
@@ -64,7 +64,7 @@ class TorchBackend(Backend[OptionsT]):
         super().__init__(merged, options, plan)
         self.observer = TorchObserver(self)
         self.wrapper = Wrapper(self)
-        self.wrapped: Any = None  # the module to call in training, once the model is prepared
+        self.wrapped: Any = None  # module to call in training, set by `prepare`
         self._averages: Averages | None = None
         self._is_training: bool | None = None
         self._is_new_wrapper = False
@@ -103,7 +103,7 @@ class TorchBackend(Backend[OptionsT]):
         return self.context
 
     def _join(self) -> TorchWorld:
-        """Join the other processes."""
+        """Join the other processes and return the world. A collective."""
         from distributed.backends._torch.world import ProcessGroup
 
         return ProcessGroup(self.plan, self.config, self._warn)
@@ -163,7 +163,7 @@ class TorchBackend(Backend[OptionsT]):
         return notices
 
     def _example(self) -> Any:
-        """Return a batch of the data that came first, for a model that cannot be built without. Leaves no trace."""
+        """Return a batch of the first data, for a model that needs one to be built. The random generators stay unchanged."""
         if self._first_data is None:
             raise ConfigError(
                 "the model has no weights before it has seen data: call fit() first, or build it with an Input"
@@ -174,12 +174,13 @@ class TorchBackend(Backend[OptionsT]):
         return batch
 
     def _prepare_update(self, job: Job, batch: BatchPlan, notice: Callable[[str], None]) -> None:
-        """Build the optimizer, then the schedule, and what makes updates with them."""
+        """Build the optimizer, then the schedule, then the object that makes updates with them."""
         from distributed.backends._torch import optim
         from distributed.backends._torch.schedule import Schedule
 
         self.optimizer = self.kind.optimizer(self.wrapper.bind(job.optimizer), job.scheduler, self.merged, notice)
-        self.users_optimizer = getattr(self.optimizer, "keras", self.optimizer)  # Keras's has one of torch's around it
+        # An optimizer of Keras is wrapped in one of torch.
+        self.users_optimizer = getattr(self.optimizer, "keras", self.optimizer)
         scheduler = self.kind.scheduler(job, self.optimizer, self.merged, batch, notice)
         schedule = Schedule(scheduler, self.optimizer, self.merged)
         self.has_schedule = schedule.counts
@@ -190,13 +191,13 @@ class TorchBackend(Backend[OptionsT]):
         self._trainable = {name: p.requires_grad for name, p in self.plain.named_parameters()}
 
     def _prepare_losses(self, job: Job) -> None:
-        """Build what makes losses and metrics out of batches."""
+        """Build the objects that compute losses and metrics from batches."""
         from distributed.backends._torch.averages import Averages
         from distributed.backends._torch.over_all import ENGINE
         from distributed.backends._torch.passes import Passes
         from distributed.backends.over_all import Wholes
 
-        if isinstance(job.loss_fn, self.torch.nn.Module):  # its class weights, say
+        if isinstance(job.loss_fn, self.torch.nn.Module):  # it may have tensors, such as class weights
             job.loss_fn.to(self.device, self.torch.float64 if self.config.dtype == "float64" else None)
         objective = self.kind.objective(job, self._notice)
         self.passes = Passes(self, objective)
@@ -205,7 +206,7 @@ class TorchBackend(Backend[OptionsT]):
             ENGINE, self.world, is_presharded=options.presharded, warn=self._warn,
             keeping_generators=self._keeping_generators,
         )  # fmt: skip
-        before = self._averages  # an evaluation before the first fit has found out what is a mean
+        before = self._averages  # an evaluation before the first fit has found which metrics are means
         self._averages = Averages(
             self.kind.metrics(job), self.device, wholes=wholes, notice=self._notice, dtype=self.passes.dtype
         )  # fmt: skip
@@ -221,7 +222,7 @@ class TorchBackend(Backend[OptionsT]):
 
     @contextlib.contextmanager
     def _keeping_generators(self) -> Iterator[None]:
-        """Put every generator back after a block of the code of metrics: what it draws must not change the training."""
+        """Restore the random generators after a block that runs the code of metrics, so that it does not change training."""
         from distributed.backends._torch.over_all import alone
 
         with self.generators.untouched(), self.kind.without_draws(), alone():
@@ -239,7 +240,7 @@ class TorchBackend(Backend[OptionsT]):
             self._is_new_wrapper = False
             self.wrapped = self.wrapper.before_first_update(group)
             self.observer.see(group.micro_batches[0])
-        for parameter in self.update.parameters:  # Optimizer.zero_grad does the same in 20 us more
+        for parameter in self.update.parameters:  # the same as Optimizer.zero_grad, and 20 us faster
             parameter.grad = None
         losses = self.passes.run(group)
         assert self._averages is not None
@@ -265,7 +266,8 @@ class TorchBackend(Backend[OptionsT]):
         assert self._averages is not None
         with self._evaluating():
             with self.precision.autocast():
-                loss = self.passes.objective(self.plain, self.passes.move(micro.batch))  # it broadcasts no buffers
+                # The unwrapped model broadcasts no buffers.
+                loss = self.passes.objective(self.plain, self.passes.move(micro.batch))
             return self._averages.of_evaluation(micro, loss)
 
     def predict_step(self, micro: MicroBatch) -> Any:
@@ -301,7 +303,7 @@ class TorchBackend(Backend[OptionsT]):
         from distributed.backends._torch import checkpoint
 
         self.update.look_back()
-        self._sync_buffers()  # a resume gives every rank the stored ones, so a run that goes on has them too
+        self._sync_buffers()  # a resumed run has the stored buffers on every rank, so this run must have them too
         return checkpoint.save(self, directory)
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
@@ -320,7 +322,7 @@ class TorchBackend(Backend[OptionsT]):
         return checkpoint.take_weights(model, directory, self.config)
 
     def unwrap(self) -> None:
-        # torch 2.13 with gloo aborts at exit in 1 process of 8 while a DDP wrapper is alive (its reducer's threads).
+        # torch 2.13 with gloo aborts at exit in 1 process of 8 while a DDP wrapper with its reducer's threads is alive.
         self.wrapper.release()
         self.wrapped = self.plain
         self._is_training = None
@@ -335,7 +337,7 @@ class TorchBackend(Backend[OptionsT]):
         self._is_training = None
 
     def _check_trainable(self) -> None:
-        """Raise ConfigError where other parameters are trained than those that the optimizer was built for."""
+        """Raise ConfigError if parameters were frozen or unfrozen after the optimizer was built."""
         changed = [name for name, p in self.plain.named_parameters() if p.requires_grad is not self._trainable[name]]
         if changed:
             raise ConfigError(

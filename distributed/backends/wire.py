@@ -1,4 +1,4 @@
-"""The encoding of values that ranks send to each other. No pickle is used, so reading a value runs no code, whoever sent it."""
+"""Encode the values that ranks send to each other. No pickle is used, so reading a value runs no code, whoever sent it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN = (bool, int, str, type(None))
 
 
 def to_bytes(value: Any) -> bytes:
-    """Return `value` as bytes: JSON that describes it, then the bytes of its arrays.
+    """Return `value` as bytes, which are JSON that describes it and then the bytes of its arrays.
 
     Takes None, numbers, strings, bytes, NumPy arrays and torch tensors, and lists, tuples, mappings, named tuples and data
     classes of these at any depth. Raises ConfigError that names the type of anything else.
@@ -94,7 +94,7 @@ def _described_array(value: Any, buffers: list[bytes]) -> Any:
     if value.dtype.fields is not None:
         raise _not_sendable(value)
     name = "scalar" if isinstance(value, numpy.generic) else "array"
-    # `dtype.str` of types of other libraries (bfloat16 of ml_dtypes) says void; `dtype.name` identifies them.
+    # `dtype.str` is void for types of other libraries, such as bfloat16 of ml_dtypes; `dtype.name` identifies them.
     kind = value.dtype.name if value.dtype.kind == "V" else value.dtype.str
     return [name, kind, list(value.shape), _kept(value.tobytes(), buffers)]
 
@@ -168,7 +168,7 @@ def _restored_tensor(buffers: list[bytes], dtype: str, shape: list[int], place: 
     import torch
 
     kind = getattr(torch, dtype)
-    # Tensors of quantized types have parts beside their elements. A type is written by its first name, as `str` gives it.
+    # Quantized tensors are refused because they have parts besides their elements. A type is written under the name that `str` returns.
     if not isinstance(kind, torch.dtype) or str(kind) != f"torch.{dtype}" or dtype.startswith(("qint", "quint")):
         raise ValueError(f"{dtype} is no element type")
     if not buffers[place]:
@@ -200,7 +200,7 @@ def _restored_mapping(buffers: list[bytes], module: str, name: str, pairs: list[
     made = base.__new__(kind)
     for key, value in held.items():
         base.__setitem__(made, key, value)
-    if dataclasses.is_dataclass(kind):  # outputs of Hugging Face models: each item is an attribute too
+    if dataclasses.is_dataclass(kind):  # in outputs of Hugging Face models each item is an attribute too
         for field in dataclasses.fields(kind):
             object.__setattr__(made, field.name, held.get(field.name))
     return made

@@ -1,4 +1,4 @@
-"""Communication between the processes of a run: one protocol for every engine."""
+"""Communicate between the processes of a run, with one protocol for every engine."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Key = TypeVar("Key")
 
 
 class World(abc.ABC):
-    """The processes that train together.
+    """Communicate with the other processes of a run.
 
     `reduce`, `broadcast`, `gather` and `barrier` are collectives: every rank calls them, in the same order.
     """
 
-    context: WorkerContext  # this process among them
+    context: WorkerContext  # rank, world size and device of this process
 
     @property
     def rank(self) -> int:
-        """The number of this process, from 0."""
+        """Rank of this process, from 0."""
         return self.context.rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
         return self.context.world_size
 
     @abc.abstractmethod
@@ -39,11 +39,11 @@ class World(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, value: Any) -> list[Any]:
-        """Return the `value` of every rank, in the order of ranks. Values as in `broadcast`."""
+        """Return the `value` of every rank, in the order of ranks. The same values as in `broadcast` can be sent."""
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called it."""
 
     @abc.abstractmethod
     def key_value_store(self) -> Any:
@@ -54,7 +54,7 @@ class World(abc.ABC):
 
 
 class OneProcess(World):
-    """A world of one process, which needs no engine."""
+    """Communicate in a world of one process, which needs no engine."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context

@@ -1,1 +1,1 @@
-"""What a Trainer does inside its processes, from joining to leaving. How processes are started belongs to `launching`."""
+"""Run a fit inside its processes, from joining the other ranks to leaving them. Starting processes belongs to `launching`."""

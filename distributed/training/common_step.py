@@ -1,8 +1,8 @@
-"""How any rank makes all ranks do something at the same step: stop after a signal, save because time is up.
+"""Let any rank make all ranks act at the same step, for example to stop after a signal or to save a checkpoint.
 
-It costs the training thread two attribute reads a step and no collective. A watcher thread looks into the ranks' shared
-store a few times a second; when a request is there it holds its rank at the next boundary, all ranks publish how many units
-they have entered, and the largest of these numbers is where everybody acts: no rank is past it, and every rank can reach it.
+A step costs the training thread two attribute reads and no collective. On each rank a watcher thread polls the store that the
+ranks share. When it finds a request, it holds its rank at the next boundary, and each rank publishes how many units it has
+entered. All ranks act at the largest of these numbers, because no rank is past it and every rank can reach it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import threading
 import time
 from typing import Any
 
-STOP = "stop: "  # before the reason, in the request that `stop` makes
+STOP = "stop: "  # prefix of the reason in the requests of `CommonStep.stop`
 
 
 class CommonStep:
-    """One per rank and fit. `tick()` is called by the training thread before each unit (update, evaluation batch).
+    """Agree with the other ranks on a common step. Each rank makes one object per fit.
 
-    `store` is shared by the ranks, with `set`, `get`, `check` and `compare_set` as torch.distributed's Store has them.
+    The training thread calls `tick()` before each unit, which is an update or an evaluation batch. `store` is shared by the
+    ranks and has the methods `set`, `get`, `check` and `compare_set` of `torch.distributed.Store`.
     """
 
     def __init__(
@@ -25,7 +26,7 @@ class CommonStep:
     ) -> None:
         self._rank, self._world_size, self._store = rank, world_size, store
         self._name, self._poll_s, self._timeout_s = name, poll_s, timeout_s
-        self.reasons: list[str] = []  # for which this rank asked to stop
+        self.reasons: list[str] = []  # reasons for which this rank asked to stop
         self._entered = 0
         self._is_armed = False
         self._requests: list[str] = []
@@ -40,29 +41,32 @@ class CommonStep:
             self._watcher.start()
 
     def request(self, action: str) -> None:
-        """Ask all ranks to do `action` at a common boundary. Any rank, any thread, also from a signal handler."""
+        """Ask all ranks to do `action` at a common boundary. Any thread of any rank may call it, also a signal handler."""
         self._requests.append(action)
         if self._watcher is None:
             self._is_armed = True
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to end training for `reason`. Any rank, any thread."""
+        """Ask all ranks to end training for `reason`. Any thread of any rank may call it."""
         self.reasons.append(reason)
         if len(self.reasons) == 1:
             self.request(f"{STOP}{reason}")
 
     def tick(self) -> str | None:
-        """Enter the next unit, or get the action that all ranks do now instead of it; then call again. All ranks alike."""
+        """Enter the next unit and return None, or return the action that all ranks do now instead of it.
+
+        After an action, call `tick()` again. Every rank gets the same actions at the same units.
+        """
         self._entered += 1
         if not self._is_armed:
             return None
         return self._settle()
 
     def close(self) -> None:
-        """End the watcher. Every rank, when no more ticks come."""
+        """Stop the watcher thread. Every rank calls it after its last `tick()`."""
         self._ended.set()
         if self._watcher is not None:
-            self._watcher.join(5 * self._poll_s)  # not for ever: a store whose host hangs never answers
+            self._watcher.join(5 * self._poll_s)  # with a limit, because a store whose host hangs never answers
 
     def _settle(self) -> str | None:
         if self._watcher is None:
@@ -78,11 +82,11 @@ class CommonStep:
         self._generation += 1
         self._known.clear()
         self._target = None
-        self._is_armed = False  # last: the watcher looks again from here on
+        self._is_armed = False  # set last, because the watcher polls again from here on
         return action
 
     def _settle_alone(self) -> str | None:
-        self._is_armed = False  # first: a signal handler or the clock that asks from here on arms it again
+        self._is_armed = False  # set first, because a signal handler or the clock may arm it again from here on
         if not self._requests:
             return None
         self._entered -= 1
@@ -96,7 +100,7 @@ class CommonStep:
             try:
                 if not self._is_armed:
                     self._look()
-            except RuntimeError:  # the store's host is gone: the launcher ends this rank, or a collective fails
+            except RuntimeError:  # the store's host is gone, so the launcher ends this rank or a collective fails
                 self._known.set()
                 return
 
@@ -110,7 +114,8 @@ class CommonStep:
         if self._requests and self._requests[0] == action:
             self._requests.pop(0)
         self._action = action
-        self._is_armed = True  # before the count is read: the training thread enters first and looks afterwards
+        # Set before `_entered` is read: the training thread counts first and then checks `_is_armed`.
+        self._is_armed = True
         self._store.set(f"{key}/{self._rank}", str(self._entered))
         keys = [f"{key}/{rank}" for rank in range(self._world_size)]
         deadline = time.monotonic() + self._timeout_s

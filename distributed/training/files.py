@@ -1,4 +1,4 @@
-"""The files of one trainer: which run directory is its own, who may use it, and where its checkpoints lie."""
+"""Choose, lock and open the run directory and the checkpoint directory of a trainer."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ T = TypeVar("T")
 
 
 class _Taken:
-    """What all trainers of this process share: the first one's run directory, and how many have one."""
+    """Count the run directories that the trainers of this process have taken, and hold the first of them."""
 
     first: Path | None = None
     count = 0
     num_searches = 0
-    trial: Trial | None = None  # in which that is so: the next one begins anew
+    trial: Trial | None = None  # the trial that the counts are for; they restart with the next trial
 
 
 def take_run_dir(choose: Callable[[], Path], *, is_search: bool = False) -> Path:
-    """The directory of one more trainer: what `choose` says for the first of this process, `fit-2`, `fit-3` below it next.
+    """Return the run directory of one more trainer of this process.
 
-    Those of searches for a learning rate have numbers of their own, below it too.
+    The first trainer gets the directory that `choose` returns. Later ones get `fit-2`, `fit-3` and so on below it. Searches get
+    directories below it too, which are numbered separately.
     """
     trial = current()
     if trial is not _Taken.trial:
@@ -54,13 +55,16 @@ def take_run_dir(choose: Callable[[], Path], *, is_search: bool = False) -> Path
 
 
 def is_trial_again() -> bool:
-    """Whether this is a trial of a search that goes on from what it saved before."""
+    """Return whether this process is in a trial of a search that continues from its own checkpoints."""
     trial = current()
     return trial is not None and trial.is_again
 
 
 def own_checkpoint_dir(config: DistributedConfig, run_dir: Path) -> Path | None:
-    """The user's `checkpoint_dir`, if set; a later trainer has one below it, never another trainer's checkpoints."""
+    """Return the user's `checkpoint_dir`, or None where it is not set.
+
+    A later trainer of this process gets a directory below it, so that no two trainers share checkpoints.
+    """
     if config.checkpoint_dir is None:
         return None
     directory = Path(config.checkpoint_dir)
@@ -68,7 +72,7 @@ def own_checkpoint_dir(config: DistributedConfig, run_dir: Path) -> Path | None:
 
 
 class TrainerFiles:
-    """Opened by the first fit and kept. Every method is called by all ranks, and fails on all of them alike."""
+    """Hold the run directory and the checkpoints of one trainer. All ranks call every method, and all raise the same error."""
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class TrainerFiles:
         self._is_store_open = False
 
     def wants_resume(self, merged: MergedConfig) -> bool:
-        """Whether a checkpoint of an earlier attempt or run is to be taken up."""
+        """Return whether to continue from a checkpoint of an earlier attempt or run."""
         return (
             (self._given is not None and self._given.resume)
             or merged.config.resume_from_checkpoint is not False
@@ -95,8 +99,8 @@ class TrainerFiles:
         )
 
     def notices(self) -> list[str]:
-        """What the user should know of the choice of the run directory."""
-        is_alone = self._context.world_size == 1  # which nobody starts again
+        """Return the notices about the choice of the run directory."""
+        is_alone = self._context.world_size == 1  # no launcher restarts such a run
         if self._run is None or is_alone or self._given_dir() is not None:
             return []
         if not self._is_foreign() or self._identity() is not None:
@@ -107,17 +111,21 @@ class TrainerFiles:
 
     @property
     def directory(self) -> Path:
-        """Which one is this trainer's; taken when first asked for."""
+        """The run directory of this trainer, chosen at the first access."""
         if self._directory is None:
             self._directory = take_run_dir(self._choose, is_search=self._is_search)
         return self._directory
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """As Agreement has it: what `action` gives on the main process, everywhere."""
+        """Run `action` on the main process and return its result on all ranks, as `Agreement.on_main` does. A collective."""
         return self._agreement.on_main(action)
 
     def open_run(self, merged: MergedConfig) -> RunDirectory:
-        """This trainer's run directory, held by this process unless our launcher holds it. ConfigError where it cannot be."""
+        """Return the run directory of this trainer, locked by this process unless our launcher has locked it. A collective.
+
+        Raises:
+            ConfigError: if the run directory cannot be used.
+        """
         if self._run is None:
             directory = self.directory
             run = RunDirectory(directory)
@@ -128,27 +136,27 @@ class TrainerFiles:
         return self._run
 
     def open_store(self, merged: MergedConfig, run: RunDirectory) -> CheckpointStore:
-        """The checkpoints of `run`, under the settings of this fit."""
+        """Return the checkpoint store of `run` for the settings of this fit. A collective."""
         config = merged.config
         users_own = own_checkpoint_dir(config, run.path)
         store = CheckpointStore(
             users_own or run.checkpoints, self._backend, keep_latest_k=config.keep_latest_k, keep_best=config.keep_best,
             monitor=config.monitor, monitor_mode=config.monitor_mode, context=self._context, report=self._report,
         )  # fmt: skip
-        if users_own is not None and not self._is_store_open:  # held from then on, also after a fit that failed
+        if users_own is not None and not self._is_store_open:  # the lock stays, also after a fit that failed
             self._agreement.on_main(lambda: self._claim(users_own, merged))
         self._is_store_open = True
         return store
 
     def refuse_to_start_over(self, run: RunDirectory, store: CheckpointStore) -> None:
-        """ConfigError where the run saved checkpoints before, and `store` holds none of them."""
+        """Raise ConfigError if the run saved checkpoints before and `store` holds none of them. A collective."""
         self._agreement.on_main(lambda: _refuse_to_start_over(run, store.directory))
 
     def _choose(self) -> Path:
         return self._given_dir() or Path(self._agreement.on_main(lambda: str(self._name())))
 
     def _name(self) -> Path:
-        """A fresh directory, or that of the attempt that this one replaces. Main process."""
+        """Return a new run directory, or that of the attempt that this one replaces. Called on the main process."""
         identity = self._identity()
         before = find_run_dir(script_name(), identity) if identity and self._context.restart_count else None
         return before or choose_run_dir(script_name(), identity)
@@ -157,20 +165,20 @@ class TrainerFiles:
         return Path(self._given.run_dir) if self._given is not None and self._given.run_dir is not None else None
 
     def _is_foreign(self) -> bool:
-        """Whether a launcher that is not ours started this worker."""
+        """Return whether another launcher than ours started this worker."""
         return self._worker is not None and link() is None
 
     def _identity(self) -> str | None:
         return launch_identity(self._worker) if self._worker is not None else None
 
     def _hold(self, run: RunDirectory, merged: MergedConfig) -> None:
-        """Main process."""
+        """Lock the run directory and write its config.yaml. Called on the main process."""
         if link() is None:
             if self._given is not None and self._given.resume and run.path == _Taken.first:
                 run.check_resumable()
             run.check(resume=self.wants_resume(merged))
             run.lock()
-            if (trial := current()) is not None:  # another process may take it up, or this one again
+            if (trial := current()) is not None:  # another process, or this one, may continue the trial later
                 trial.at_end.append(run.unlock)
         run.path.mkdir(parents=True, exist_ok=True)
         if self._is_foreign():
@@ -179,7 +187,7 @@ class TrainerFiles:
         replace_text(run.path / "config.yaml", text)
 
     def _claim(self, directory: Path, merged: MergedConfig) -> None:
-        """Hold a checkpoint directory of the user's for this run alone. Main process."""
+        """Lock the user's checkpoint directory for this run alone. Called on the main process."""
         shared = RunDirectory(directory, "checkpoint_dir", "--checkpoint-dir")
         shared.check(resume=True)
         shared.lock()
@@ -193,7 +201,10 @@ class TrainerFiles:
 
 
 def _as_launched(merged: MergedConfig, plan: ProcessPlan) -> MergedConfig:
-    """`merged` with the processes that another launcher started, unless they were asked for: ours starts as many again."""
+    """Return `merged` with the number of processes that another launcher started, unless the settings give one.
+
+    config.yaml then makes our launcher start the same number of processes.
+    """
     if any(merged.is_typed(name) for name in ("nproc_per_node", "gpus_per_node", "num_gpus")):
         return merged
     processes: dict[str, Any] = {"num_nodes": plan.num_nodes, "nproc_per_node": plan.nproc_per_node}

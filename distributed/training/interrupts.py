@@ -1,4 +1,4 @@
-"""What asks all ranks to act at a common step: signals, and the clock of time-based checkpoints."""
+"""Make all ranks act at a common step after a signal, or when the clock of time-based checkpoints asks for a save."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from distributed.training.common_step import CommonStep
 
 @contextlib.contextmanager
 def stop_on_signals(common: CommonStep, in_worker: bool) -> Iterator[None]:
-    """SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask all ranks to stop at the same step.
+    """Make SIGTERM, SIGINT, SIGUSR1 and SIGHUP stop all ranks at the same step.
 
-    Main thread only; elsewhere they keep their meaning.
+    Outside of the main thread this does nothing, and the signals keep their handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -26,7 +26,7 @@ def stop_on_signals(common: CommonStep, in_worker: bool) -> Iterator[None]:
 
     def stop(signum: int, frame: Any) -> None:
         if seen and not in_worker and signum == signal.SIGINT:
-            raise KeyboardInterrupt  # the second Ctrl-C in one's own process is meant
+            raise KeyboardInterrupt  # the user pressed Ctrl-C twice in a process that no launcher started
         if not seen:
             common.request(f"signal {signum}")
         seen.append(signum)
@@ -44,9 +44,10 @@ def stop_on_signals(common: CommonStep, in_worker: bool) -> Iterator[None]:
 def save_by_the_clock(
     common: CommonStep, every_s: float | None, context: WorkerContext, saved: threading.Event
 ) -> Iterator[None]:
-    """Ask for a save `every_s` seconds after the start and after each `saved`; one rank's clock counts for all.
+    """Ask for a save `every_s` seconds after the start and after each time that `saved` is set.
 
-    The time of a save itself does not count: saves that take longer than `every_s` would leave none for training.
+    The clock of the main process counts for all ranks. The time that a save takes is not counted, because saves that take longer
+    than `every_s` would leave no time for training.
     """
     if every_s is None or not context.is_main_process:
         yield

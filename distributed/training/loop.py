@@ -1,4 +1,4 @@
-"""The only epoch and step loop. Knows no framework: it never looks inside a batch or a loss."""
+"""Run the epochs and steps of a fit. This is the only loop, and it never looks inside a batch or a loss."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from distributed.state import Group, MicroBatch, StepResult, Sums, TrainState
 from distributed.training.common_step import STOP, CommonStep
 from distributed.training.timing import TimeSplit
 
-_EVAL_WINDOW = 256  # evaluation batches whose results are kept before they are summed up
+_EVAL_WINDOW = 256  # number of evaluation batches whose results are kept before they are summed
 
 
 @dataclasses.dataclass
 class Run:
-    """Everything a fit needs, put together by Trainer."""
+    """Hold everything that a fit needs. `Session` builds it."""
 
     backend: Backend[Any]
     config: DistributedConfig
@@ -42,22 +42,26 @@ class Run:
     state: TrainState
     common_step: CommonStep
     callbacks: Sequence[Callback]
-    write_checkpoint: Callable[[], bool]  # of this moment, on all ranks; False where the disk refused it
-    last_saved: tuple[int, int] = (-1, -1)  # (step, epoch)
-    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's, by name
-    has_training_step: bool = False  # which may report metrics that the first update does not have
-    uncertain: Sequence[str] = ()  # monitors of which the first update is to show that they are reported
-    val_groups: Iterable[Group] | None = None  # the first evaluation's, where a batch of it has been read already
-    is_save_due: bool = False  # by the count of steps, once what ends here has been measured
-    is_over: bool = False  # the last checkpoint is saved
-    window: list[StepResult] = dataclasses.field(default_factory=list)  # steps not summed up yet
+    write_checkpoint: Callable[[], bool]  # a collective; returns False where the disk refused the checkpoint
+    last_saved: tuple[int, int] = (-1, -1)  # (step, epoch) of the last checkpoint
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's metrics by name
+    has_training_step: bool = False  # a training_step may report further metrics after the first update
+    uncertain: Sequence[str] = ()  # monitors that the first update has to report
+    val_groups: Iterable[Group] | None = None  # groups of the first evaluation, if one of its batches was read before
+    is_save_due: bool = False  # a save by `checkpoint_every_n_steps` waits for the metrics of the epoch
+    is_over: bool = False  # whether the last checkpoint is saved
+    window: list[StepResult] = dataclasses.field(default_factory=list)  # results of steps that are not summed yet
     window_start: float = 0.0
-    is_measured: bool = False  # whether the metrics of the epoch so far are those of its row
-    saved_s: float = 0.0  # of checkpoints since then, which `spent.total` has already
+    is_measured: bool = False  # whether the metrics over all samples are up to date for the row of the epoch
+    saved_s: float = 0.0  # seconds of checkpoints since `window_start`, already in `spent.total`
     spent: TimeSplit = dataclasses.field(default_factory=TimeSplit)
 
     def stop(self, reason: str) -> None:
-        """End training, as FitContext says. ConfigError for a reason that is none, or that says something else already."""
+        """End training for `reason`, as `FitContext.stop` does.
+
+        Raises:
+            ConfigError: if `reason` is empty, no string, or a reason that the loop itself uses.
+        """
         if not isinstance(reason, str) or not reason.strip() or reason == "max_steps" or reason.startswith("signal "):
             raise ConfigError(
                 f"stop({reason!r}) gives no reason of its own: say it in words, stop('the loss is low enough')"
@@ -72,7 +76,10 @@ class Run:
 
 
 def fit(run: Run) -> None:
-    """Train until the epochs, the steps, early stopping or a signal end it; always saves at its last step. All ranks."""
+    """Train until `epochs`, `max_steps`, a callback or a signal ends training. All ranks call it.
+
+    A checkpoint of the last step is always saved.
+    """
     state = run.state
     for callback in run.callbacks:
         callback.on_train_start(state)
@@ -102,8 +109,10 @@ def fit(run: Run) -> None:
 
 
 def _train_epoch(run: Run) -> bool:
-    """The rest of the epoch; whether it came to its end. The hot path: nothing waits for a device or another rank
-    but the backend's own step."""
+    """Train the rest of the epoch, and return whether its end was reached.
+
+    This is the hot path. Nothing in it waits for a device or for another rank, except the backend's own step.
+    """
     state, tick, train_step, window = run.state, run.common_step.tick, run.backend.train_step, run.window
     hooks = [c.on_step_end for c in run.callbacks if type(c).on_step_end is not Callback.on_step_end]
     log_every = run.config.log_every_n_steps
@@ -111,7 +120,7 @@ def _train_epoch(run: Run) -> bool:
     limit = run.config.max_steps or math.inf
     run.window_start, run.saved_s = time.perf_counter(), 0.0
     for group in run.spent.timed(run.train.epoch(state.epoch, state.samples_in_epoch)):
-        if state.stop_reason is not None:  # a callback's, which all ranks know by the log line
+        if state.stop_reason is not None:  # set by a callback; all ranks agree on it at the log line
             return False
         if state.step >= limit:
             state.stop_reason = "max_steps"
@@ -139,7 +148,7 @@ def _train_epoch(run: Run) -> bool:
 
 
 def _monitors(run: Run) -> Iterable[str]:
-    """What the best checkpoint and early stopping go by."""
+    """Yield the monitors of the best checkpoint and of early stopping."""
     name = run.config.monitor
     if run.config.keep_best and (run.val is not None or not name.startswith("val_")):
         yield name
@@ -147,10 +156,10 @@ def _monitors(run: Run) -> Iterable[str]:
 
 
 def _check_monitors(run: Run, result: StepResult) -> None:
-    """Refuse a monitor that can never be reported, after the first update and not after the first epoch. All ranks.
+    """Refuse a monitor that can never be reported, after the first update instead of after the first epoch. A collective.
 
-    A `training_step` may report a metric now and then. A monitor that it has not reported yet is told in a warning; the row of
-    the first epoch shows whether it is reported.
+    A `training_step` may report a metric now and then. A warning names a monitor that it has not reported yet. The
+    row of the first epoch shows whether it is reported.
     """
     wanted, run.uncertain = run.uncertain, ()
     trained = dict.fromkeys([*run.backend.collect([result]), *run.backend.measured.names_over_all()])
@@ -178,10 +187,10 @@ def _may_come(run: Run, name: str) -> bool:
 
 
 def _names_of_validation(run: Run) -> list[str]:
-    """Evaluate one batch, as a model may have metrics in evaluation alone. All ranks.
+    """Evaluate one batch and return the names of its metrics, because a model may have metrics only in evaluation. A collective.
 
-    The batch is kept for the first evaluation, so that the loader starts its workers once. A stream is not read for this: it
-    would wait for the end of the epoch.
+    The batch is kept for the first evaluation, so that the loader starts its workers once. A stream is not read here, because
+    its loader would then wait until the end of the epoch.
     """
     assert run.val is not None
     groups = run.val.epoch(0)
@@ -189,12 +198,12 @@ def _names_of_validation(run: Run) -> list[str]:
     run.val_groups = itertools.chain([first], groups)
     with run.backend.own_generators():
         names = [f"val_{name}" for name in run.backend.collect([run.backend.eval_step(first.micro_batches[0])])]
-    run.backend.measured.begin("val")  # forget what metrics over all samples have kept of it
+    run.backend.measured.begin("val")  # forget what the metrics over all samples have kept of the batch
     return names
 
 
 def _act(run: Run, action: str) -> bool:
-    """Do what all ranks agreed to do now; whether training goes on."""
+    """Do the `action` that all ranks agreed on, and return whether training goes on. A collective."""
     if action == "save":
         save(run)
         return True
@@ -206,14 +215,14 @@ def _act(run: Run, action: str) -> bool:
 
 
 def _stop(run: Run, reason: str) -> None:
-    """Training ends here for a callback's `reason`. All ranks alike."""
+    """End training at this step for the `reason` of a callback. All ranks do the same."""
     if run.state.stop_reason is None:
         run.state.stop_reason = reason
-        run.last_saved = (-1, -1)  # the last checkpoint is to hold the reason
+        run.last_saved = (-1, -1)  # save again, so that the last checkpoint holds the reason
 
 
 def _agree_on_stop(run: Run, sums: Mapping[str, float] | None = None) -> dict[str, float]:
-    """`sums` over all ranks; where a callback of any rank asked to stop, all of them do. A collective."""
+    """Return `sums` added over all ranks, and stop all ranks if a callback on any rank asked to stop. A collective."""
     total = run.backend.world.reduce({**(sums or {}), STOP: float(bool(run.common_step.reasons))})
     if total.pop(STOP):
         _stop(run, next(reasons[0] for reasons in run.backend.world.gather(run.common_step.reasons) if reasons))
@@ -221,7 +230,7 @@ def _agree_on_stop(run: Run, sums: Mapping[str, float] | None = None) -> dict[st
 
 
 def _collect(run: Run) -> None:
-    """Sum up the steps since the last call, over all ranks. The only host sync of training."""
+    """Sum the results of the steps since the last call over all ranks. A collective, and the only host sync of training."""
     state = run.state
     if not run.window:
         return
@@ -239,7 +248,7 @@ def _collect(run: Run) -> None:
 
 
 def _add(into: dict[str, list[float]], sums: Mapping[str, Sums]) -> None:
-    """Add one step after the other, so that the result does not depend on how many come at once."""
+    """Add `sums` to `into` step by step, so that the result does not depend on how many steps come at once."""
     for name, pairs in sums.items():
         total, count = into.get(name, (0.0, 0.0))
         for value, number in pairs:
@@ -249,7 +258,10 @@ def _add(into: dict[str, list[float]], sums: Mapping[str, Sums]) -> None:
 
 
 def _log(run: Run, *, is_end: bool = False) -> None:
-    """Show what happened since the last log line. `is_end`: nothing more of the epoch comes before its row."""
+    """Log the means since the last log line. A collective.
+
+    `is_end` tells that no further step of the epoch comes before its row.
+    """
     _collect(run)
     state = run.state
     if not state.log_sums:
@@ -278,7 +290,10 @@ def _measure_training(run: Run, *, is_end: bool) -> None:
 
 
 def _finish_epoch(run: Run) -> bool:
-    """Log, validate, schedule, remember the best, save if due. False when a signal ended the validation."""
+    """Log, validate, step the schedule, keep the row of the epoch, and save if a checkpoint is due. A collective.
+
+    Returns False when a signal ended the validation.
+    """
     _log(run, is_end=True)
     state = run.state
     row = _measure(run)
@@ -300,15 +315,21 @@ def _finish_epoch(run: Run) -> bool:
 
 
 def _measure_part(run: Run) -> None:
-    """What `max_steps` or a callback cut off is validated too. Its row stands until the epoch is finished by a run that goes on."""
+    """Validate an epoch that `max_steps` or a callback cut off, and keep its row. A collective.
+
+    The row is replaced when a resumed run finishes the epoch.
+    """
     row = _measure(run)
     if row is not None:
         _keep_row(run, row)
-        run.last_saved = (-1, -1)  # the last checkpoint is to hold it
+        run.last_saved = (-1, -1)  # save again, so that the last checkpoint holds the row
 
 
 def _measure(run: Run) -> dict[str, float] | None:
-    """The row of the running epoch: training means, and validation under `val_`. None when a signal ended the validation."""
+    """Return the row of the current epoch: means of training, and those of validation with the prefix `val_`. A collective.
+
+    Returns None when a signal ended the validation.
+    """
     state = run.state
     if not run.is_measured:
         _measure_training(run, is_end=True)
@@ -332,7 +353,7 @@ def _measure(run: Run) -> dict[str, float] | None:
 
 
 def _keep_row(run: Run, row: dict[str, float]) -> None:
-    """Add the row of an epoch, in the place of an earlier one of a part of it."""
+    """Keep the row of an epoch. It replaces an earlier row of a part of this epoch."""
     state = run.state
     state.rows = [kept for kept in state.rows if kept["epoch"] < row["epoch"]] + [row]
     state.best = best_metrics(state.rows, run.config, run.metrics)
@@ -340,7 +361,10 @@ def _keep_row(run: Run, row: dict[str, float]) -> None:
 
 
 def _tick_in_evaluation(run: Run) -> bool:
-    """Enter the next evaluation batch; False when a signal stops all ranks here instead. A callback's stop can wait."""
+    """Enter the next evaluation batch, and return True. Return False when a signal stops all ranks instead.
+
+    A stop by a callback does not end the evaluation.
+    """
     while (action := run.common_step.tick()) is not None:
         if not _act(run, action) and was_interrupted(run.state):
             return False
@@ -348,19 +372,19 @@ def _tick_in_evaluation(run: Run) -> bool:
 
 
 def means_of(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """name -> sum / count, NaN where nothing was counted."""
+    """Return name -> sum / count. The mean is NaN where the count is 0."""
     return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
 
 
 def save(run: Run) -> None:
-    """A checkpoint now. All ranks."""
+    """Save a checkpoint now. A collective."""
     run.is_save_due = False
     _collect(run)
     began = time.perf_counter()
     is_saved = run.write_checkpoint()
     seconds = time.perf_counter() - began
     run.spent.checkpoint += seconds
-    run.spent.total += seconds  # here, as a checkpoint between two epochs is in no window
+    run.spent.total += seconds  # added here, because a checkpoint between two epochs is in no window
     run.saved_s += seconds
     if is_saved:
         run.last_saved = (run.state.step, run.state.epoch)
@@ -372,9 +396,10 @@ def evaluate(
     enter: Callable[[], bool] = lambda: True,
     groups: Iterable[Group] | None = None,
 ) -> dict[str, float] | None:
-    """Return loss and metrics over `data`, each sample once, on all ranks; None when `enter()` says to stop before the end.
+    """Return the loss and the metrics over `data`, in which each sample counts once. A collective; the result is the same on all ranks.
 
-    `groups`: those of `data`, where reading them has begun.
+    Returns None when `enter()`, which is called before each batch, returns False. Pass `groups` where reading the groups of `data`
+    has begun already.
     """
     backend.measured.begin("val")
     sums: dict[str, list[float]] = {}
@@ -398,6 +423,6 @@ def evaluate(
 
 
 def micro_batches(groups: Iterable[Group]) -> Iterable[MicroBatch]:
-    """The micro-batches of all groups in order."""
+    """Yield the micro-batches of all groups in order."""
     for group in groups:
         yield from group.micro_batches

@@ -1,4 +1,7 @@
-"""`fit` from a plain script or a notebook: workers are started, train, and the result comes back from their run directory."""
+"""Run `fit` from a plain script or a notebook in workers.
+
+The workers are started for the fit. The trained weights and the history come back from their run directory.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +47,19 @@ _INTERRUPTED, _PREEMPTED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 @dataclasses.dataclass(frozen=True)
 class Remote:
-    """Where a trainer's fits in workers live, and what the last one left there."""
+    """Hold the run directory of a trainer's fits in workers and the checkpoint of the last one."""
 
-    run_dir: Path  # absolute: the caller may change its working directory
+    run_dir: Path  # absolute, because the caller may change its working directory
     checkpoint: Path
     epoch: int
     step: int
 
     def copy_checkpoint(self, target: Path) -> Path:
-        """The last checkpoint under `target`. Raises ConfigError where it exists already."""
+        """Copy the last checkpoint into the directory `target` and return the path of the copy.
+
+        Raises:
+            ConfigError: if the path exists already.
+        """
         path = target / self.checkpoint.name
         if path.exists():
             raise ConfigError(f"{path} exists already: name another path")
@@ -64,31 +71,31 @@ class Remote:
 
 
 class FittedTrainer(Protocol):
-    """What the workers make of the class that travels to them: a `Trainer`."""
+    """Describe the `Trainer` that workers make from the class that they are sent."""
 
     setup: Setup
 
     def fit(self, train_data: Any, val_data: Any = None) -> History:
-        """Train as `Trainer.fit` says."""
+        """Train the model and return the history, as `Trainer.fit` does."""
 
 
 @dataclasses.dataclass
 class RemoteFit:
-    """One fit as it travels to the workers by value. Called in every one of them."""
+    """Hold a fit that is pickled and sent to the workers. Each worker calls it."""
 
     trainer_class: Callable[..., FittedTrainer]
     arguments: dict[str, Any]
     settings: dict[str, Any]
     train_data: Any
     val_data: Any
-    sources: dict[str, list[str]]  # the notebook's cells by file name, for tracebacks
+    sources: dict[str, list[str]]  # file name -> lines of the notebook's cells, for tracebacks
 
     def __call__(self) -> None:
         linecache.cache.update({name: (0, None, lines, name) for name, lines in self.sources.items()})
         self.fit(self.trainer_class(**self.arguments, **self.settings))
 
     def fit(self, trainer: FittedTrainer) -> None:
-        """What the workers do with their trainer."""
+        """Train with the trainer that a worker made. A subclass may do something else with it."""
         trainer.fit(self.train_data, self.val_data)
 
 
@@ -96,15 +103,15 @@ FitT = TypeVar("FitT", bound=RemoteFit)
 
 
 def fit_in_workers(fits: Fits, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
-    """Train in workers of this machine; the model of `fits` then has the trained weights.
+    """Train in workers of this machine, load the trained weights into the model of `fits`, and return the history.
 
-    After a signal they are taken back too, before KeyboardInterrupt or TrainingInterrupted is raised.
+    The weights are also loaded after a signal, before KeyboardInterrupt or TrainingInterrupted is raised.
     """
     setup, before = fits.setup, fits.remote
     check_here(setup, merged, train_data, val_data)
     directory = before.run_dir if before is not None else setup.search_dir or take_dir()
     run = RunDirectory(os.path.relpath(directory))
-    is_again = is_trial_again() and not setup.is_search  # which begins anew
+    is_again = is_trial_again() and not setup.is_search  # a search always starts from the beginning
     resume = before is not None or merged.config.resume_from_checkpoint is not False or is_again
     run.check(resume=resume)
     fit = remote_fit(RemoteFit, fits, merged, directory, train_data, val_data)
@@ -130,7 +137,7 @@ def fit_in_workers(fits: Fits, merged: MergedConfig, train_data: Any, val_data: 
 def remote_fit(
     kind: type[FitT], fits: Fits, merged: MergedConfig, directory: Path, train_data: Any, val_data: Any = None
 ) -> FitT:
-    """A fit of `fits` as it travels to workers whose run directory is `directory`."""
+    """Return a fit of `fits` that can be sent to workers whose run directory is `directory`."""
     return kind(
         fits.trainer_class, _arguments(fits.setup), _settings(fits, merged, directory), _portable(train_data), _portable(val_data),
         _sources(),
@@ -140,20 +147,20 @@ def remote_fit(
 def run_in_workers(
     job: RemoteFit, setup: Setup, merged: MergedConfig, run: RunDirectory, *, resume: bool = False
 ) -> int:
-    """Call `job` in workers that are started for it; returns the exit code of their launcher."""
-    with tempfile.TemporaryFile() as payload:  # it has no name that a caller could leave behind
+    """Start workers that call `job`, wait for them, and return the exit code of their launcher."""
+    with tempfile.TemporaryFile() as payload:  # the file has no name, so that nothing is left behind
         payload.write(_pickled(job))
         payload.flush()
         return start_launcher(_request(setup, merged, run, payload.fileno(), resume), setup.on_epoch)
 
 
 def take_dir(*, is_search: bool = False) -> Path:
-    """The run directory of one more trainer whose workers are started here: absolute, the caller may change its own."""
+    """Return the run directory of one more trainer whose workers are started here. It is absolute, because the caller may change its own."""
     return take_run_dir(lambda: choose_run_dir(script_name()).absolute(), is_search=is_search).absolute()
 
 
 def check_here(setup: Setup, merged: MergedConfig, train_data: Any, val_data: Any) -> None:
-    """What the workers would refuse a second later."""
+    """Raise ConfigError before any worker starts for what the workers would refuse."""
     if merged.config.num_nodes > 1:
         raise ConfigError(
             "fit() starts the workers of one machine only: for several, run the script on each"
@@ -164,7 +171,7 @@ def check_here(setup: Setup, merged: MergedConfig, train_data: Any, val_data: An
 
 
 def _warn_of_profiler(verbose: bool) -> None:
-    torch = sys.modules.get("torch")  # not loaded: no profiler of its
+    torch = sys.modules.get("torch")  # None where torch is not loaded, and then its profiler is not active
     if torch is not None and torch.autograd._profiler_enabled():
         text = (
             "the active torch profiler sees this process only, and the model trains in workers: open the profiler in the"
@@ -182,7 +189,7 @@ def _arguments(setup: Setup) -> dict[str, Any]:
 
 
 def _settings(fits: Fits, merged: MergedConfig, directory: Path) -> dict[str, Any]:
-    """What the trainer of the workers is given: all that the code says, and where a further fit goes on."""
+    """Return the settings of the trainer in the workers: those given in code, and where a further fit continues."""
     config = merged.config
     settings = {name: value for name, value in config.to_dict().items() if merged.source(name) == "code"}
     for group in GROUPS.keys() & settings.keys():
@@ -191,7 +198,7 @@ def _settings(fits: Fits, merged: MergedConfig, directory: Path) -> dict[str, An
     if own is not None and own != Path(str(config.checkpoint_dir)):
         settings["checkpoint_dir"] = str(own)
     before = fits.remote
-    if before is not None:  # that many epochs or steps more
+    if before is not None:  # a further fit adds its epochs or steps
         settings["resume_from_checkpoint"] = True
         settings["epochs"] = config.epochs + before.epoch
         if config.max_steps is not None:
@@ -200,12 +207,15 @@ def _settings(fits: Fits, merged: MergedConfig, directory: Path) -> dict[str, An
 
 
 def _sources() -> dict[str, list[str]]:
-    """Code that lies in no file, as IPython keeps it for its own tracebacks: without a time of change."""
+    """Return the lines of code that is in no file, such as the cells of a notebook.
+
+    IPython keeps them in `linecache` without a modification time.
+    """
     return {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
 def _portable(data: Any) -> Any:
-    """A DataLoader without its live worker pool, which does not pickle."""
+    """Return `data`, a DataLoader without its live worker pool, which cannot be pickled."""
     if getattr(data, "_iterator", None) is None:
         return data
     loader = copy.copy(data)
@@ -244,8 +254,10 @@ def failure(
     events_before: int = 0,
     kinds: Mapping[int, type[DistributedError]] = MappingProxyType({}),
 ) -> DistributedError:
-    """The error of a launcher that ended with `code`, with the cause that this fit wrote into the journal. `kinds`: what
-    further codes mean."""
+    """Return the error of a launcher that ended with `code`, with the cause that this fit wrote into events.jsonl.
+
+    `kinds` gives the class of the error for further codes.
+    """
     kinds = {**_KINDS, **kinds}
     cause = run.last_failure(events_before)
     if cause is None:
@@ -260,7 +272,10 @@ _KINDS: dict[int, type[DistributedError]] = {2: ConfigError, 3: ResourceError}
 
 
 def _take_back(fits: Fits, run: RunDirectory) -> History | None:
-    """Load the last checkpoint's weights into this process' model, and its history. None where none was written."""
+    """Load the weights of the last checkpoint into the model of this process, and return the history.
+
+    Returns None if training stopped before its first step.
+    """
     result = read_result(run.path / "result.json") or {}
     if result.get("checkpoint") is None and result.get("status") != "finished":  # stopped before the first step
         return None
@@ -275,7 +290,7 @@ def _take_back(fits: Fits, run: RunDirectory) -> History | None:
 
 
 def take_up(setup: Setup, checkpoint: Path) -> tuple[Any, TrainState]:
-    """Return the model with the weights of `checkpoint`, and the state saved there; the callbacks get theirs back."""
+    """Return the model with the weights of `checkpoint`, and the state in it. The callbacks get their states back."""
     state, _ = read_state(checkpoint)
     model = setup.backend.take_weights(setup.job.model, checkpoint)
     load_states(setup.callbacks, state.callbacks)

@@ -1,4 +1,4 @@
-"""What a Trainer does inside one process: join, shard, prepare, resume, run the loop, save, leave in order."""
+"""Run a Trainer inside one process: join, shard, prepare, resume, run the loop, save and leave in order."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ from distributed.training.files import TrainerFiles
 from distributed.training.interrupts import save_by_the_clock, stop_on_signals
 from distributed.training.setup import Setup
 
-_fit_numbers = itertools.count()  # of this process: keys in the ranks' store are used once
+_fit_numbers = itertools.count()  # of this process; each fit needs new keys in the ranks' store
 
 
 @dataclasses.dataclass
 class _Fit:
-    """One call of `fit`."""
+    """Hold the parts of one call of `fit`."""
 
     state: TrainState
     callbacks: list[Callback]
@@ -71,13 +71,13 @@ class _Fit:
     saved: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def stop_clock(self) -> None:
-        """Bring `total_time` up to date."""
+        """Update `state.total_time`."""
         self.state.total_time = time.monotonic() - self.began
 
 
 @contextlib.contextmanager
 def _hinted() -> Iterator[None]:
-    """Add the line that the registry has for an engine's error to its traceback."""
+    """Add the hint that the registry has for an engine's error to the notes of this error."""
     try:
         yield
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -88,22 +88,22 @@ def _hinted() -> Iterator[None]:
 
 
 class Session:
-    """One trainer in this process. Every method is called by all ranks."""
+    """Train, evaluate, predict and save for one Trainer in this process. All ranks call every method."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.backend = setup, setup.backend
-        is_shown = setup.is_main_process and not setup.is_search  # whose epochs are no news either
+        is_shown = setup.is_main_process and not setup.is_search  # a search shows no epochs
         self._reporter = Reporter(is_shown, setup.merged.config.verbose)
         self.backend.configure(report=self._reporter)
-        raise_kept()  # a Ctrl-C that an import of the script swallowed: the other ranks may have left
+        raise_kept()  # a Ctrl-C that an import of the script swallowed, after which the other ranks may have left
         for text in launcher_warnings(setup.worker) if setup.is_main_process else ():
             self._reporter({"kind": "warning", "text": text})
         self.context: WorkerContext = self.backend.setup()
         atexit.register(_teardown, weakref.ref(self.backend))
         self.files = TrainerFiles(setup, self.backend, self.context, self._reporter)
         self._prepared_for: str | None = None  # "evaluation" or "fit"
-        self._checkpoint: Path | None = None  # the newest one that this trainer saved or took up
-        self._is_saved = False  # whether the state that training starts from lies in the store
+        self._checkpoint: Path | None = None  # newest checkpoint that this trainer saved or resumed from
+        self._is_saved = False  # whether the state at the start of training is in the store
         self._state: TrainState | None = None
         self._num_fits = 0
 
@@ -187,7 +187,11 @@ class Session:
         return history
 
     def _told(self, fit: _Fit, error: BaseException) -> BaseException:
-        """`error`, or for want of memory what names the rank and the ways out. A search for what fits asks for the former."""
+        """Return the error to raise for `error`.
+
+        If memory ran out, this is an error that names the rank and what to change. A search for the largest batch size needs
+        the original error and gets it.
+        """
         is_of_user = not isinstance(error, Exception) or isinstance(error, DistributedError)
         if self.setup.is_search or is_of_user or not is_out_of_memory(error):
             return error
@@ -209,7 +213,7 @@ class Session:
         _close_all(fit.callbacks)
 
     def _close_loggers(self, fit: _Fit) -> None:
-        """Ranks with nothing to close wait for the others, however long those take. All ranks."""
+        """Close the loggers. Ranks without loggers wait for the others without a time limit. A collective."""
         if any(isinstance(callback, Logger) for callback in fit.callbacks):
             Agreement(self.backend.world, self.setup.merged.config.timeout_s).on_all(lambda: _close_all(fit.callbacks))
 
@@ -225,7 +229,7 @@ class Session:
             self.backend.rewrap()
             return []
         job = self.setup.job
-        if self._prepared_for == "evaluation":  # the same model, with all that training adds to it
+        if self._prepared_for == "evaluation":  # the same model, with what only training needs
             job = dataclasses.replace(job, model=self.backend.model)
         self._prepared_for = "fit"
         return self.backend.prepare(job, batch)
@@ -237,7 +241,7 @@ class Session:
     def _resume(
         self, merged: MergedConfig, store: CheckpointStore, callbacks: list[Callback], run: RunDirectory
     ) -> tuple[TrainState, str | None]:
-        """The state to go on from, and where it came from."""
+        """Return the state to start from, and the name of its checkpoint or None. A collective."""
         self._is_saved = False
         self._num_fits += 1
         if self._state is not None:  # a further fit of this trainer
@@ -278,9 +282,9 @@ class Session:
         return not self.files.on_main(lambda: run.has_gone_on(path.name))
 
     def _limit(self, merged: MergedConfig, state: TrainState) -> MergedConfig:
-        """Count `epochs` and `max_steps` of a further fit from where it started, also when a restart repeats it."""
+        """Return the settings with `epochs` and `max_steps` counted from the start of this fit, also when a restart repeats it."""
         index = self._num_fits - 1
-        while index >= len(state.fit_starts):  # a fit that failed at once left none
+        while index >= len(state.fit_starts):  # a fit that failed at once left no entry
             state.fit_starts.append([state.epoch, state.step] if state.fit_starts else [0, 0])
         epoch, step = state.fit_starts[index]
         if index:
@@ -291,7 +295,7 @@ class Session:
         return merged
 
     def _callbacks(self, merged: MergedConfig) -> list[Callback]:
-        """The user's, and early stopping: those whose state is in a checkpoint."""
+        """Return the callbacks whose state is in checkpoints: those of the user, and early stopping."""
         config = merged.config
         patience = config.early_stopping_patience
         stopping = [] if patience is None else [EarlyStopping(config.monitor, patience, config.monitor_mode)]
@@ -357,7 +361,7 @@ class Session:
         self._reporter({"kind": "finished", "lines": [*finished_lines(fit.run, state), *self._resume_lines(fit)]})
 
     def _resume_lines(self, fit: _Fit) -> list[str]:
-        """How to go on where a signal ended the fit; our launcher says it where there is one."""
+        """Return the lines that say how to resume after a signal. They are empty where our launcher says so itself."""
         if not was_interrupted(fit.state) or link() is not None or self._checkpoint is None:
             return []
         if self.setup.handover is not None:  # `train` under another launcher
@@ -365,7 +369,11 @@ class Session:
         return [resume_lines(resume_setting(self._checkpoint))]
 
     def _write_report(self, fit: _Fit) -> None:
-        """Our launcher does it where there is one: it knows how the run ended. A logger that sends files needs one now."""
+        """Write the report of the run. Called on all ranks; the main process writes.
+
+        Where our launcher started the run, it writes the report itself, because it knows how the run ended. A logger that uploads
+        files needs a report before that.
+        """
         is_sent = any(isinstance(callback, Logger) for callback in fit.callbacks)
         if self.context.is_main_process and (is_sent or link() is None):
             write_reports_at_end(fit.run, lambda text: self._reporter({"kind": "notice", "text": text}))
@@ -421,21 +429,21 @@ class Session:
             context=self.context, report=self._reporter,
         )  # fmt: skip
         state = self._state or TrainState()
-        with self.backend.own_generators():  # which are saved too
+        with self.backend.own_generators():  # a checkpoint stores their states too
             saved = store.save(state, _without_paths(self.setup.merged.config), None)
         if saved is None:
             raise ConfigError(f"{path} could not be written: name another path")
         return saved
 
     def _sharded(self, data: Any, role: DataRole) -> Any:
-        # A loader's own size counts instead, see _eval_batch.
+        # `_eval_batch` replaces this size by that of a loader.
         batch = _one_micro_batch(self.setup.merged.config.batch_size, self.backend.data_parallel_size)
         sharded = self.backend.shard(data, self._eval_batch(data, batch), role)
-        self._ensure_prepared(batch)  # after it: a model may need a batch to be built
+        self._ensure_prepared(batch)  # after `shard`, because a model may need a batch to be built
         return sharded
 
     def _ensure_prepared(self, batch: BatchPlan) -> None:
-        """The model without what only training needs, where no fit has prepared it."""
+        """Prepare the model without what only training needs, unless it is prepared already. A collective."""
         if self._prepared_for is not None:
             return
         self._prepared_for = "evaluation"
@@ -458,13 +466,13 @@ def _close_all(callbacks: Sequence[Callback]) -> None:
 
 
 def _teardown(backend: weakref.ref[Backend[Any]]) -> None:
-    """At exit; nothing for a backend that nobody holds any more."""
+    """Tear down the backend at exit, unless it was garbage-collected."""
     if (alive := backend()) is not None:
         alive.teardown()
 
 
 def _without_paths(config: DistributedConfig) -> dict[str, Any]:
-    """What a manifest keeps: a run directory can be copied, so no path."""
+    """Return the settings for a manifest. Paths are left out, because a run directory can be copied."""
     return {
         name: value
         for name, value in config.to_dict().items()

@@ -1,4 +1,4 @@
-"""What a Trainer was given and what follows from it: the settings of every source, the processes and the adapter."""
+"""Merge the settings of a Trainer, plan its processes and make its backend."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from distributed.training.trial import current
 
 
 class Setup:
-    """What one Trainer trains, with which settings, on which processes.
+    """Hold what a Trainer trains, its settings, its process plan and its backend.
 
     Args:
-        owner: the name of the Trainer's class, for messages.
-        pinned: the backend that the class pins, or None.
+        owner: name of the Trainer's class, for messages.
+        pinned: backend that the class pins, or None.
         job, callbacks: what is trained.
-        config, settings: as `Trainer` takes them.
+        config, settings: the arguments of `Trainer`.
 
-    Raises ConfigError or ResourceError, in the parent and in every worker, before any of them joins the others.
+    Raises:
+        ConfigError, ResourceError: in the parent and in every worker, before any rank joins the others.
     """
 
     def __init__(
@@ -66,16 +67,17 @@ class Setup:
         self.starting: Starting = starting_of(self.plan.backend)
         self.is_fit_in_workers = self.worker is None and self.starting.is_fit_in_workers(self.plan)
         self.backend.check(self.job, here=not self.is_fit_in_workers)
-        self.is_search = False  # whether a search for a rate or a batch size made it
-        self.keeps_checkpoints = True  # not where a batch size is tried
+        self.is_search = False  # whether a search for a learning rate or a batch size made this setup
+        self.keeps_checkpoints = True  # False where a search tries a batch size
         self.search_dir: Path | None = None  # the run directory of a search that starts workers
 
     def for_search(
         self, given: Mapping[str, Any], *, job: Job, callbacks: Sequence[Callback] = (), **sweep: Any
     ) -> Setup:
-        """Return a setup of `job` with these settings but for `given` and what is only for the user's own fit.
+        """Return a setup for a search that trains `job`.
 
-        That is its checkpoints, loggers, schedule and callbacks. `sweep`: settings that are stronger than what a DataLoader says.
+        It has the settings of this setup without those for checkpoints, logging and schedules. `given` replaces settings in
+        code. `sweep` replaces settings that also override the batch size of a DataLoader.
         """
         search = copy.copy(self)
         search.is_search = True
@@ -97,14 +99,17 @@ class Setup:
 
     @property
     def on_epoch(self) -> Callable[[Mapping[str, Any]], None] | None:
-        """What gets the row of each finished epoch in the process that called `fit`: the trial of a search, or the backend's."""
+        """Function that gets the row of each finished epoch in the process that called `fit`, or None.
+
+        It is that of the trial, or else that of the backend.
+        """
         if self.is_search:
             return None
         trial = current()
         return trial.report if trial is not None else self.starting.on_epoch(self.merged.config)
 
     def _read(self, config: Any) -> Typed:
-        """What was typed outside the script, over the file that the script names."""
+        """Return the settings from flags and files. Those from outside of the script override the file that the script names."""
         typed = self.handover.typed if self.handover is not None else running_script()
         if not isinstance(config, (str, os.PathLike)):
             return typed
@@ -115,7 +120,7 @@ class Setup:
     def _settings(
         self, config: Any, settings: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]:
-        """(settings in code, those of a sweep, its other hyperparameters, notices)."""
+        """Return (settings in code, settings of a sweep, its other hyperparameters, notices)."""
         code: dict[str, Any] = {}
         sweep: dict[str, Any] = {}
         others: dict[str, Any] = {}
@@ -136,7 +141,7 @@ class Setup:
         return code, sweep, others, notices + said
 
     def _flat_options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of a pinned backend may be given flat."""
+        """Return `settings` with the options of a pinned backend, which may be given without its name, under full names."""
         if self._pinned is None:
             return dict(settings)
         group, options = backend_row(self._pinned).group, self._own_options()
@@ -147,7 +152,11 @@ class Setup:
         return [] if self._pinned is None else list(backend_class(self._pinned).Options.__dataclass_fields__)
 
     def merge(self, more: Mapping[str, Any]) -> MergedConfig:
-        """Merge the settings of all sources, with `more` above those in code. Raises ConfigError."""
+        """Return the merged settings of all sources. `more` overrides the settings in code.
+
+        Raises:
+            ConfigError: if the settings contradict each other.
+        """
         typed = self.typed
         code = {**self.code, **more}
         if self._pinned is not None:
@@ -182,7 +191,7 @@ class Setup:
         return ProcessPlan(found.world_size // found.local_world_size, found.local_world_size, device, backend)
 
     def _check_nodes(self, merged: MergedConfig) -> None:
-        """A number of nodes in the script must be the one that our launcher was started with."""
+        """Raise ConfigError if the script gives another number of nodes than our launcher was started with."""
         request, asked = launched_by(), merged.config.num_nodes
         if request is not None and merged.is_typed("num_nodes") and asked != request.num_nodes:
             place = "config file" if merged.source("num_nodes") == "file" else "script"
@@ -192,7 +201,10 @@ class Setup:
             )
 
     def _check_backend(self) -> None:
-        """Options of a backend that is not chosen have no effect; typed as a flag they are an error."""
+        """Raise ConfigError for a flag that sets an option of a backend that is not used.
+
+        From other sources such an option has no effect.
+        """
         used = (*groups_in_use(self.merged.config, self.plan.backend), "data")
         for name, source in self.merged.sources.items():
             group, _, option = name.partition(".")
@@ -202,7 +214,10 @@ class Setup:
                 )
 
     def _check_source(self) -> None:
-        """What is to be taken up first must be there; a run that has begun goes on from its own checkpoints."""
+        """Raise an error if the checkpoint of `resume_from_checkpoint` is missing.
+
+        A run that has begun continues from its own checkpoints and needs it no more.
+        """
         source = self.merged.config.resume_from_checkpoint
         is_begun = (self.handover is not None and self.handover.resume) or (
             self.worker is not None and self.worker.restart_count > 0
@@ -225,7 +240,7 @@ def _check_warmup(merged: MergedConfig) -> None:
 
 
 def _local(config: DistributedConfig, found: WorkerEnvironment) -> DistributedConfig:
-    """The resource settings of one node of the running world, to find its device."""
+    """Return the resource settings of one node of the running world. They determine the device."""
     if config.num_gpus and config.num_gpus != found.world_size:
         raise ConfigError(
             f"num_gpus={config.num_gpus} in the script is not the running world's {found.world_size} processes:"

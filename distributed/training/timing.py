@@ -1,4 +1,4 @@
-"""Where the time of training goes: for data, computing, waiting for other ranks, and checkpoints."""
+"""Measure the seconds that training spends on data, computation, waiting for other ranks, and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Reduce = Callable[[Mapping[Any, float]], Mapping[Any, float]]
 
 
 class TimeSplit:
-    """Seconds of one rank since the last `take`. Reads the clock twice per update, and never waits for a device."""
+    """Add up the seconds of one rank since the last `take`. Reads the clock twice per update and never waits for a device."""
 
     def __init__(self) -> None:
         self.data = self.checkpoint = self.total = 0.0
         self.updates = 0
 
     def timed(self, groups: Iterator[T]) -> Iterator[T]:
-        """`groups`, and what waiting for each of them took."""
+        """Yield each of `groups`, and add the seconds that waiting for it took to `data`."""
         clock = time.perf_counter
         while True:
             began = clock()
@@ -29,11 +29,12 @@ class TimeSplit:
             yield group
 
     def take(self, communication_s: float | None, rank: int, world_size: int, reduce: Reduce) -> dict[str, float]:
-        """Seconds per update since the last call. A collective.
+        """Return the seconds per update since the last call. A collective.
 
         `step_s` is the sum of `data_s`, `compute_s`, `communication_s` and `checkpoint_s`, all means over the ranks.
-        `communication_s`, in and out, is what a rank waited for others; None and absent where its engine does not measure
-        that, and then it counts as compute. `rank_0_s`, `rank_1_s`, ...: what each rank needed by itself, data and compute.
+        `communication_s` is how long a rank waited for the others. It is None where the engine does not measure this. Then it
+        is missing from the result, and the waiting counts as compute. `rank_0_s`, `rank_1_s` and so on are the seconds of data
+        and compute of each rank.
         """
         updates = max(self.updates, 1)
         step, data, checkpoint = self.total / updates, self.data / updates, self.checkpoint / updates

@@ -1,4 +1,4 @@
-"""The trial that this process is in, if any: a Trainer in it reports by itself, and works in the trial's directory."""
+"""Hold the trial that this process is in, if any. A Trainer in a trial reports to it and uses the trial's directory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What a Trainer may know of the trial that it is made in."""
+    """Describe a trial to the Trainers that are made in it."""
 
-    directory: Path  # the run directory of its first fit
-    is_again: bool  # it has run before, and goes on from its newest checkpoint
-    report: Callable[[Mapping[str, Any]], None]  # the row of each finished epoch; may raise to end the trial
+    directory: Path  # run directory of the first fit of the trial
+    is_again: bool  # whether the trial has run before and continues from its newest checkpoint
+    report: Callable[
+        [Mapping[str, Any]], None
+    ]  # called with the row of each finished epoch; may raise to end the trial
     on_fit: Callable[[Any], None] = lambda trainer: None  # called before each fit with its Trainer; may raise
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of its Trainers, weaker than what they say
-    at_end: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # what is to be let go of in its process
+    # Settings of the Trainers in the trial. Their own settings override them.
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Called when the trial leaves this process, to release locks.
+    at_end: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -30,13 +34,16 @@ _here = _Here()
 
 
 def current() -> Trial | None:
-    """The trial, or None in a process that is in none: a trial's own workers are not, their launcher's caller is."""
+    """Return the trial that this process is in, or None.
+
+    The process that calls `fit` is in the trial. Workers that this `fit` starts are not.
+    """
     return _here.trial
 
 
 @contextlib.contextmanager
 def inside(trial: Trial) -> Iterator[None]:
-    """What runs below is in `trial`."""
+    """Make `trial` the current trial within the block."""
     before, _here.trial = _here.trial, trial
     try:
         yield

@@ -1,4 +1,4 @@
-"""What two runs of jobs/resume.py, or of a job like it, must have in common when one of them was hurt."""
+"""Compare a run of jobs/resume.py, or of a similar job, that was killed or stopped with one that ran undisturbed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 JOB = Path(__file__).parent / "jobs" / "resume.py"
-STEPS = 21  # 3 epochs of 103 samples, 16 an update
-FULL = pytest.mark.full  # of a parameter that only `make test-full` runs
+STEPS = 21  # 3 epochs of 103 samples, 16 in an update
+FULL = pytest.mark.full  # marks a parameter that only `make test-full` runs
 CLOCKS = {"total_time", "train_time_s", "samples_per_second", "time"}
 
 
 class OnFirstUse(dict[Any, Any]):
-    """Values that `make(key)` returns, each made when it is first asked for: a start of workers that no test needs is left out."""
+    """Hold the values that `make(key)` returns. Each is made at its first use, so that workers which no test needs are not started."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self._make = make
@@ -35,7 +35,7 @@ def arguments(
     world: int = 2,
     job: Path = JOB,
 ) -> list[str]:
-    """Of `distributed train`; `more` are flags."""
+    """Return the arguments of `distributed train`. `more` are flags."""
     return [
         "train", "--script", str(job), "--run-dir", str(out / run), "--nproc-per-node", str(world),
         "--epochs", "3", "--gradient-accumulation-steps", "2", "--checkpoint-every-n-steps", "3", "--log-every-n-steps", "2",
@@ -44,18 +44,18 @@ def arguments(
 
 
 def newest(run: Path) -> Path:
-    """The newest checkpoint of a run directory."""
+    """Return the newest checkpoint of a run directory."""
     return sorted(run.glob("checkpoints/step-*"))[-1]
 
 
 def digests(checkpoint: Path) -> dict[str, Any]:
-    """Of weights, optimizer and generators."""
+    """Return the digests of weights, optimizer and random generators."""
     files = json.loads((checkpoint / "manifest.json").read_text())["files"]
     return {name: record for name, record in files.items() if name != "state.json"}
 
 
 def progress(checkpoint: Path) -> Any:
-    """state.json but for the clocks."""
+    """Return the content of state.json without times."""
     return _timeless(json.loads((checkpoint / "state.json").read_text()))
 
 
@@ -66,28 +66,28 @@ def _timeless(value: Any) -> Any:
 
 
 def metrics(run: Path) -> list[Any]:
-    """The rows of metrics.jsonl but for the clocks."""
+    """Return the rows of metrics.jsonl without times."""
     return [_timeless(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def samples(out: Path) -> dict[int, dict[int, list[int]]]:
-    """step -> rank -> the samples of the newest attempt at that step."""
+    """Return step -> rank -> the samples of the newest attempt at that step."""
     used: dict[int, dict[int, list[int]]] = {}
     for file in sorted(out.glob("samples-*.jsonl")):
         for line in file.read_text().splitlines():
-            if line.endswith("]"):  # else the writer was killed
+            if line.endswith("]"):  # otherwise the writer was killed
                 _, step, indices = json.loads(line)
                 used.setdefault(step, {})[int(file.stem.split("-")[1])] = indices
     return used
 
 
 def events(run: Path) -> list[str]:
-    """Names of what happened, in order."""
+    """Return the names of the events, in order."""
     return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
 
 
 def assert_same(hurt: Path, clean: Path, run: str = "run") -> None:
-    """The run under `hurt` ended as the one under `clean` did: bit for bit, no sample twice, no log row twice."""
+    """Assert that the run under `hurt` has the same bits as the one under `clean`, and no sample or log row twice."""
     one, other = newest(hurt / run), newest(clean / "run")
     assert one.name == other.name == f"step-{STEPS:08d}"
     assert digests(one) == digests(other)

@@ -1,4 +1,4 @@
-"""The communication hooks of ours on four processes: exact where they lose nothing, compressed where they say so."""
+"""Our communication hooks on four processes are exact where they lose nothing, and send less where they compress."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.conformance.jobs.recording import distance, read
 
 JOB = Path(__file__).parent / "jobs" / "comm_hooks.py"
 WORLD = 4
-BUCKETS = [612, 544, 384]  # numbers in each, none odd
+BUCKETS = [612, 544, 384]  # number of elements in each bucket, all even
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, run_cli_once):
-    """What every case gave on each rank, and the console's text."""
+    """Return what every case wrote on each rank, and the console's text."""
     out = tmp_path_factory.mktemp("hooks")
     command = ["train", "--script", str(JOB), "--backend", "pytorch-ddp", "--nproc-per-node", str(WORLD)]
     done = run_cli_once([*command, "--run-dir", str(out / "run"), "--", str(out)], timeout=150)
@@ -26,7 +26,7 @@ def ran(tmp_path_factory, run_cli_once):
 
 @pytest.fixture
 def seen(ran):
-    """case -> what the main process saw; all ranks have the same weights."""
+    """Return case -> what the main process saw, after checking that all ranks have the same weights."""
     for name, ranks in ran[0].items():
         assert all(rank.get("weights") == ranks[0].get("weights") for rank in ranks), name
     return {name: ranks[0] for name, ranks in ran[0].items()}
@@ -35,7 +35,7 @@ def seen(ran):
 def test_a_hierarchical_sum_is_the_plain_one_but_for_rounding(seen):
     assert distance(seen["hierarchical"], seen["accumulated"]) < 1e-13
     assert distance(seen["one-node"], seen["plain"]) < 1e-13
-    assert distance(seen["plain"], seen["accumulated"]) > 1e-13  # the clipping is seen: they are not all the same run
+    assert distance(seen["plain"], seen["accumulated"]) > 1e-13  # clipping has an effect, so the runs can differ
 
 
 def test_a_hierarchical_sum_sends_a_share_of_each_bucket_across_the_groups(seen):
@@ -59,7 +59,7 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(seen):
 def test_a_hook_resumes_and_goes_on_in_a_second_fit_bit_for_bit(seen, hook):
     assert distance(seen[f"{hook}-resumed"], seen[f"{hook}-long"]) == 0
     assert distance(seen[f"{hook}-twice"], seen[f"{hook}-long"]) == 0
-    assert seen[f"{hook}-twice"]["groups"] == 1  # between the fits there is none but the default group
+    assert seen[f"{hook}-twice"]["groups"] == 1  # between the fits only the default group exists
     files = [f"rank-{rank}.safetensors" for rank in range(WORLD)] if hook == "topk" else []
     assert seen[f"{hook}-resumed"]["files"] == files
 
@@ -69,7 +69,7 @@ def test_topk_of_everything_is_the_plain_sum_but_for_rounding(seen):
 
 
 def test_topk_sends_no_more_than_its_part(seen):
-    """A float64 and its place, an int32, for a quarter of the numbers; the answer has those of all ranks."""
+    """Each rank sends a float64 and its int32 position for a quarter of the elements, and receives those of all ranks."""
     found = seen["topk-traced"]["seen"]
     assert list(found) == ["c10d::_allgather_base_"]
     assert found["c10d::_allgather_base_"] == [[WORLD * 12 * size // 4, 12 * size // 4] for size in BUCKETS]

@@ -1,4 +1,4 @@
-"""Scripts without a Trainer: every call alone, under our launcher and under torchrun, and the launchers of scripts."""
+"""Scripts without a Trainer: every call in one process, under our launcher and under torchrun, and each launcher of scripts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parent / "jobs" / "communication" / "script.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# As guides show it: written for GPUs, run on CPUs with one flag.
+# A script as guides show it: written for GPUs, and run on CPUs with one flag.
 TEMPLATE = """
 import os, sys
 import torch

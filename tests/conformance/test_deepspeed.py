@@ -1,4 +1,4 @@
-"""ZeRO's stages give the numbers of one process; what is cut is cut; checkpoints travel; a user's own config counts."""
+"""ZeRO's stages compute the numbers of one process and cut what they should, checkpoints open at other stages, and a user's config counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import needs_backend
 
 JOBS = Path(__file__).parent / "jobs"
 ZEROS = [name for name in job.STAGES if name != "zero-0"]
-pytestmark = pytest.mark.timeout(400)  # times are those of a busy machine
+pytestmark = pytest.mark.timeout(400)  # seconds on a busy machine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,7 +26,7 @@ def _is_installed():
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory, run_cli_once):
-    """(backend, world size) -> (what every rank saw, the directory of the weights)."""
+    """Return (backend, world size) -> (what every rank saw, the directory of the weights)."""
 
     def start(key):
         backend, world = key
@@ -44,7 +44,7 @@ def worlds(tmp_path_factory, run_cli_once):
 
 @pytest.fixture
 def seen(worlds):
-    """case -> what rank 0 of two saw."""
+    """Return case -> what rank 0 of two saw."""
     return worlds["deepspeed", 2][0][0]
 
 
@@ -55,7 +55,7 @@ def between(one, other):
 
 
 def moved(worlds, case, reference, world=2):
-    """How far the final weights are from those of one process."""
+    """Return the largest difference of the final weights from those of one process."""
     return between(
         worlds["deepspeed", world][1] / f"{case}.safetensors", worlds["single", 1][1] / f"{reference}.safetensors"
     )
@@ -63,7 +63,7 @@ def moved(worlds, case, reference, world=2):
 
 @pytest.fixture
 def floor(worlds):
-    """What one process itself moves when it cuts the same batches, in fp32."""
+    """Return how far the fp32 weights of one process move when the same batches are split differently."""
     out = worlds["single", 1][1]
     return max(between(out / f"{name}.safetensors", out / f"{name}-cut.safetensors") for name in job.MEASURED)
 
@@ -122,7 +122,7 @@ def test_buffers_are_16_bits_wide_in_training_alone_and_own_attributes_stay(run_
     for stage in (1, 2, 3):
         short, whole = seen[f"{stage}-bf16"], seen[f"{stage}-no"]
         assert (short["in training"], short["after"]) == (["torch.bfloat16"], ["torch.float32"])
-        assert (short["scale"], short["lowest"]) == (whole["scale"], whole["lowest"])  # to the last bit
+        assert (short["scale"], short["lowest"]) == (whole["scale"], whole["lowest"])  # equal to the last bit
         assert short["statistics"] != whole["statistics"]
         assert numpy.allclose(short["statistics"], whole["statistics"], rtol=0.02, atol=0.01)
         assert abs(short["val_loss"] - whole["val_loss"]) < 0.05
@@ -177,7 +177,7 @@ def test_killed_at_any_moment_a_run_ends_in_the_same_bits(run_cli_once, tmp_path
 
 @pytest.mark.parametrize("worlds", [(3,), pytest.param((1, 2), marks=FULL)], ids=str)
 def test_checkpoints_travel_without_losing_a_bit(run_cli_once, tmp_path, worlds):
-    """From one process of `single` through every stage and back: each takes up the state, has it cut, and writes it again."""
+    """Take a checkpoint from one process of `single` through every stage and back. Each stage loads it, cuts it and writes it again."""
     script = [str(JOBS / "zero_travel.py"), "--run-dir"]
     begin = ["train", "--script", script[0], "--backend", "single", "--run-dir", str(tmp_path / "first")]
     assert run_cli_once([*begin, "--", str(tmp_path / "single"), "begin"], timeout=180).returncode == 0
@@ -198,14 +198,14 @@ def test_checkpoints_travel_without_losing_a_bit(run_cli_once, tmp_path, worlds)
 
 
 def tensors(saved):
-    """All of a checkpoint's weights and optimizer state."""
+    """Return all weights and optimizer state of a checkpoint."""
     (checkpoint,) = saved.glob("step-*")
     weights, state = (load_file(checkpoint / kind / f"{kind}.safetensors") for kind in ("model", "optimizer"))
     assert len(state) == 3 * len(weights)
     return weights | state
 
 
-@FULL  # test_every_backend.py takes checkpoints of two stages to every backend
+@FULL  # test_every_backend.py loads checkpoints of two stages on every backend
 @pytest.mark.parametrize(("backend", "world"), [("single", 1), ("pytorch-ddp", 2), ("fsdp", 2), ("deepspeed", 3)])
 def test_a_checkpoint_of_deepspeed_goes_on_anywhere(run_cli_once, tmp_path, travelled, backend, world):
     whole, half = travelled
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_deepspeed_goes_on_anywhere(run_cli_once, tmp_path, trav
 
 @pytest.fixture(scope="module")
 def travelled(tmp_path_factory, run_cli_once):
-    """(a run of 12 updates on one process, one of 6 updates on stage 3)."""
+    """Return (a run of 12 updates on one process, one of 6 updates at stage 3)."""
     whole, half = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("half")
     assert train(run_cli_once, whole, "single", 1, "--max-steps", "12").returncode == 0
     options = ["--max-steps", "6", "--set", "deepspeed.zero_stage=3"]
@@ -230,7 +230,7 @@ def train(run_cli_once, out, backend, world, *more):
 
 
 def test_fp16_goes_through_the_engine_and_its_scale_moves_as_torchs(run_cli_once, tmp_path):
-    """CPUs have no fp16 for DeepSpeed: the job says they have, as torch can compute it."""
+    """DeepSpeed finds no fp16 on CPUs. The job overrides this, because torch can compute in fp16 there."""
     command = ["train", "--script", str(JOBS / "zero_fp16.py"), "--backend", "deepspeed", "--nproc-per-node", "2"]
     done = run_cli_once([*command, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path)], timeout=180)
     assert done.returncode == 0, done.output
@@ -238,9 +238,8 @@ def test_fp16_goes_through_the_engine_and_its_scale_moves_as_torchs(run_cli_once
         found = json.loads((tmp_path / f"{stage}.json").read_text())
         assert set(found["kinds"]) == {"torch.float16"}
         scale, without = 2.0**40, 0
-        for step, after in enumerate(
-            found["scales"], 1
-        ):  # halved after an overflow, doubled after four updates without
+        # The scale is halved after an overflow, and doubled after four updates without one.
+        for step, after in enumerate(found["scales"], 1):
             without = 0 if step in found["skipped"] else without + 1
             scale *= 0.5 if without == 0 else 2.0 if without == 4 else 1.0
             without %= 4
@@ -251,10 +250,10 @@ def test_fp16_goes_through_the_engine_and_its_scale_moves_as_torchs(run_cli_once
 
 
 def test_the_cxx_adam_is_compiled_once_though_a_build_was_killed_before(run_cli_once, tmp_path):
-    """The first test run on a machine compiles it, for minutes; its place is the user's cache."""
+    """The first test run on a machine compiles Adam into the user's cache, which takes minutes."""
     command = ["train", "--script", str(JOBS / "zero_cpu_adam.py"), "--backend", "deepspeed", "--nproc-per-node", "2"]
     done = run_cli_once([*command, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path)], timeout=280)
     assert done.returncode == 0, done.output
     found = json.loads((tmp_path / "0.json").read_text())
     assert found["had_lock"] and not found["has_lock"]
-    assert 0 < found["moved"] < 1e-5  # from torch's own update
+    assert 0 < found["moved"] < 1e-5  # the difference from torch's update

@@ -1,4 +1,4 @@
-"""DeepSpeed's own files and scripts beside ours: its tools open what an option writes, and its scripts run."""
+"""DeepSpeed's tools open the files that `native_checkpoint` writes, and DeepSpeed's scripts run under our launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import needs_backend
 JOBS = Path(__file__).parent / "jobs"
 pytestmark = pytest.mark.timeout(200)
 
-# In a process that cannot import our package: DeepSpeed's files must not need it.
+# Runs in a process that cannot import our package, because DeepSpeed's files must not need it.
 OPEN = """
 import json, sys
 sys.modules["distributed"] = None
@@ -38,7 +38,7 @@ def _is_installed():
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory, run_cli_once):
-    """(what rank 0 saw, the directory of the checkpoints)."""
+    """Return (what rank 0 saw, the directory of the checkpoints)."""
     out = tmp_path_factory.mktemp("native")
     command = ["train", "--script", str(JOBS / "zero_native.py"), "--backend", "deepspeed", "--nproc-per-node", "2"]
     finished = run_cli_once([*command, "--run-dir", str(out / "run"), "--", str(out)], timeout=150)
@@ -47,7 +47,7 @@ def done(tmp_path_factory, run_cli_once):
 
 
 def checkpoints(out):
-    """stage and precision -> the checkpoints that are left, oldest first."""
+    """Return stage and precision -> the remaining checkpoints, oldest first."""
     return {
         f"{stage}-{kind}": [info.path for info in list_checkpoints(next(out.glob(f"{stage}-{kind}/**/step-*")).parent)]
         for stage in (1, 2, 3)
@@ -63,12 +63,12 @@ def test_deepspeeds_tools_find_our_weights_without_our_package(done, run_python)
 
 def test_they_are_part_of_the_checkpoint_sealed_counted_and_pruned_with_it(done):
     for name, found in checkpoints(done[1]).items():
-        assert [path.name for path in found] == ["step-00000006", "step-00000009"]  # of those at 3, 6 and 9
+        assert [path.name for path in found] == ["step-00000006", "step-00000009"]  # the newest two of steps 3, 6 and 9
         for path in found:
             manifest = verify(path)
             theirs = {file for file in manifest.files if file.startswith("deepspeed/")}
             parts = {file for file in theirs if file.endswith("optim_states.pt")}
-            assert len(parts) == 2 and all("zero_pp_rank_" in part for part in parts), name  # every rank wrote its own
+            assert len(parts) == 2 and all("zero_pp_rank_" in part for part in parts), name  # one file per rank
             assert {"deepspeed/latest", "deepspeed/zero_to_fp32.py"} < theirs
             files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
             assert manifest.total_bytes == sum(file.stat().st_size for file in files)
@@ -78,7 +78,7 @@ def test_a_disk_that_fails_is_a_failed_save_on_that_rank(tmp_path):
     from distributed.backends._deepspeed.own_files import _Collector
 
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file" / "below", tmp_path):  # no directory, and nothing but one
+    for path in (tmp_path / "file" / "below", tmp_path):  # a path below a file, and a path that is a directory
         collector = _Collector()
         collector.save({}, str(path))
         with pytest.raises(OSError, match=tmp_path.name):
@@ -88,7 +88,7 @@ def test_a_disk_that_fails_is_a_failed_save_on_that_rank(tmp_path):
 def test_a_layer_without_a_gradient_is_refused_where_weight_decay_would_move_it(done):
     for stage in range(4):
         assert "nobody.weight and 1 more got no gradient in the first update" in done[0][f"unused-{stage}-0.1"]
-        assert done[0][f"unused-{stage}-0.0"] == 9.0  # as it was made
+        assert done[0][f"unused-{stage}-0.0"] == 9.0  # the initial value
 
 
 def test_what_deepspeed_waits_for_has_our_time_limit(done):

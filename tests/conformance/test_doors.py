@@ -1,7 +1,7 @@
-"""What a stranger on the same machine can do to a run: nothing to what is ours, and nowhere run code.
+"""Attack a run from another user's process on the same machine. Our sockets withstand it, and the attack runs no code.
 
-Each backend is started once. It trains twice: left alone, and while a process of the user nobody attacks every socket that the run
-listens on. Both trainings end in the same bits.
+Each backend is started once and trains twice: first undisturbed, and then while a process of the user nobody attacks every socket
+that the run listens on. Both trainings end in the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from tests.conftest import ROOT, clean_environment, needs_backend
 
 ATTACK = Path(__file__).parent / "jobs" / "doors" / "attack.py"
-_SYNC_S = 15.0  # torch's rendezvous reads its state every 5 s
+_SYNC_S = 15.0  # seconds; torch's rendezvous reads its state every 5 s
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
@@ -30,7 +30,7 @@ pytestmark = [
 def load(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look it up
+    sys.modules[name] = module  # dataclasses look the module up
     spec.loader.exec_module(module)
     return module
 
@@ -52,7 +52,10 @@ def ends_the_run(listener):
 
 
 def attack(listeners, marker, can_end=False):
-    """A stranger does its worst to them; no pickle of it is loaded. `can_end`: this may end the run, whose sockets close."""
+    """Attack the listeners as another user, and assert that no pickle of the attack is loaded.
+
+    `can_end` says that the attack may end the run and so close its sockets.
+    """
     ports = [each for each in listeners if each.port is not None]
     asked = {
         "tcp": [(each.address, each.port) for each in ports if not (can_end and ends_the_run(each))],
@@ -76,7 +79,7 @@ def attack(listeners, marker, can_end=False):
 
 
 def is_listed(start, listener):
-    """Whether docs/security.md has it, reached by no more than is said there."""
+    """Return whether docs/security.md lists the socket, with at least the access that it has."""
     return listener.service in listening.SERVICES and any(
         row[:2] == (start.name, listener.process)
         and re.sub(r" \(\d+\)$", "", row[2]) == listener.service
@@ -86,7 +89,7 @@ def is_listed(start, listener):
     )
 
 
-# A client of Ray's own, of another user. Its mode and its token are in its environment.
+# A client of Ray, run by another user. Its mode and its token are in its environment.
 CLIENT = """
 import os, sys
 import ray._raylet
@@ -102,7 +105,7 @@ except Exception as error:
 
 
 def check_token(listeners, run):
-    """Ray's head refuses whoever has no token or a wrong one, and no command line or file of the run has the right one."""
+    """Assert that Ray's head refuses clients without the right token, and that no command line or file of the run contains it."""
     (head,) = listeners
     for environ in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
         command = [sys.executable, "-c", CLIENT, f"127.0.0.1:{head.port}"]
@@ -119,20 +122,20 @@ def check_token(listeners, run):
     assert len(files) > 20 and not [path for path in files if token in path.read_bytes()]
 
 
-# Of the runs on two nodes one is attacked: the others open what it opens, and what their engine opens on one node.
+# One of the runs on two nodes is attacked. The others open the same sockets, and those that their engine opens on one node.
 ATTACKED = [name for name, start in listening.STARTS.items() if start.nodes == 1 or start.backend == "pytorch-ddp"]
 
 
 @pytest.mark.parametrize("name", ATTACKED)
 def test_a_stranger_runs_nothing_and_changes_no_bit(name, tmp_path):
-    """What docs/security.md does not name does not listen, and every socket holds while the run trains."""
+    """Assert that only sockets of docs/security.md listen, and that each withstands the attack while the run trains."""
     start = listening.STARTS[name]
     needs_backend(start.backend)
     (tmp_path / "private").mkdir(mode=0o700)
     marker = tmp_path / "private" / "marker"
     with listening.Run(start, tmp_path, clean_environment()) as run:
         listeners = run.listeners()
-        can_end = "nodes" in name  # whoever reaches the nodes' store can, as docs/security.md says
+        can_end = "nodes" in name  # docs/security.md says that whoever reaches the nodes' store can end the run
         attack(listeners, marker, can_end)
         if start.backend == "ray":
             check_token([each for each in listeners if each.process == "gcs_server" and each.port is not None], run)
@@ -149,7 +152,7 @@ def test_a_stranger_runs_nothing_and_changes_no_bit(name, tmp_path):
 
 
 def test_the_table_has_every_start_and_says_of_each_row_what_the_script_says():
-    """Of the starts that are not attacked the rows are those that the script measured."""
+    """For starts that are not attacked, compare the rows with what the script measured."""
     measured = [row for row in ROWS if row[0] in listening.STARTS]
     assert {row[0] for row in measured} == set(listening.STARTS)
     for name, _, what, *rest in measured:

@@ -1,7 +1,7 @@
 """Every "yes" of the capability table has a test of its effect on that backend.
 
-What the adapters read, each of them honours by itself: it is tested on every one. What only the code above them reads is one and
-the same on all: one test, named in test_options.py.
+A setting that the adapters read is tested on every adapter. A setting that only the code above them reads works the same on all
+adapters, so one test is enough, which test_options.py names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.conformance.test_options import TESTED
 HERE = Path(__file__).parent
 ADAPTER_FILES = sorted((Path(distributed.__file__).parent / "backends").rglob("*.py"))
 
-# setting -> the check of the shipped suite that fails where an adapter ignores it.
+# Setting -> the check of the shipped suite that fails if an adapter ignores the setting.
 OF_SUITE = {
     "dtype": "same numbers: adamw",
     "seed": "same numbers: in-order",
@@ -41,7 +41,7 @@ OF_SUITE = {
     "deterministic": "deterministic",
     "nan_policy": "nan is left out everywhere",
 }
-# Read by adapters for an error or a default, or while they meet: these have a test of their own where TESTED says.
+# Adapters read these for an error, a default or the rendezvous. TESTED names the tests of these settings.
 OF_ALL = {
     "backend", "address", "communication_backend", "timeout_s", "start_timeout", "epochs", "max_steps", "monitor",
     "data.presharded", "profile",
@@ -60,7 +60,7 @@ def test_what_the_adapters_read_is_listed():
 
 
 def has_effect(found, name):
-    """Whether the backend takes a value of the setting that is not the default."""
+    """Return whether the backend accepts a value of the setting other than the default."""
     rule = rules(DistributedConfig).get(name)
     others = [] if rule is None else [each for each in rule.choices or () if each != rule.default]
     return found.accepts(name) and (not others or any(found.accepts(f"{name}={each}") for each in others))

@@ -1,4 +1,4 @@
-"""The suite of `distributed.testing` on every backend: one row of ROWS each, as `python -m distributed.testing` takes them."""
+"""Run the suite of `distributed.testing` on every backend, with one row of ROWS each, as `python -m distributed.testing` does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def references(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """(adapter, number of processes) -> all cases on it, started once, when first asked for."""
+    """Return (adapter, number of processes) -> all cases on it, each started once, at its first use."""
 
     @functools.cache
     def start(world):
@@ -86,7 +86,7 @@ def test_conforms(started, references, world, check):
     ],
 )
 def test_every_checkpoint_goes_on_here(started, references, adapter, worlds, tmp_path):
-    """A checkpoint of each of `worlds` has the same bits when it is saved again, and training ends in the same numbers."""
+    """A checkpoint of each of `worlds` has the same bits after it is loaded and saved, and training ends in the same numbers."""
     needs_backend(adapter.backend)
     found = references.of(adapter)
     alike = {name: other for name, (other, _) in worlds.items() if other.reference == adapter.reference}
@@ -99,8 +99,10 @@ def test_every_checkpoint_goes_on_here(started, references, adapter, worlds, tmp
 
 # ------------------------------------------------------------------ ends
 
-STARTS = int(os.environ.get("CONFORMANCE_STARTS", "1"))  # in a row, of each backend; `make test-full` sets 3
-BY_BACKEND = {adapter.backend: adapter for adapter in ADAPTERS}  # a backend ends alike with all of its settings
+# Number of starts of each backend in a row. `make test-full` sets 3.
+STARTS = int(os.environ.get("CONFORMANCE_STARTS", "1"))
+# A backend ends in the same way with all of its settings.
+BY_BACKEND = {adapter.backend: adapter for adapter in ADAPTERS}
 # Our own launcher starts these too. They end as pytorch-ddp does.
 ALIKE = ("fsdp", "deepspeed")
 ENDS = [
@@ -116,7 +118,7 @@ def adapter(request):
 
 
 def several(adapter):
-    """A number of processes in which one can die alone."""
+    """Return a number of processes of which one can die alone."""
     return min(2, max(adapter.world_sizes))
 
 

@@ -1,4 +1,4 @@
-"""Training that fails on one of two processes: what is said, how fast, and what is left."""
+"""Training fails on one of two processes: check the message, the time until the end, and what is left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def fail(run_cli, tmp_path):
-    """Run a case of the job on two processes; about 2 s each."""
+    """Return a function that runs a case of the job on two processes, in about 2 s."""
 
     def run(case, code):
         done = run_cli(
@@ -32,14 +32,14 @@ def fail(run_cli, tmp_path):
             raised_at = float(raised.read_text())
             assert ended - raised_at <= max(3, raised_at - (ended - done.seconds)), (
                 done.output
-            )  # or as long as the start
+            )  # or the time of the start, if that is longer
         return done
 
     return run
 
 
 def updates(directory, case):
-    """Each rank's [step, skipped, weights] after every update."""
+    """Return the [step, skipped, weights] of each rank after every update."""
     files = [directory / f"{case}-{rank}.jsonl" for rank in (0, 1)]
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
@@ -68,7 +68,7 @@ def test_a_nan_may_leave_the_update_out(fail, tmp_path):
     assert first == second and len(first) == 8
     assert first[4]["skipped"] and first[4]["weights"] == first[3]["weights"] != first[5]["weights"]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert math.isfinite(result["best_metrics"]["loss"])  # the mean of the epoch is over the updates made
+    assert math.isfinite(result["best_metrics"]["loss"])  # the mean of the epoch leaves skipped updates out
 
 
 def test_a_nan_may_be_a_warning_said_once_while_it_lasts(fail, tmp_path):
@@ -95,7 +95,7 @@ def test_the_users_own_traceback_is_the_last_thing_on_the_screen(fail, case, las
 
 
 def test_a_rank_that_stays_away_is_waited_for_no_longer_than_timeout_s(fail):
-    """5 s: the job waits for 2."""
+    """Takes 5 s, of which the job waits 2 s."""
     done = fail("timeout", 1)
     assert "2000ms" in done.stderr
 
@@ -115,7 +115,10 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def mistaken(run_cli_once, tmp_path_factory):
-    """For each rank: mistake -> the error that it got. One start makes all mistakes that need no checkpoint, one after another."""
+    """Return, for each rank, mistake -> the error that it got.
+
+    One start makes all mistakes that need no checkpoint, one after another.
+    """
     out = tmp_path_factory.mktemp("mistakes")
     command = ["train", "--script", JOB, "--nproc-per-node", "2", "--run-dir", out / "run", "--", "mistakes", out]
     done = run_cli_once(command, timeout=120)
@@ -129,7 +132,7 @@ def test_a_mistake_in_the_script_is_refused_on_every_rank(mistaken, case):
         assert "Error: " in found[case] and MISTAKES[case] in found[case] and "\n" not in found[case]
 
 
-# Found before the fit, on the main process alone, and when the checkpoint is read.
+# These are found before the fit, on the main process alone, and when the checkpoint is read.
 ALONE = ("bad-setting", "bad-directory", "other-model", "other-shape")
 
 
@@ -139,7 +142,7 @@ def test_a_mistake_in_the_script_is_one_line_and_exit_2(fail, case):
     errors = [line for line in lines(done) if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0] == lines(done)[-1] and MISTAKES[case] in errors[0]
     assert "Traceback" not in done.output
-    assert done.within(3 + 4)  # the start of two processes is in it, and a first training of another model
+    assert done.within(3 + 4)  # includes the start of two processes and a training of another model
 
 
 def test_a_full_disk_costs_one_checkpoint_and_not_the_run(fail, tmp_path):
@@ -151,7 +154,7 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(fail, tmp_path):
 
 
 def test_a_save_may_take_longer_than_timeout_s_but_a_rank_that_hangs_in_it_is_noticed(fail, tmp_path):
-    """12 s: two slow writes of 3 s, and 3 s until the hanging rank is given up."""
+    """Takes 12 s: two slow writes of 3 s each, and 3 s until the other rank stops waiting for the hanging one."""
     done = fail("slow-disk", 1)
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert names == ["step-00000002", "step-00000004"]

@@ -1,4 +1,4 @@
-"""`fit` in a plain script without a guard: workers are started, the body runs once, and everything comes back."""
+"""`fit` in a plain script without a guard starts workers, runs the body of the script once, and brings all results back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A directory where the script ran as `all` (fits of 2, 1 and 1 epochs with much between) and as `three`."""
+    """Return a directory where the script ran in mode `all` (fits of 2, 1 and 1 epochs with other calls between) and in mode `three`."""
     directory = tmp_path_factory.mktemp("script")
     for mode in ("all", "three"):
         done = subprocess.run(
@@ -63,7 +63,7 @@ def test_the_model_has_the_weights_of_the_last_checkpoint_bit_for_bit(home, fact
 
 
 def test_a_second_fit_goes_on_as_one_longer_fit_would(home, facts):
-    """Also with evaluate, predict and save between the two."""
+    """The script calls evaluate, predict and save between the two fits."""
     one = json.loads((home / "facts-three.json").read_text())
     assert facts["steps"] == one["steps"] == 9
     assert facts["callback"] == one["callback"] == 9
@@ -94,7 +94,7 @@ def test_a_fit_after_another_trainers_goes_on_too(facts):
 
 
 def test_a_profiler_that_cannot_see_the_workers_is_told_of(home):
-    """One of the four fits runs within it."""
+    """One of the four fits runs within a profiler."""
     said = [line for line in (home / "err-all.txt").read_text().splitlines() if line.startswith("warning: ")]
     assert len(said) == 1 and "profiler sees this process only" in said[0] and "nproc_per_node=1" in said[0]
 
@@ -106,7 +106,7 @@ def test_hyperparameters_of_a_sweep_are_recorded(home, facts):
 def test_a_sweeps_batch_size_is_stronger_than_the_loaders(home, facts):
     written = (home / facts["run_dir"] / "config.yaml").read_text()
     assert "\nbatch_size: 8  # sweep\n" in written and "\nglobal_batch_size: 32  # derived\n" in written
-    assert facts["steps"] == 9  # 3 epochs of 90 samples, 32 an update; 24 with the loader's
+    assert facts["steps"] == 9  # 3 epochs of 90 samples, 32 in an update; the loader's batch size would make 24 steps
 
 
 def test_the_screen_shows_rank_0_once(home):
@@ -146,7 +146,7 @@ FIT
 def write(
     directory: Path, at_step="pass", at_sample="pass", fit="trainer.fit(Data())", size=64, settings="epochs=2"
 ) -> Path:
-    """The script above with its holes filled in."""
+    """Write the script above with its placeholders filled in."""
     holes = {"SIZE": str(size), "SETTINGS": settings, "AT_STEP": at_step, "AT_SAMPLE": at_sample, "FIT": fit}
     text = SCRIPT
     for hole, value in holes.items():
@@ -158,7 +158,7 @@ def write(
 
 
 def weights(run: Path) -> bytes:
-    """The last checkpoint's."""
+    """Return the bytes of the weights in the last checkpoint."""
     return (sorted(run.glob("checkpoints/step-*"))[-1] / "model" / "model.safetensors").read_bytes()
 
 
@@ -172,7 +172,7 @@ def test_the_cause_in_a_worker_is_the_exception_here_and_the_last_thing_on_the_s
     assert any(f'File "{script}", line 11, in __getitem__' in line for line in last), done.output
     assert last[-1] == "KeyError: 'no such picture'"
     assert "\ndistributed.errors.TrainingError: rank " in done.stderr
-    assert done.stderr.count("KeyError: 'no such picture'") == 2  # the headline and the traceback: not said twice
+    assert done.stderr.count("KeyError: 'no such picture'") == 2  # once in the headline and once in the traceback
 
 
 def test_the_exception_has_the_class_and_message_of_the_workers(run_python, tmp_path):
@@ -230,7 +230,7 @@ def test_what_cannot_be_sent_is_said(run_python, tmp_path):
     assert "ConfigError: the trainer cannot be sent to its workers" in done.stderr.splitlines()[-1]
 
 
-SLOWLY = "time.sleep(0.05)"  # a step, so that signals come in the middle
+SLOWLY = "time.sleep(0.05)"  # in each step, so that signals arrive in the middle of the fit
 
 
 def test_killing_the_caller_leaves_nobody_and_no_data(start, tmp_path):
@@ -245,9 +245,10 @@ def test_killing_the_caller_leaves_nobody_and_no_data(start, tmp_path):
     command.process.wait()
     poll(lambda: command.alive() == [], 5, lambda: f"still there: {command.alive()}")
     files = [path for path in (tmp_path / "tmp").glob("distributed*/**/*") if path.is_file()]
-    assert all(path.stat().st_size < 10_000 for path in files), files  # the addresses of workers, and no data
+    # The files hold the addresses of workers, and no data.
+    assert all(path.stat().st_size < 10_000 for path in files), files
 
-    def swept():  # as the next start does; a process that has given up its memory may still be ending
+    def swept():  # the next start does the same; a process without memory may still be ending
         sweep(tmp_path / "tmp")
         return list((tmp_path / "tmp").glob("distributed*")) == []
 

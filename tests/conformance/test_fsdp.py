@@ -1,4 +1,4 @@
-"""Sharded over two processes, a model trains as a whole one does; every option does what it says; checkpoints travel."""
+"""A model sharded over two processes trains as a whole one does, every option has its effect, and checkpoints open elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory, run_cli_once):
-    """backend -> (what every case gave on each rank, the directory of the weights)."""
+    """Return backend -> (what every case wrote on each rank, the directory of the weights)."""
     found = {}
     for backend in ("pytorch-ddp", "fsdp"):
         out = tmp_path_factory.mktemp(backend)
@@ -36,12 +36,12 @@ def worlds(tmp_path_factory, run_cli_once):
 
 @pytest.fixture
 def sharded(worlds):
-    """case -> what rank 0 saw."""
+    """Return case -> what rank 0 saw."""
     return worlds["fsdp"][0][0]
 
 
 def moved(worlds, case, other=None):
-    """How far the final weights of `case` are from those of whole replicas."""
+    """Return the largest difference of the final weights of `case` from those of whole replicas."""
     here = load_file(worlds["fsdp"][1] / f"{case}.safetensors")
     there = load_file(worlds["pytorch-ddp"][1] / f"{other or case}.safetensors")
     assert set(here) == set(there)
@@ -54,7 +54,7 @@ def test_a_sharded_model_trains_as_a_whole_one(worlds, case):
     one, other = worlds["fsdp"][0][0][case], worlds["pytorch-ddp"][0][0][case]
     for name in ("before", "loss", "val_loss", "predicted"):
         assert numpy.allclose(one[name], other[name], rtol=0, atol=1e-9), name
-    assert one["on"] == other["on"]  # a buffer that no checkpoint holds
+    assert one["on"] == other["on"]  # compares a buffer that no checkpoint holds
 
 
 def test_each_rank_holds_its_part_alone(worlds):
@@ -66,11 +66,12 @@ def test_each_rank_holds_its_part_alone(worlds):
 
 def test_what_a_factory_makes_has_memory_on_the_main_process_alone(worlds):
     assert [seen["layers"]["made_on"] for seen in worlds["fsdp"][0]] == ["cpu", "meta"]
-    assert [seen["hidden"]["made_on"] for seen in worlds["fsdp"][0]] == ["cpu", "cpu"]  # a tensor nobody would fill
+    # On the meta device nothing would fill this tensor.
+    assert [seen["hidden"]["made_on"] for seen in worlds["fsdp"][0]] == ["cpu", "cpu"]
 
 
 def test_offloaded_parameters_train_as_others_and_on_cpus_it_is_said_that_nothing_is_freed(worlds):
-    assert moved(worlds, "offload", "layers") < 1e-9  # the line is looked for where the workers are started
+    assert moved(worlds, "offload", "layers") < 1e-9  # the test that starts the workers looks for the line
 
 
 def test_the_options_choose_what_is_cut_on_its_own(sharded):
@@ -78,7 +79,7 @@ def test_the_options_choose_what_is_cut_on_its_own(sharded):
     assert sharded["layers"]["sharded"] == ["", *inner]
     assert sharded["whole"]["sharded"] == [""]
     parts = [f"{layer}.{part}" for layer in inner for part in ("norm", "up", "down")]
-    assert sharded["classes"]["sharded"] == ["", *parts]  # not the head: its weight is the embedding's too
+    assert sharded["classes"]["sharded"] == ["", *parts]  # not the head, which shares its weight with the embedding
     assert sharded["size"]["sharded"] == ["", *(part for part in parts if "norm" not in part)]
     assert "has no module of class 'Layers' (did you mean 'Layer'?)" in sharded["no-class"]["error"]
 
@@ -141,7 +142,7 @@ def test_killed_at_any_moment_a_sharded_run_ends_in_the_same_bits(run_cli_once, 
     assert_same(tmp_path / "hurt", tmp_path / "clean")
 
 
-@FULL  # test_every_backend.py takes a checkpoint of each of them to each of them
+@FULL  # test_every_backend.py loads a checkpoint of each backend on each backend
 def test_a_checkpoint_goes_on_under_any_backend_and_number_of_processes(run_cli_once, tmp_path):
     flags = ["--global-batch-size", "16", "--dtype", "float64"]
     kinds = {"single": ("single", 1), "ddp": ("pytorch-ddp", 2), "fsdp-2": ("fsdp", 2), "fsdp-3": ("fsdp", 3)}
@@ -161,7 +162,7 @@ def test_a_checkpoint_goes_on_under_any_backend_and_number_of_processes(run_cli_
     for first in ("single", "fsdp-2"):
         (tmp_path / first).mkdir()
         train(tmp_path / first, first, "--max-steps", "10")
-    ways = (("single", "fsdp-3"), ("fsdp-2", "ddp"), ("fsdp-2", "single"))  # all others: test_every_backend.py
+    ways = (("single", "fsdp-3"), ("fsdp-2", "ddp"), ("fsdp-2", "single"))  # test_every_backend.py has all other pairs
     for first, then in ways:
         out = tmp_path / f"{first}-{then}"
         shutil.copytree(tmp_path / first, out)

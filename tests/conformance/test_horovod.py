@@ -1,4 +1,4 @@
-"""Horovod over Gloo and MPI: the numbers of DDP, every option, every way to start, plain scripts, kills, checkpoints, bad input."""
+"""Horovod over Gloo and MPI: the numbers of DDP, options, starts, plain scripts, kills, checkpoints and bad input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _horovod():
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory, run_cli_once):
-    """(backend -> case -> what each rank saw, the directory of Horovod's run)."""
+    """Return (backend -> case -> what each rank saw, the directory of Horovod's run)."""
     found = {}
     for backend, world in (("single", 1), ("pytorch-ddp", 2), ("horovod", 2)):
         out = tmp_path_factory.mktemp(backend)
@@ -47,7 +47,7 @@ def worlds(tmp_path_factory, run_cli_once):
 
 @pytest.fixture
 def seen(worlds):
-    """case -> what rank 0 saw; all ranks ended with the same weights."""
+    """Return case -> what rank 0 saw, after checking that all ranks ended with the same weights."""
     for name, ranks in worlds["horovod"].items():
         assert ranks[0].get("weights") == ranks[1].get("weights"), name
     return {name: ranks[0] for name, ranks in worlds["horovod"].items()}
@@ -64,7 +64,7 @@ def test_two_processes_train_as_ddp_does(worlds, seen, case):
 
 @pytest.mark.parametrize("case", ["plain", "sparse", "unused", "accumulated"])
 def test_two_processes_train_as_one_does(worlds, seen, case):
-    """A parameter without a gradient is left alone by weight decay and momentum, as in one process."""
+    """Weight decay and momentum do not change a parameter without a gradient, as in one process."""
     assert distance(seen[case], worlds["single"][case][0]) < 1e-9
 
 
@@ -99,7 +99,7 @@ def test_horovods_own_optimizer_is_refused(seen):
 
 
 def test_a_timeline_that_nobody_prepared_is_refused_and_costs_nothing(seen):
-    """Horovod's writer of it would spin on a core all the time."""
+    """Horovod's writer of the timeline would otherwise keep a core busy all the time."""
     assert seen["prepared"]["timeline"] is None
     assert "Horovod runs in this process without one: set HOROVOD_TIMELINE=DYNAMIC" in seen["traced"]["error"]
 
@@ -112,7 +112,7 @@ FAULTS = [["step", 5, 1], ["save", 3, 0], ["step", 9, 0], ["validation", 3, 1], 
 
 @pytest.mark.parametrize("faults", [FAULTS[:2], pytest.param(FAULTS, marks=FULL)], ids=len)
 def test_killed_at_any_moment_a_run_of_three_ends_in_the_same_bits(run_cli_once, tmp_path, faults):
-    """Three terms sum up to the same only where they always come in the same order."""
+    """The sum of three terms has the same bits only if they are always added in the same order."""
     for name, struck in (("clean", []), ("hurt", faults)):
         (tmp_path / name).mkdir()
         flags = ["--backend", "horovod", "--global-batch-size", "16"]
@@ -176,7 +176,7 @@ def test_a_rank_that_hangs_is_named_after_timeout_s(run_cli, tmp_path):
 
 # ------------------------------------------------------------------ every way to start
 
-# As guides show it; the learning rate is scaled by nobody, and the data is the same on every rank.
+# A script as guides show it. Nothing scales the learning rate, and the data is the same on every rank.
 SAMPLE = """
 import sys
 import torch
@@ -202,7 +202,8 @@ print(f"rank {hvd.rank()} of {hvd.size()} average {average} weight {model.weight
 """
 TRAIN = ["-m", "distributed.cli", "train", "--script", "sample.py", "--backend", "horovod", "--run-dir", "run"]
 STARTS = {
-    "ours": [sys.executable, *TRAIN, "--nproc-per-node", "2", "--master-addr", "198.51.100.1"],  # nobody's: RFC 5737
+    # RFC 5737 reserves the address for documentation, so it is never in use.
+    "ours": [sys.executable, *TRAIN, "--nproc-per-node", "2", "--master-addr", "198.51.100.1"],
     "horovodrun": [BIN / "horovodrun", "--gloo", "-np", "2", sys.executable, *TRAIN],
     "mpirun": ["mpirun", "--oversubscribe", "-np", "2", sys.executable, *TRAIN],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *TRAIN[0:]],
@@ -210,7 +211,7 @@ STARTS = {
 
 
 def needs_mpi():
-    """Skip where this Horovod has no MPI or nobody can start it; fail where it is required."""
+    """Skip if this Horovod has no MPI, or if no launcher of MPI is there. Fail if MPI is required."""
     import horovod.torch as hvd
 
     if hvd.mpi_built() and shutil.which("mpirun"):
@@ -222,7 +223,7 @@ def needs_mpi():
 
 @pytest.fixture(scope="module")
 def weights():
-    """start -> the weights it ended with."""
+    """Return start -> the final weights, which the tests fill in."""
     return {}
 
 
@@ -230,7 +231,7 @@ def weights():
 def test_a_sample_trains_the_same_however_it_is_started(start, tmp_path, weights, name):
     if name == "mpirun":
         needs_mpi()
-    # torchrun's workers have none of the variables that hvd.init() needs: there the trainer itself begins.
+    # torchrun's workers lack the variables that hvd.init() needs, so the trainer calls it.
     text = SAMPLE.replace("hvd.init()\n", "") if name == "torchrun" else SAMPLE
     text = text.replace("hvd.rank()", "int(__import__('os').environ['RANK'])") if name == "torchrun" else text
     (tmp_path / "sample.py").write_text(text)
@@ -308,7 +309,7 @@ def test_a_killed_plain_script_meets_anew(run_cli, tmp_path):
 
 
 def needs_tensorflow():
-    """Skip where Horovod was built without TensorFlow; fail where both are required."""
+    """Skip if Horovod was built without TensorFlow. Fail if both are required."""
     needs_backend("tensorflow")
     if importlib.util.find_spec("horovod.tensorflow.mpi_lib") is not None:
         return
@@ -319,9 +320,9 @@ def needs_tensorflow():
 
 
 def test_horovods_own_keras_optimizer_averages_nothing_under_keras_3(run_cli, tmp_path):
-    """Why our step reduces the gradients of Keras models itself. Once this fails, Horovod's wrapper works again.
+    """Show why our step reduces the gradients of Keras models itself. Once this test fails, Horovod's wrapper works again.
 
-    It is a plain script too, which finds Keras on TensorFlow although our own Keras models train on torch's engine here.
+    This is also a plain script, in which Keras runs on TensorFlow although our own Keras models train on torch here.
     """
     needs_tensorflow()
     (tmp_path / "keras_fit.py").write_text(KERAS)

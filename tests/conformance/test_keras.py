@@ -1,4 +1,4 @@
-"""Keras models under the torch engines: the same numbers on any number of processes, kills, checkpoints, what is refused."""
+"""Keras models under the torch engines: the same numbers on any number of processes, kills, checkpoints and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _needs_keras():
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, run_cli_once):
-    """World size -> case -> arrays; each is started once, without KERAS_BACKEND in the environment."""
+    """Return world size -> case -> arrays. Each world is started once, without KERAS_BACKEND in the environment."""
 
     def start(world):
         out = tmp_path_factory.mktemp(f"keras-{world}")
@@ -71,7 +71,7 @@ def test_accumulation_warm_up_and_rates_have_their_effect(results):
     cases, text, out = results[1]
     rows = metrics(out / "run" / "fit-3")
     rates = [row["learning_rate"] for row in rows if row["split"] == "train"]
-    assert rates[:4] == pytest.approx([0.025, 0.0375, 0.05, 0.05])  # what is logged is the rate of the next update
+    assert rates[:4] == pytest.approx([0.025, 0.0375, 0.05, 0.05])  # the logged rate is that of the next update
     assert cases["rate"]["row.learning_rate"] == pytest.approx(0.2)
     assert "learning_rate=0.2 replaces the optimizer's 0.05" in text
     assert cases["scheduler"]["row.learning_rate"] == pytest.approx([0.05, 0.025, 0.0125], rel=1e-6)
@@ -80,7 +80,8 @@ def test_accumulation_warm_up_and_rates_have_their_effect(results):
 def test_the_default_loss_is_the_same_from_logits_and_from_probabilities(results):
     cases = results[1][0]
     assert largest(cases["default"], cases["softmax"], "row.loss") < 1e-9
-    assert largest(cases["default"], cases["keras-loss"], "row.loss") > 1e-6  # another rate: the comparison can fail
+    # A different learning rate shows that the comparison can fail.
+    assert largest(cases["default"], cases["keras-loss"], "row.loss") > 1e-6
 
 
 def test_names_are_keras_paths(results):
@@ -106,7 +107,7 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(results):
 
 def test_killed_workers_change_no_bit(run_cli_once, tmp_path):
     def train(name, kills):
-        # From three on a wrapper that goes on runs a pass without weight, whose draws must not count.
+        # From three processes on, a resumed wrapper runs a pass with zero weight, whose random numbers must not count.
         flags = ["--backend", "pytorch-ddp", "--nproc-per-node", "3", "--run-dir", str(tmp_path / name)]
         done = run_cli_once(
             ["train", "--script", str(JOBS / "keras_jobs" / "resume.py"), *flags, "--", json.dumps(kills)], timeout=120
@@ -153,7 +154,7 @@ def _dicts(value):
 
 
 def _open_on_tensorflow(run, checkpoint, tmp_path):
-    """The same test's checkpoint in a process whose Keras runs on TensorFlow: the same numbers, also of the optimizer."""
+    """Open the checkpoint of the test in a process whose Keras runs on TensorFlow. Weights and optimizer state must be the same."""
     if importlib.util.find_spec("tensorflow") is None:
         return
     import subprocess
@@ -184,7 +185,7 @@ def test_a_model_of_a_plain_script_reaches_its_workers_and_comes_back(start, tmp
     done = start([sys.executable, str(JOBS / "keras_jobs" / "plain.py")], cwd=tmp_path, env=environ).finish(150)
     assert done.returncode == 0, done.output
     assert f"{engine}: 6 steps, moved True, accuracy True" in done.stdout
-    # On the workers' engine the model is float64 as theirs; on another one it keeps its float32.
+    # On the workers' engine the model is float64, as in the workers. On another engine it stays float32.
     assert ("rounded by 0e+00" in done.stdout) is (engine == "torch"), done.stdout
     if engine == "torch":
         assert "['accuracy', 'loss']" in done.stdout

@@ -1,4 +1,4 @@
-"""One Keras script on PyTorch's engines, on Ray and on Horovod, there on torch and on TensorFlow: the same numbers everywhere."""
+"""One Keras script has the same numbers on PyTorch's engines, on Ray, and on Horovod with torch and with TensorFlow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.conftest import needs_backend
 JOB = Path(__file__).parent / "jobs" / "keras_jobs" / "engines.py"
 ON_TENSORFLOW = ["horovod", "--set", "horovod.keras_backend=tensorflow"]
 SAME = ("compiled", "constants", "in-float64", "counted", "tokens", "empty-slices", "whole", "saved")
-# name -> (processes, flags, whose checkpoint is gone on from, cases)
+# name -> (processes, flags, engine whose checkpoint is resumed, cases)
 ENGINES = {
     "single": (1, ["single"], None, (*SAME, "float32")),
     "horovod-tensorflow-1": (1, ON_TENSORFLOW, "single", ("compiled", "arrived")),
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def needs(name):
-    """What the engine `name` cannot do without."""
+    """Skip the test if what the engine `name` needs is missing."""
     if "horovod-tensorflow" in name:
         needs_backend("tensorflow")
     needs_backend(ENGINES[name][1][0])
@@ -60,7 +60,7 @@ def needs(name):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, run_cli_once):
-    """name of an engine -> (its directory, case -> what each rank saw); started once, when first asked for."""
+    """Return name of an engine -> (its directory, case -> what each rank saw). Each engine is started once, at its first use."""
 
     @functools.cache
     def run(name):
@@ -80,7 +80,7 @@ def ran(tmp_path_factory, run_cli_once):
 
 
 def distance(one, other):
-    """Between the largest weights of two cases."""
+    """Return the largest difference of the weights of two cases."""
     for each in (one, other):
         assert "error" not in each, each["error"]
     assert len(one["weights"]) == len(other["weights"]) > 0
@@ -127,7 +127,7 @@ def test_three_processes_give_the_same_bits_in_every_run(ran):
 
 @pytest.fixture
 def seen(ran):
-    """case -> what each rank saw."""
+    """Return case -> what each rank saw."""
     return ran("horovod-tensorflow-2")[1]
 
 
@@ -151,7 +151,7 @@ def test_adasum_is_refused_on_tensorflow(seen):
 
 def adapter(monkeypatch, engine="tensorflow", world=2, **settings):
     monkeypatch.setenv("KERAS_BACKEND", engine)
-    monkeypatch.delitem(sys.modules, "keras", raising=False)  # an earlier test's: what is loaded counts
+    monkeypatch.delitem(sys.modules, "keras", raising=False)  # an earlier test may have loaded keras
     needs_backend("horovod")
     needs_backend("tensorflow")
     options = {"keras_backend": "tensorflow", **settings.pop("horovod", {})}

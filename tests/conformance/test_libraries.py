@@ -1,4 +1,4 @@
-"""A backend whose library is missing, broken, or hidden by a file of the user: one line with the way out, and nothing is left."""
+"""A library of a backend is missing, broken, or hidden by a file of the user: one line tells what to do, and nothing is left."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ x = torch.randn(64, 4)
 trainer = Trainer(torch.nn.Linear(4, 1), loss_fn=torch.nn.MSELoss())
 trainer.fit(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), epochs=1)
 """
-KERAS_SCRIPT = "import keras\n" + TORCH_SCRIPT  # not reached: the workers import TensorFlow first
+KERAS_SCRIPT = "import keras\n" + TORCH_SCRIPT  # never runs, because the workers import TensorFlow first
 SCRIPTS = {"tensorflow": KERAS_SCRIPT}
 BROKEN = {"{library}/__init__.py": "raise ImportError('libx.so: undefined symbol: _ZN2at\\nand more of it')"}
 HOROVOD_OF_ANOTHER_TORCH = {
     "horovod/__init__.py": "import pkgutil; __path__ = pkgutil.extend_path(__path__, __name__)",
     "horovod/torch.py": "raise ImportError('mpi_lib_v2.so: undefined symbol: _ZN2at')",
 }
-MISSING = {  # a finder that comes first and knows nothing of it
+MISSING = {  # a finder that comes first and does not find the library
     "sitecustomize.py": """
 import importlib.machinery as m
 find = m.PathFinder.find_spec

@@ -12,7 +12,7 @@ from tests.conformance.jobs.recording import distance, read
 from tests.conformance.runs import FULL, OnFirstUse
 
 pytestmark = pytest.mark.timeout(300)
-# Batch norm sees the slices of a batch, and the rest are errors.
+# Batch norm depends on the slices of a batch. The other cases are errors.
 DIFFER = {
     "empty-slices", "predicted", "no-default", "one-column", "one-column-classes", "column-of-classes", "whole-numbers",
     "no-targets", "no-target-name", "loss-is-text", "loss-has-no-gradient", "step-none",
@@ -22,7 +22,10 @@ SAME = sorted(set(job.CASES) - DIFFER)
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory, run_cli_once):
-    """world size -> (case -> what each rank saw, the console's text); about 6 s for each world. Of three: models with a loss of their own."""
+    """Return world size -> (case -> what each rank saw, the console's text).
+
+    Each world takes about 6 s. The world of three trains only models with their own loss.
+    """
     script = str(Path(__file__).parent / "jobs" / "losses.py")
 
     def start(world):
@@ -58,7 +61,8 @@ def test_two_processes_agree_with_one(worlds, case):
         for mine, other in zip(one["rows"], rank["rows"], strict=True):
             shared = {name for name in mine if name != "samples_per_second"}
             assert shared == {name for name in other if name != "samples_per_second"}
-            rounding = 1e-6 if "gpt" in case or case == "step-model-output" else 1e-9  # its loss is made in float32
+            # These models compute their loss in float32.
+            rounding = 1e-6 if "gpt" in case or case == "step-model-output" else 1e-9
             assert all(abs(mine[name] - other[name]) < rounding for name in shared)
 
 
@@ -122,7 +126,7 @@ def test_what_is_no_loss_is_answered_with_the_fix(worlds, world, case, message):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_metric_counts_where_it_is_reported(worlds, world):
-    """Names differ between ranks and batches; those of two processes agree with one, which `SAME` checks."""
+    """The names of metrics differ between ranks and batches. `SAME` checks that two processes agree with one."""
     row, outputs = worlds[world][0]["step-now-and-then"][0]["rows"][-1], worlds[world][0]["tuple"][0]["rows"][-1]
     assert row["val_unseen_in_training"] == pytest.approx(outputs["val_accuracy"]) and "unseen_in_training" not in row
     counts = [int((k == job.Y).sum()) for k in range(job.CLASSES)]
@@ -139,7 +143,7 @@ def test_a_metric_counts_where_it_is_reported(worlds, world):
 )
 def test_a_training_step_that_goes_around_the_wrapper_is_refused(worlds, case, message):
     assert all(message in rank["error"] for rank in worlds[2][0][case])
-    assert "error" not in worlds[1][0][case][0]  # one process exchanges nothing
+    assert "error" not in worlds[1][0][case][0]  # one process sends nothing
 
 
 # ------------------------------------------------------------------ predictions
@@ -165,7 +169,7 @@ def test_predictions_of_any_form_come_in_the_order_of_the_samples(worlds, world)
 
 
 def gpt_by_hand():
-    """Plain torch on the joint batch: the mean over all of its predicted tokens, counted here."""
+    """Return the result of plain torch on the joint batch, with the mean over all of its predicted tokens."""
     model = job.seeded(job.tiny_gpt)().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for start in [0, 8, 16] * 2:
@@ -181,9 +185,9 @@ def gpt_by_hand():
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=FULL)])
 @pytest.mark.parametrize("case", ["gpt", "gpt-accumulated", "gpt-by-itself", "gpt-by-itself-accumulated"])
 def test_each_predicted_token_of_the_whole_batch_weighs_the_same(worlds, world, case):
-    """Also where one process has no label in its first batch, and with a model that cannot be told the count.
+    """The cases include a process without a label in its first batch, and a model that does not take the count as an argument.
 
-    Its loss is made in float32, hence 1e-6 (found: 4e-8); a miscounted token moves the weights by 1e-2.
+    The loss is computed in float32, hence the bound of 1e-6 (measured: 4e-8). A miscounted token moves the weights by 1e-2.
     """
     assert distance(worlds[world][0][case][0], gpt_by_hand()) < 1e-6
 
@@ -194,8 +198,10 @@ def test_what_was_assumed_about_a_models_own_loss_is_said(worlds):
 
 @pytest.mark.parametrize(("world", "trainers"), [(2, 7), pytest.param(3, 4, marks=FULL)])
 def test_a_float64_model_with_a_float32_loss_is_told_of_once_each(worlds, world, trainers):
-    """Four trainers have a GPT each. Two processes also train with a training_step, and twice with a tied weight: a resume
-    asks no more. BERT and the others keep the type of their model."""
+    """Four trainers have a GPT each. Two processes also train with a training_step, and twice with a tied weight.
+
+    A resume shows no further notice. BERT and the other models compute their loss in the type of the model.
+    """
     assert worlds[world][1].count("the model is float64 and makes its own loss in float32") == trainers
 
 
@@ -219,7 +225,7 @@ def test_a_tied_weight_is_stored_once_and_stays_tied(worlds, world):
 
 
 def test_a_slice_without_samples_leaves_no_trace_in_buffers(worlds):
-    """The last buffer counts forwards. In each update rank 1 begins with those of the main process."""
+    """The last buffer counts forward passes. Rank 1 begins each update with the buffers of the main process."""
     main, other = (rank["seen"] for rank in worlds[2][0]["empty-slices"])
     assert [slices for slices, _, _ in other] == [[1, 0]] * 7 + [[1]]
     for (slices, before, after), (own_slices, _, own_after) in zip(main, other, strict=True):

@@ -21,14 +21,15 @@ from tests.conftest import poll
 from tests.mlflow_server import door, mlflow_server
 
 mlflow = pytest.importorskip("mlflow")
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")  # MLflow's own
+# MLflow itself causes this warning.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 JOB = Path(__file__).parent / "jobs" / "mlflow_fit.py"
 WARNING = "training goes on, what is logged is kept in"
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A working directory; runs lie below it in `runs`, and their store beside them."""
+    """Return a working directory with the runs in `runs` and their store next to it."""
     return tmp_path_factory.mktemp("mlflow")
 
 
@@ -76,7 +77,7 @@ def num_steps(run):
 
 @pytest.fixture(scope="module")
 def on_sqlite(place, run_cli_once):
-    """The store after a run of one process and one of two, of which one was killed, and their output."""
+    """Return the store after a run of one process and a run of two, one of which was killed, and their output."""
     runs = place / "runs"
     alone = run_cli_once(command(runs / "one", "--epochs", "1"), cwd=place)
     assert alone.returncode == 0, alone.output
@@ -124,7 +125,7 @@ def test_a_run_is_complete_at_mlflow_and_nothing_lies_in_the_working_directory(o
     assert json.loads(Path(client.download_artifacts(record.run_id, "result.json")).read_text()) == result
     assert sorted(path.name for path in runs.parent.iterdir()) == ["killed", "longest-0", "longest-1", "runs"]
     assert sorted(path.name for path in runs.iterdir()) == ["mlartifacts", "mlflow.db", "one", "two"]
-    assert done.stderr.count("warning") == 1 and "INFO" not in done.output  # of the restart
+    assert done.stderr.count("warning") == 1 and "INFO" not in done.output  # the warning of the restart
 
 
 def test_a_restart_goes_on_in_the_same_run_and_no_step_is_there_twice(on_sqlite):
@@ -171,7 +172,8 @@ def test_a_registered_model_opens_without_a_pickle(on_sqlite, monkeypatch):
     store = f"sqlite:///{runs / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     directory = Path(mlflow.artifacts.download_artifacts(f"models:/net/{version.version}"))
-    names = {path.name for path in directory.iterdir()} - {"registered_model_meta"}  # the download adds that
+    # The download adds registered_model_meta.
+    names = {path.name for path in directory.iterdir()} - {"registered_model_meta"}
     assert names == {"MLmodel", "model.json", "model.safetensors"}
     description = json.loads((directory / "model.json").read_text())
     assert description["model_class"] == "__main__.Net" and description["step"] == 16
@@ -230,7 +232,7 @@ def test_a_run_that_the_user_has_open_is_joined_and_left_to_him(entrance, run_py
     assert run.data.params.items() >= {"num_gpus": "8", "world_size": "2", "nproc_per_node": "2"}.items()
     assert steps(client, run.info.run_id, "loss") == [1, 2, 3, 4]
     assert run.data.metrics["val_loss"] > 0
-    # A second trainer has a run of its own below it: the steps of both would be mixed.
+    # A second trainer has a child run of its own, because the steps of both would be mixed in one run.
     assert second.data.tags["mlflow.parentRunId"] == run.info.run_id and second.info.status == "FINISHED"
     assert second.data.params["world_size"] == "1"
 
@@ -257,7 +259,7 @@ def test_what_a_server_missed_at_the_start_is_there_after_a_resume(entrance, run
 def test_a_slow_server_holds_no_step_up_and_gets_the_rest_later(entrance, start, run_cli, tmp_path):
     entrance.mode = "slow"  # each request waits for 30 seconds
     run = tmp_path / "slow"
-    patience = ["mlflow._ANSWER_S=0.5", "_mlflow.sender._PATIENCE_S=0.5"]  # that the start and the end wait for it
+    patience = ["mlflow._ANSWER_S=0.5", "_mlflow.sender._PATIENCE_S=0.5"]  # waits at the start and at the end
     done = run_cli(command(run, script=patience), cwd=tmp_path, env=env(entrance.uri))
     assert done.returncode == 0 and done.output.count("warning:") == 1 and WARNING in done.stderr, done.output
     assert entrance.num_asked >= 1
@@ -279,7 +281,7 @@ def test_a_slow_server_holds_no_step_up_and_gets_the_rest_later(entrance, start,
 
 @pytest.fixture
 def sending(tmp_path, monkeypatch):
-    """A function that makes a sender to a URI, quick to try again, of one run directory, and what it warned of."""
+    """Return a function that makes a sender of one run directory to a URI, which retries quickly, and the list of its warnings."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     for name in ("_EVERY_S", "_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
         monkeypatch.setattr(sender_module, name, 0.05)
@@ -318,7 +320,7 @@ def test_what_a_server_missed_in_the_middle_is_sent_when_it_is_back_and_never_tw
     assert steps(client, sender.run_id, "loss") == [1, 2, 3] and steps(client, sender.run_id, "val loss") == [3]
 
     record = Record.read(tmp_path)
-    record.sent = 0  # as after a crash between the answer and the note of it
+    record.sent = 0  # the state after a crash between the answer and its record
     record.write(tmp_path)
     assert make(entrance.uri).finish()
     assert Record.read(tmp_path).run_id == sender.run_id and Record.read(tmp_path).sent == spool.size
@@ -370,9 +372,9 @@ def test_the_end_waits_for_each_answer_and_altogether_as_long_as_it_may(entrance
     Record(experiment="late", name="late", run_id="0" * 32, wanted="1" * 32).write(tmp_path)
     spool.append(metrics(1, loss=1.0))
     entrance.mode, entrance.late_s = "late", 0.1
-    # By the server's clock: a busy machine takes no patience away.
+    # Measured by the server's clock, so that a busy machine does not shorten the wait.
     monkeypatch.setattr(sender_module, "time", types.SimpleNamespace(monotonic=lambda: 0.1 * entrance.num_asked))
-    assert make(entrance.uri).finish(0.5), warnings  # six requests and more until the run is there
+    assert make(entrance.uri).finish(0.5), warnings  # the run exists after six requests or more
     assert entrance.num_asked > 5
 
     sender = make(entrance.uri)
@@ -391,10 +393,10 @@ def test_the_command_sends_the_rest_to_a_slow_server_and_names_what_that_refuses
     _, spool, _ = sending
     spool.append(metrics(1, **{"loss": 3.0, "a?b": 1.0}))
     with spool.path.open("ab") as file:
-        file.write(b'{"kind": "metr')  # of a writer that was killed
+        file.write(b'{"kind": "metr')  # the half line of a writer that was killed
     Record(experiment="late", name="rest").write(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", entrance.uri)
-    monkeypatch.setattr(sender_module, "_PATIENCE_S", 0.1)  # of a run's end
+    monkeypatch.setattr(sender_module, "_PATIENCE_S", 0.1)  # how long the end of a run waits
 
     entrance.mode = "denied"
     with pytest.raises(ResourceError, match=r"does not take what .* has for it \(.*401.*; \d+ bytes are left\)"):
@@ -427,7 +429,7 @@ def test_what_mlflow_refuses_is_named_and_the_rest_is_sent(entrance, sending):
 
 
 def test_a_new_database_is_whole_or_not_there(tmp_path, monkeypatch):
-    """Also where a process was killed while it made one, where two begin together, and in a directory that is not there."""
+    """Cases: a process was killed while it made the database, two processes begin together, and the directory does not exist."""
     stores = tmp_path / "new" / "stores"
     uri = f"sqlite:///{stores / 'mlflow.db'}"
 
@@ -450,7 +452,7 @@ def test_a_monitor_that_fails_costs_its_own_figures_alone(monkeypatch):
     def fail(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("psutil.net_io_counters", lambda: None)  # as psutil has it where there is no network
+    monkeypatch.setattr("psutil.net_io_counters", lambda: None)  # the result of psutil where there is no network
     monkeypatch.setattr("psutil.disk_usage", fail)
     taken = []
     sampler = SystemSampler(taken.append)

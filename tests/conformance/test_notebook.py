@@ -1,4 +1,4 @@
-"""`fit` in a notebook cell: classes of the notebook, progress in the cell, the result in the kernel, and no process left."""
+"""`fit` in a notebook cell trains classes of the notebook, shows progress, returns the result to the kernel and leaves no process."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_cell_trains_shows_progress_and_gives_the_result_back(kernel):
     assert [line.split()[1] for line in lines if line.startswith("epoch ")] == ["1/3", "2/3", "3/3"]
     assert "backend pytorch-ddp, 2 processes on cpu" in lines
     assert len(lines) < 15 and "\x1b" not in shown, shown
-    assert bars == [""]  # it is taken away at the end
+    assert bars == [""]  # the bar is removed at the end
     assert report["steps"] == 48 and report["grad"]
     assert report["best"] > 0.8 and report["accuracy"] > 0.8
     assert (kernel.directory / report["run_dir"] / "result.json").exists()
@@ -107,7 +107,8 @@ def test_the_cell_can_be_run_again_also_where_the_kernel_has_a_process_group(ker
     assert Path(report["run_dir"]).parent.parent.name == "runs"
     assert Path(report["run_dir"]).name == "fit-2"
     assert report["steps"] == 48 and report["accuracy"] > 0.8
-    assert kernel.run("print(torch.distributed.get_world_size(), gathered())") == "1 [7]\n"  # the user's own, as before
+    # The user's own process group is unchanged.
+    assert kernel.run("print(torch.distributed.get_world_size(), gathered())") == "1 [7]\n"
 
 
 def test_a_fit_in_the_kernel_itself_has_a_bar_too(kernel):
@@ -123,7 +124,7 @@ def test_an_error_in_the_workers_is_the_cells_error(kernel):
 
     text = str(error.value)
     cause = text[text.index("TrainingError\x1b[39m: rank ") :]
-    assert "    trainer = Trainer(net, nproc_per_node=2" in cause  # the line of the cell, which is in no file
+    assert "    trainer = Trainer(net, nproc_per_node=2" in cause  # the line comes from the cell, which is in no file
     assert cause.endswith("AttributeError: 'Tensor' object has no attribute 'nonsense'\n")
     assert kernel.alive() == [kernel.pid]
 

@@ -1,4 +1,4 @@
-"""Runs of earlier versions go on: their checkpoints open, and their config.yaml starts them again (tests/data/checkpoints)."""
+"""Checkpoints of earlier versions open, and the config.yaml of earlier runs starts them again (tests/data/checkpoints)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def expected(name: str) -> dict[str, Any]:
-    """Return what the writing code went on to: rows of metrics.jsonl, and draws of rank 0."""
+    """Return how the run continued under the code that wrote it: rows of metrics.jsonl, and random numbers of rank 0."""
     return json.loads((HERE / name / "expected.json").read_text())
 
 
@@ -30,7 +30,7 @@ def old_checkpoint(name: str) -> Path:
 
 
 def assert_goes_on(run: Path, name: str, rel: float = 1e-12, draws: bool = True) -> None:
-    """The rows of `run` after the checkpoint of `name`, and the draws of all its updates, are those of the writing code."""
+    """Assert that `run` continues the checkpoint of `name` with the metrics and random numbers of the code that wrote it."""
     rows = rows_after(run, STEP)
     for row, before in zip(rows, expected(name)["rows"], strict=True):
         assert row.pop("split") == before.pop("split")
@@ -40,7 +40,7 @@ def assert_goes_on(run: Path, name: str, rel: float = 1e-12, draws: bool = True)
 
 
 def goes_on_from(run_cli, run: Path, backend: str, arguments: str, names: list[str]) -> None:
-    """Start `backend` once; each fit goes on from the checkpoint of one of `names`."""
+    """Start `backend` once. Each fit resumes from the checkpoint of one of `names`."""
     command = f"train --script {JOB} --backend {backend} --nproc-per-node 2 --device cpu --run-dir {run} -- {arguments}"
     done = run_cli([*command.split(), *map(old_checkpoint, names)], cwd=ROOT)
     assert done.returncode == 0, done.output
@@ -48,7 +48,7 @@ def goes_on_from(run_cli, run: Path, backend: str, arguments: str, names: list[s
 
 
 def fits(run: Path, names: list[str]) -> list[tuple[Path, str]]:
-    """Return the run directory of each fit of one start, with the name of what it went on from."""
+    """Return the run directory of each fit of one start, with the name of the checkpoint that it resumed from."""
     return [(run / f"fit-{number}" if number > 1 else run, name) for number, name in enumerate(names, 1)]
 
 
@@ -57,7 +57,7 @@ def test_ddp_opens_the_checkpoints_of_every_torch_backend(run_cli, tmp_path):
 
     goes_on_from(run_cli, tmp_path, "pytorch-ddp", "torch float64", names)
 
-    for run, name in fits(tmp_path, names):  # another number of processes derives the state of the generators anew
+    for run, name in fits(tmp_path, names):  # with another number of processes the generators are seeded again
         assert_goes_on(run, name, rel=1e-4 if name == "deepspeed" else 1e-12, draws=name != "single")
 
 
@@ -66,7 +66,7 @@ def test_ddp_opens_the_checkpoints_of_every_engine_of_keras(run_cli, tmp_path):
 
     goes_on_from(run_cli, tmp_path, "pytorch-ddp", "keras float64", KERAS)
 
-    for run, name in fits(tmp_path, KERAS):  # an engine takes up the generators of its own checkpoints
+    for run, name in fits(tmp_path, KERAS):  # an engine restores the generators from its own checkpoints
         assert_goes_on(run, name, draws=name == "keras-on-torch")
 
 
@@ -111,7 +111,7 @@ def test_tensorflow_opens_the_checkpoints_of_keras_on_torch(run_cli, tmp_path):
 
 
 def needs_backend_of(name: str) -> None:
-    """Skip the test where what the run `name` was made with is not installed."""
+    """Skip the test if the backend that wrote the run `name` is not installed."""
     _, flags = RUNS[name]
     needs_backend(backend_row(flags.split()[1]).name)
     if "keras" in name:

@@ -1,4 +1,4 @@
-"""Every option has an effect, and the right one: against torch by hand, with one process and with two."""
+"""Every option has the right effect: compare with plain torch, with one process and with two."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.conformance.jobs import options as job
 from tests.conformance.jobs.recording import distance, read
 
 HERE = Path(__file__).parent
-UPDATES = 8  # of two epochs
+UPDATES = 8  # number of updates in two epochs
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory, run_cli_once):
-    """world size -> (what every case gave on each rank, the console's text); each world is started once."""
+    """Return world size -> (what every case wrote on each rank, the console's text). Each world is started once."""
     found = {}
     for world in (1, 2):
         out = tmp_path_factory.mktemp(f"world-{world}")
@@ -56,7 +56,7 @@ def world(request):
 
 @pytest.fixture
 def seen(worlds, world):
-    """case -> what the main process saw; all ranks have the same weights."""
+    """Return case -> what the main process saw, after checking that all ranks have the same weights."""
     return by_case(worlds, world)
 
 
@@ -74,7 +74,7 @@ def by_case(worlds, world):
 
 
 def by_hand(rates, clip=None, adamw=False, model=job.net, epochs=2):
-    """Final weights of plain torch in float64 with `rates[i]` as the learning rate of update i."""
+    """Return the final weights of plain torch in float64, with `rates[i]` as the learning rate of update i."""
     model = model().double()
     x, y = job.data().tensors
     optimizer = (
@@ -154,7 +154,7 @@ def test_a_resume_with_another_schedule_is_an_error_and_without_it_is_said(seen,
 
 
 def factor(world):
-    """global_batch_size / batch_size with two accumulation steps."""
+    """Return global_batch_size / batch_size with two accumulation steps."""
     return job.GLOBAL / (job.GLOBAL / 2 / world)
 
 
@@ -182,7 +182,7 @@ def test_a_schedule_may_count_epochs(seen):
 
 
 def test_a_plateau_watches_the_monitor_once_an_epoch(seen):
-    """The validation loss grows from the first epoch on, the training loss falls."""
+    """The validation loss grows from the first epoch on, while the training loss falls."""
     losses = [[row[name] for row in seen["plateau"]["rows"]] for name in ("loss", "val_loss")]
     assert losses[0] == sorted(losses[0], reverse=True) and losses[1] == sorted(losses[1])
     assert agrees(seen["plateau"], by_hand([0.1] * 8 + [0.01] * 4 + [0.001] * 4, epochs=4))
@@ -240,7 +240,7 @@ def test_the_seed_decides_weights_and_order(seen):
 
 
 def test_the_same_configuration_twice_gives_the_same_bits(worlds, world):
-    """With shuffling, dropout, AdamW, clipping and accumulation."""
+    """The configuration has shuffling, dropout, AdamW, clipping and accumulation."""
     for once, twice in zip(worlds[world][0]["logged-once"], worlds[world][0]["logged-twice"], strict=True):
         assert once["weights"] == twice["weights"] and once["lines"] == twice["lines"]
         assert len({row["loss"] for row in once["lines"]}) == UPDATES
@@ -320,7 +320,7 @@ def test_the_newest_checkpoints_are_kept_and_the_best(seen):
 
 
 def test_validation_uses_the_buffers_that_the_checkpoint_holds(worlds, world):
-    """Batch statistics differ between ranks after a forward; those of the main process are the model's."""
+    """Batch statistics differ between ranks after a forward pass. The model has those of the main process."""
     ranks = worlds[world][0]["batch-norm"]
     assert [rank["val_by_hand"] for rank in ranks] == [ranks[0]["val_by_hand"]] * world
     assert ranks[0]["rows"][-1]["val_loss"] == pytest.approx(ranks[0]["val_by_hand"], abs=1e-12)
@@ -408,7 +408,7 @@ def test_powersgd_takes_one_bucket(ddp):
 
 
 def test_compile_compiles_and_changes_only_rounding(run_cli, tmp_path):
-    """About 15 s: the inductor's first graph."""
+    """Takes about 15 s for the first graph of the inductor."""
     script = tmp_path / "compiled.py"
     script.write_text(COMPILED)
     done = run_cli(["train", "--script", str(script), "--run-dir", str(tmp_path / "run")], timeout=150)
@@ -486,7 +486,7 @@ HOOKS = "conformance/test_comm_hooks.py::"
 HOROVOD = "conformance/test_horovod.py::"
 BOARD = "conformance/test_tensorboard.py::"
 SCHEDULE = "unit/test_profiling.py::test_the_schedule_waits_warms_up_and_records"
-TESTED = {  # setting -> a test of its effect, or of its refusal
+TESTED = {  # setting -> a test of its effect or of its refusal
     "backend": PROCESSES,
     "num_gpus": PROCESSES,
     "num_nodes": LAUNCH + "test_two_nodes_run_and_restart_together",

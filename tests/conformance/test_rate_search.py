@@ -1,4 +1,4 @@
-"""A search for a learning rate on several processes: they agree, and the trainer is afterwards as it was."""
+"""In a search for a learning rate all processes agree, and the trainer is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory, run_cli_once):
-    """What each of two workers saw, and the run directory, which is resumed once."""
+    """Return what each of two workers saw, and the run directory, which is resumed once."""
     out = tmp_path_factory.mktemp("workers")
     command = ["train", "--script", JOB, "--nproc-per-node", "2", "--run-dir", str(out / "run")]
-    command += ["--learning-rate", "0.05"]  # only of the fit
+    command += ["--learning-rate", "0.05"]  # counts for the fit only
     done = run_cli_once([*command, "--", str(out), "{}"], timeout=120)
     assert done.returncode == 0, done.output[-3000:]
     return [json.loads((out / f"seen-{rank}.json").read_text()) for rank in (0, 1)], out, done
@@ -31,12 +31,12 @@ def test_all_ranks_suggest_the_same(workers):
 
 
 def test_the_losses_are_those_of_updates_at_the_rates(workers):
-    """As the copy logged them; and the search ends where the loss has diverged."""
+    """Compare the losses with those that the copy logged. The search ends where the loss has diverged."""
     (one, _), out, _ = workers
     rows = [json.loads(line) for line in (out / "run" / "learning-rate" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["split"] == "train"]
     assert [row["loss"] for row in steps] == one["losses"]
-    following = [row["learning_rate"] for row in steps]  # logged: of the next update
+    following = [row["learning_rate"] for row in steps]  # the logged rate is that of the next update
     assert following[: len(one["rates"]) - 1] == pytest.approx(one["rates"][1:])
     assert 50 < len(one["losses"]) < 100
 
@@ -56,7 +56,7 @@ def test_the_search_leaves_a_curve_below_the_run_and_takes_no_number_of_a_fit(wo
     assert kept["losses"] == one["losses"] and kept["request"]["max_rate"] == 100.0
     assert not (run / "learning-rate" / "checkpoints").exists() and not (run / "learning-rate" / "tensorboard").exists()
     assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())
-    assert done.stdout.count(" at step ") == 2, done.output  # the ends of the two fits
+    assert done.stdout.count(" at step ") == 2, done.output  # once for the end of each of the two fits
 
 
 def test_workers_that_the_search_starts_itself_find_the_same(workers, run_python, tmp_path):

@@ -1,4 +1,4 @@
-"""Under Ray a script runs as under our own launcher: the same environment, console, ends, restarts and bits."""
+"""A script under Ray has the same environment, console, ends, restarts and bits as under our own launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.conftest import Started, clean_environment, needs_backend, poll
 
 JOBS = Path(__file__).parent / "jobs" / "ray"
 CLI = [sys.executable, "-m", "distributed.cli"]
-OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # both sides of a cluster must say the same
+OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # both sides of a cluster need the same values
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -32,8 +32,11 @@ def _ray():
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """An existing cluster of two CPUs: its address, that of its client server, and the file that makes the next process of this
-    for a client fail. It waits 30 s for such a process unless told: a busy machine needs more."""
+    """Start a cluster of two CPUs, and yield its address, the address of its client server, and the path of a file.
+
+    While the file exists, the next process that the client server forks for a client fails. The server waits for such a process
+    longer than the default of 30 s, as a busy machine needs more.
+    """
     directory = tmp_path_factory.mktemp("cluster")
     ports, failing = [free_port(), free_port()], directory / "failing"
     environ = clean_environment(**OPEN, RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S="120", FAILING_SERVER=str(failing))
@@ -70,7 +73,7 @@ def plain(out, mode, *flags):
 
 
 def check_plain(done, out, world, threads, *first):
-    """What a torchrun script finds, and what the console and the logs show of it."""
+    """Check what a torchrun script finds, and what the console and the logs show of it."""
     assert done.returncode == 0, done.output
     *shown, seen = done.stdout.splitlines()
     assert json.loads(seen) == {
@@ -85,8 +88,11 @@ def check_plain(done, out, world, threads, *first):
 
 
 def test_an_existing_cluster_is_joined_by_its_address(run_cli, tmp_path, cluster):
-    """By three processes, which it has place for at half a CPU each, with the threads that the user said. What they write into
-    their store is signed with a secret of this run, and the caller's own, which Ray would show to others, stays here."""
+    """Three processes join with half a CPU each, for which the cluster has room, and with the user's number of threads.
+
+    Values in their store are signed with a secret of this run. The caller's own secret, which Ray would show to others, is not
+    passed on.
+    """
     flags = plain(tmp_path, "go", "--address", cluster[0], "--nproc-per-node", "3", "--set", "ray.cpus_per_worker=0.5")
     environ = {**OPEN, "OMP_NUM_THREADS": "3", "DISTRIBUTED_TOKEN": "0123456789abcdef"}
     done = run_cli(flags, env=environ, timeout=180)
@@ -103,12 +109,13 @@ def test_a_sharded_model_is_whole_after_a_fit(run_cli, tmp_path, cluster):
 
 
 def test_a_script_that_fails_and_the_client_server(run_cli, tmp_path, cluster):
-    """Whose first process for this client dies. Ray's own client then waits for minutes, and gives up."""
+    """The first process of the server for this client dies. Ray's own client would then wait for minutes and fail."""
     cluster[2].touch()
     done = run_cli(plain(tmp_path, "fail", "--address", cluster[1]), env=OPEN, timeout=180)
     assert done.returncode == 1, done.output
     assert done.output.count("ValueError: of rank 1") == 1 and "error: rank 1 failed with ValueError" in done.stderr
-    assert "ray" not in re.sub(r"\S*/\S*", "", done.stderr).lower(), done.stderr  # nobody else's words
+    # The output has no words of Ray itself.
+    assert "ray" not in re.sub(r"\S*/\S*", "", done.stderr).lower(), done.stderr
     assert events(tmp_path / "run").count("worker_failed") == 1
     assert not cluster[2].exists()
 
@@ -120,7 +127,7 @@ def test_more_processes_than_the_cluster_has_cpus_are_refused(run_cli, tmp_path,
     assert "needs 3 CPUs" in done.stderr and "has 2: set nproc_per_node=1, or ray.cpus_per_worker=1" in done.stderr
 
 
-# A fit in a run directory where an earlier one has finished.
+# A fit in a run directory in which an earlier fit has finished.
 AGAIN = """
 import json, sys
 from pathlib import Path
@@ -164,7 +171,7 @@ def test_a_client_server_that_says_nothing_is_given_up(run_cli, tmp_path):
 
 
 def greet(server):
-    """Answer every connection as an HTTP/2 server begins, and no more."""
+    """Answer each connection with the first bytes of an HTTP/2 server, and then send nothing."""
     connections = []
     with contextlib.suppress(OSError):
         while True:
@@ -179,7 +186,7 @@ def test_more_processes_than_this_machine_has_cpus_are_refused_at_once(run_cli, 
     assert f"needs {cores + 3} CPUs, and this machine has {cores}: set nproc_per_node={cores}" in done.stderr
 
 
-# What Ray Train itself kept of a run.
+# The files that Ray Train itself kept of a run.
 KEPT = """
 import json, os, sys
 os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
@@ -190,7 +197,7 @@ print(json.dumps(Result.from_path(sys.argv[1]).metrics))
 
 
 def test_killed_it_starts_again_ends_in_the_bits_of_ddp_and_tells_ray_of_each_epoch_once(run_cli, run_python, tmp_path):
-    """It is killed in the save after the first epoch, whose end comes again after the restart."""
+    """The run is killed in the save after the first epoch. After the restart this epoch ends a second time."""
     watch = ["--set", "ray.callbacks=epochs_of_ray.Epochs"]
     for name, faults, *flags in (("clean", [], "pytorch-ddp"), ("hurt", [["save", 3, 1]], "ray", *watch)):
         (tmp_path / name).mkdir()
@@ -239,13 +246,13 @@ def test_while_ray_starts_it_can_be_ended_and_leaves_nobody(start, tmp_path, num
     with tempfile.TemporaryDirectory(prefix="r-") as scratch:  # short: sockets lie in it
         command = start([*CLI, *plain(tmp_path, "go")], env={"TMPDIR": scratch})
         command.wait_for(lambda: any("raylet" in name for name in names(command.alive())), 60)
-        (files,) = Path(scratch).glob("ray-*")  # which Ray itself would open to everyone
+        (files,) = Path(scratch).glob("ray-*")  # Ray itself would make them readable for everyone
         assert files.stat().st_mode & 0o777 == 0o700 and list(files.glob("*/*/sockets"))
         assert (
             int((files / "owner").read_text().split()[2]) in command.alive()
-        )  # where it is killed too, the next start removes them
+        )  # if this process is killed too, the next start removes them
         command.signal(number)
-        done = command.finish(120, grace=15)  # fails where a process is left
+        done = command.finish(120, grace=15)  # fails if a process is left
         assert done.returncode == (130 if number == signal.SIGINT else -number), done.output
         assert not list(Path(scratch).glob("ray-*"))
 
@@ -268,8 +275,10 @@ def test_fit_of_a_plain_script_brings_the_weights_back(run_python, tmp_path):
 
 
 def test_a_trial_of_ray_tune_trains_in_its_own_placement_group(run_python, tmp_path):
-    """The cluster has no CPU beside the trial's own: workers anywhere else would wait for ever. Tune hears of epochs where it
-    is to, and where it stops a trial the workers save and leave."""
+    """The cluster has only the CPUs of the trial, so workers outside of its placement group would wait forever.
+
+    Tune gets the metrics of epochs where `report_to_tune` is set. Where it stops a trial, the workers save and leave.
+    """
     with tempfile.TemporaryDirectory(prefix="tune-") as out:
         done = run_python([str(JOBS / "trials.py"), out], cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.output
@@ -280,7 +289,8 @@ def test_a_trial_of_ray_tune_trains_in_its_own_placement_group(run_python, tmp_p
         assert last["score"] == last["result"]["best_metrics"]["val_accuracy"] > 0.5
         assert found[name]["best"] == 8
         told = [] if name == "alone" else [1, 2, 3, 4, 5, 6]
-        assert [row["epoch"] for row in found[name]["heard"]] == [*told, None]  # the last is what the function returned
+        # The last row is what the function returned.
+        assert [row["epoch"] for row in found[name]["heard"]] == [*told, None]
     assert [row["step"] for row in found["own bundles"]["heard"]][:2] == [3, 6]
     assert found["own bundles"]["heard"][0]["val_loss"] > found["own bundles"]["heard"][5]["val_loss"] > 0
     for name in ("stopped alone", "stopped workers"):
@@ -293,7 +303,7 @@ def test_a_trial_of_ray_tune_trains_in_its_own_placement_group(run_python, tmp_p
 
 
 def test_a_node_shows_its_workers_all_their_gpus(run_python, tmp_path):
-    """LOCAL_RANK names a worker's own among them; Ray itself would show each its own alone, as number 0."""
+    """LOCAL_RANK is the index of a worker's own GPU. Ray itself would show each worker only its own, with index 0."""
     with tempfile.TemporaryDirectory(prefix="gpus-") as directory:
         done = run_python([str(JOBS / "gpus.py"), directory], cwd=tmp_path, env=OPEN, timeout=100)
     assert done.returncode == 0, done.output

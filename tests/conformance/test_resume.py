@@ -1,4 +1,4 @@
-"""Killed at any moment, a run ends in the same bits, though the script holds no sampler, generator or step code."""
+"""A run that is killed at any moment ends in the same bits, although the script has no code for samplers, generators or steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.conformance.runs import FULL, STEPS, arguments, assert_same, digests,
 from tests.conftest import poll
 
 pytestmark = pytest.mark.timeout(300)
-EPOCH = 7  # steps
+EPOCH = 7  # number of steps
 
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory, run_cli_once):
-    """The directory of a run that nothing happened to."""
+    """Return the directory of an undisturbed run."""
     out = tmp_path_factory.mktemp("clean")
     done = run_cli_once(arguments(out))
     assert done.returncode == 0, done.output
@@ -33,7 +33,7 @@ def clean(tmp_path_factory, run_cli_once):
 
 @pytest.fixture(scope="module")
 def one_epoch(tmp_path_factory, run_cli_once):
-    """The directory of a run that was told to end after the first epoch. To be copied."""
+    """Return the directory of a run that ended after the first epoch. Tests work on copies of it."""
     out = tmp_path_factory.mktemp("one-epoch")
     done = run_cli_once(arguments(out, [], "--epochs", "1"))
     assert done.returncode == 0, done.output
@@ -41,7 +41,7 @@ def one_epoch(tmp_path_factory, run_cli_once):
 
 
 def trials(seed: int) -> list[list[object]]:
-    """Faults of one run, in an order in which each is reached: every kind, at random places."""
+    """Return faults of every kind at random places in one run, in an order in which each is reached."""
     draw = random.Random(seed)
     late = sorted(draw.sample(range(EPOCH + 2, STEPS + 1), 2))
     return [
@@ -66,7 +66,7 @@ def test_a_killed_worker_changes_no_bit(run_cli, tmp_path, clean, seed, workers)
 
 
 def test_a_kill_in_a_validation_logs_nothing_twice(run_cli, tmp_path, clean):
-    """In the second epoch's: its step is saved afterwards, with what was measured."""
+    """The kill strikes in the validation of the second epoch. The step is saved afterwards, with the measured values."""
     done = run_cli(arguments(tmp_path, [["validation", 20, 1]], "--checkpoint-every-n-steps", str(EPOCH)))
 
     assert done.returncode == 0, done.output
@@ -79,14 +79,14 @@ def test_each_sample_is_used_once_an_epoch(clean):
     for epoch in range(3):
         steps = range(epoch * EPOCH + 1, (epoch + 1) * EPOCH + 1)
         assert flat(rank for step in steps for rank in used[step].values()) == list(range(103))
-    assert used[1] != used[EPOCH + 1]  # a new order each epoch
+    assert used[1] != used[EPOCH + 1]  # each epoch has a new order
 
 
 def test_a_killed_launcher_leaves_nobody_and_a_resume_changes_no_bit(start, tmp_path, clean):
     faults = [["launcher-step", 5, 1], ["launcher-save", 8, 0], ["launcher-data", 9, 1], ["launcher-validation", 2, 1]]
-    (tmp_path / "run").mkdir()  # so that --resume can stand in the first command too
-    for fault in faults:  # the same command from the first time on, as a scheduler repeats it
-        workers = 1 if "data" in fault[0] else 0  # a loader process that hangs in its read
+    (tmp_path / "run").mkdir()  # so that the first command can have --resume too
+    for fault in faults:  # the same command each time, as a scheduler repeats it
+        workers = 1 if "data" in fault[0] else 0  # the read hangs in a loader process
         command = start(
             [sys.executable, "-m", "distributed.cli", *arguments(tmp_path, [fault], "--resume", workers=workers)]
         )
@@ -125,13 +125,13 @@ def test_another_number_of_processes_goes_on_with_the_same_updates(
 
 
 def flat(parts):
-    """All of them in order."""
+    """Return all parts in order."""
     return sorted(itertools.chain.from_iterable(parts))
 
 
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory, run_cli_once):
-    """The float64 run that nothing happened to."""
+    """Return the undisturbed float64 run."""
     out = tmp_path_factory.mktemp("elastic")
     done = run_cli_once([*arguments(out, [], "--global-batch-size", "16", "--dtype", "float64"), "--float64"])
     assert done.returncode == 0, done.output
@@ -167,7 +167,7 @@ def test_a_flipped_bit_is_noticed_and_the_checkpoint_before_is_used(run_cli, tmp
 
 
 def test_the_script_may_ask_for_the_resume(run_cli, tmp_path, clean):
-    """`resume_from_checkpoint=True` with a checkpoint_dir of one's own."""
+    """The script sets `resume_from_checkpoint=True` and its own checkpoint_dir."""
     settings = {"checkpoint_dir": str(tmp_path / "mine"), "resume_from_checkpoint": True}
     for run, limit in (("first", ["--max-steps", "10"]), ("second", [])):
         done = run_cli(arguments(tmp_path, [], *limit, run=run), env={"SETTINGS": json.dumps(settings)})

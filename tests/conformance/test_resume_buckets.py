@@ -1,5 +1,7 @@
-"""DDP orders its buckets anew after the first update: with three ranks a resume must sum in the order of the whole run,
-and what a hook keeps of gradients must not depend on it."""
+"""DDP reorders its buckets after the first update.
+
+With three ranks a resumed run must sum in the order of the whole run. The memory of a hook must not depend on this order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that meet an earlier run, or a world that is not the one they ask for."""
+"""Settings contradict an earlier run, or ask for another world than the running one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asked to stop, all ranks save at the same step and leave nobody; started again, the run ends in the same bits."""
+"""After a signal all ranks save at the same step and leave no process. Started again, the run ends in the same bits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from distributed.launching.stopping import Stop
 from tests.conformance.runs import FULL, STEPS, arguments, assert_same, digests, events, newest, samples
 
 pytestmark = pytest.mark.timeout(300)
-SLOWLY = {"SLOW": "0.03"}  # seconds of a micro-batch: a signal needs some steps to be agreed on
+SLOWLY = {"SLOW": "0.03"}  # seconds of a micro-batch; ranks need some steps to agree on a signal
 CLI = [sys.executable, "-m", "distributed.cli"]
 
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory, run_cli_once):
-    """The directory of a run that nothing happened to."""
+    """Return the directory of an undisturbed run."""
     out = tmp_path_factory.mktemp("clean")
     done = run_cli_once(arguments(out))
     assert done.returncode == 0, done.output
@@ -31,7 +31,7 @@ def clean(tmp_path_factory, run_cli_once):
 
 
 def check_stopped(done, out, code):
-    """It left with `code` at a step that all ranks had done, and saved there. Returns the step."""
+    """Assert that the run ended with exit code `code` and saved at a step that all ranks had made. Return the step."""
     assert done.returncode == code, done.output
     assert "Traceback" not in done.output, done.output
     result = json.loads((out / "run" / "result.json").read_text())
@@ -51,9 +51,9 @@ def check_stopped(done, out, code):
     [
         (["TERM-launcher-step", 4, 1], 143, 12),
         pytest.param(["INT-launcher-validation", 3, 0], 130, 14, marks=FULL),
-        (["USR1-launcher-data", 1, 1], 143, 7),  # while the first batch is being read
-        (["TERM-step", 8, 1], 143, 16),  # one worker only
-        (["INT-launcher-save", 5, 0], 130, 12),  # in the middle of a checkpoint
+        (["USR1-launcher-data", 1, 1], 143, 7),  # the signal comes while the first batch is read
+        (["TERM-step", 8, 1], 143, 16),  # the signal goes to one worker only
+        (["INT-launcher-save", 5, 0], 130, 12),  # the signal comes in the middle of a checkpoint
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else None,
 )
@@ -104,8 +104,8 @@ def test_a_worker_that_dies_for_good_is_in_the_result_and_a_script_that_wants_qu
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["status"], result["checkpoint"]) == ("failed", "checkpoints/step-00000009")
     assert result["error"] == "rank 1 was killed by signal 9 (SIGKILL)"
-    assert result["steps"] in (9, 11)  # of the checkpoint, or of the step in which rank 0 lost rank 1
-    assert "run directory" in done.stdout  # of the launcher, which knew nothing of the script's wish
+    assert result["steps"] in (9, 11)  # the step of the checkpoint, or that in which rank 0 lost rank 1
+    assert "run directory" in done.stdout  # from the launcher, which did not know the setting of the script
     assert not re.search("^(step|epoch|backend) ", done.stdout, re.MULTILINE), done.stdout
 
 
@@ -180,7 +180,7 @@ Trainer(torch.nn.Linear(4, 2), batch_size=4, epochs=1).fit(data, data)
 
 
 def test_a_finished_run_never_exits_non_zero(run_python, tmp_path):
-    """Many short runs in a row: threads of torch that outlive the group used to abort one process in eight."""
+    """Many short runs follow each other. Threads of torch that outlived the process group used to abort one process in eight."""
     (tmp_path / "repeat.py").write_text(textwrap.dedent(REPEAT))
     (tmp_path / "short.py").write_text(textwrap.dedent(SHORT))
     count = os.environ.get("TEARDOWN_RUNS", "20")
@@ -205,7 +205,7 @@ ON_ONE_CORE = (
 
 
 def test_ctrl_c_while_many_workers_are_starting_ends_them_all_in_seconds(start, tmp_path):
-    """The first ones take the processor, so that the others are not there yet; none of them would leave by itself."""
+    """The first workers keep the processor busy, so that the others have not started. No worker would leave by itself."""
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     begun = tmp_path / "begun"
     begun.mkdir()
@@ -221,4 +221,4 @@ def test_ctrl_c_while_many_workers_are_starting_ends_them_all_in_seconds(start, 
 
     assert done.returncode == 130 and "Traceback" not in done.output, done.output
     assert len(list(begun.iterdir())) < 48, "all had begun: this test shows nothing"
-    assert time.monotonic() - asked < 4.5  # three on a machine of its own; without the kill five and more
+    assert time.monotonic() - asked < 4.5  # 3 s on an idle machine; 5 s or more without the kill

@@ -1,4 +1,4 @@
-"""A search for a batch size: the smallest memory of all ranks decides, and nobody waits for a rank that has too little."""
+"""In a search for a batch size the rank with the least memory decides, and no rank waits for one that ran out of it."""
 
 from __future__ import annotations
 

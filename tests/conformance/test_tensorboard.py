@@ -1,4 +1,4 @@
-"""TensorBoard and the profiler beside real runs: every figure once, also after kills, and no number of training changes."""
+"""TensorBoard and the profiler in real runs: each value appears once, also after kills, and the numbers of training stay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def clean(tmp_path_factory, run_cli_once):
 
 @pytest.fixture(scope="module")
 def hurt(tmp_path_factory, run_cli_once):
-    """The directory of a run that was killed twice, and its screen."""
+    """Return the directory of a run that was killed twice, and its console output."""
     out = tmp_path_factory.mktemp("hurt")
     more = [*HISTOGRAMS, *PROFILE, "--tensorboard-dir", str(out / "boards")]
     done = run_cli_once(arguments(out, [["step", 11, 0], ["step", 17, 1]], *more))
@@ -44,7 +44,7 @@ def board(hurt):
 
 def test_killed_runs_with_everything_on_end_in_the_bits_of_one_without(hurt, clean):
     assert_same(hurt[0], clean)
-    assert len(list((hurt[0] / "boards" / "run").iterdir())) == 3  # a file of each attempt
+    assert len(list((hurt[0] / "boards" / "run").iterdir())) == 3  # one file for each attempt
 
 
 def test_each_figure_of_a_killed_run_is_there_once(hurt, board):
@@ -57,11 +57,11 @@ def test_each_figure_of_a_killed_run_is_there_once(hurt, board):
     assert [event.value for event in board.Scalars("val/loss")] == [numpy.float32(row["loss"]) for row in val]
     for tag in ("train/samples_per_second", "time/step", "time/data", "time/compute"):
         assert event_files.steps(board, tag) == [row["step"] for row in train]
-    assert board.Scalars("time/communication")  # where DDP measured it
+    assert board.Scalars("time/communication")  # DDP measured it
 
 
 def test_the_files_themselves_hold_nothing_twice(hurt):
-    """A reader that knows nothing of restarts sees each point once too."""
+    """A reader that does not handle restarts also sees each point once."""
     from distributed.loggers.event_file import _events, files_in
 
     points = [
@@ -106,7 +106,7 @@ def test_the_profile_is_a_trace_of_each_rank_and_says_what_costs_most(hurt):
 
 
 def test_pieces_on_several_processes_make_the_same_histograms(tmp_path, run_cli, board):
-    """What FSDP cuts and ZeRO 3 cuts, against a run that holds all in one piece."""
+    """Compare the histograms of FSDP and ZeRO 3 with those of a run that does not cut its model."""
     for backend, *more in (["fsdp"], ["deepspeed", "--set", "deepspeed.zero_stage=3", *PROFILE]):
         needs_backend(backend)
         flags = ["--backend", backend, *HISTOGRAMS, *more, "--epochs", "1"]

@@ -1,4 +1,4 @@
-"""Keras models on TensorFlow: with one process and with two the same numbers, and those of a plain loop in float64."""
+"""Keras models on TensorFlow have the same numbers with one process, with two, and in a plain loop in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.conftest import needs_backend
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(700)
 
-# Another model or order for each rank, or not float64: compared otherwise.
+# These have another model or order on each rank, or are not float64. Other tests compare them.
 OWN = {
     "drawn",
     "drawn-measured",
@@ -72,13 +72,13 @@ def all_cases(run_cli_once, out, world, flags=(), names=()):
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory, run_cli_once):
-    """world size -> what `all_cases` gives; each world is started once."""
+    """Return world size -> the result of `all_cases`. Each world is started once."""
     return {world: all_cases(run_cli_once, tmp_path_factory.mktemp(f"keras-{world}"), world) for world in (1, 2)}
 
 
 @pytest.fixture(scope="module")
 def mirrored(tmp_path_factory, run_cli_once):
-    """case -> what one process with two devices saw; and the console's text."""
+    """Return case -> what one process with two devices saw, and the console's text."""
     out = tmp_path_factory.mktemp("mirrored")
     cases, console, errors = all_cases(
         run_cli_once, out, 1, TWO_DEVICES, [*MIRRORED, *DROPPING, "outputs", "synchronized", "over-all"]
@@ -89,13 +89,13 @@ def mirrored(tmp_path_factory, run_cli_once):
 
 @pytest.fixture(params=[1, 2])
 def seen(worlds, request):
-    """case -> what the main process saw."""
+    """Return case -> what the main process saw."""
     return {name: ranks[0] for name, ranks in worlds[request.param][0].items()}
 
 
 @pytest.fixture
 def both(worlds):
-    """case -> what the main process saw alone, and with another."""
+    """Return case -> what the main process saw in a world of one and in a world of two."""
     return {name: (worlds[1][0][name][0], worlds[2][0][name][0]) for name in worlds[1][0]}
 
 
@@ -124,13 +124,14 @@ def test_all_ranks_end_with_the_same_weights(worlds):
 def test_two_devices_of_one_process_give_the_weights_of_one(mirrored, worlds, case):
     found, expected = mirrored[0][case], worlds[1][0][case][0]
     assert distance(found, expected) < 1e-9
-    if case != "again":  # which tells no more
+    if case != "again":  # a second fit shows no more lines
         assert found["rows"][-1]["loss"] == pytest.approx(expected["rows"][-1]["loss"], abs=1e-9)
 
 
 def test_devices_drop_and_normalise_as_processes_do_and_a_resume_changes_no_bit(mirrored, worlds):
     found = mirrored[0]
-    assert distance(found["dropping"], worlds[2][0]["dropping"][0]) < 1e-9  # also what the second one drops
+    # The dropout of the second rank is the same too.
+    assert distance(found["dropping"], worlds[2][0]["dropping"][0]) < 1e-9
     assert distance(found["dropping"], worlds[1][0]["dropping"][0]) > 1e-3
     for seen in (found, *[{name: ranks[0] for name, ranks in worlds[n][0].items()} for n in (1, 2)]):
         assert seen["dropping-resumed"]["weights"] == seen["dropping"]["weights"]
@@ -151,7 +152,7 @@ def test_in_float32_two_processes_are_as_near_as_rounding_puts_them(both):
 
 @pytest.mark.parametrize("case", STEPS)
 def test_the_step_is_that_of_a_plain_loop(seen, case):
-    # Keras keeps the factor of a regularizer with seven digits.
+    # Keras stores the factor of a regularizer with seven digits.
     limit = 1e-7 if case == "regularized" else 1e-9
     assert distance(seen[case], seen["hand" if case == "plain" else f"hand-{case}"]) < limit
     if case != "plain":
@@ -195,12 +196,12 @@ def test_metrics_of_compile_are_measured_and_the_default_losses_said(seen, world
         assert "cross-entropy of probabilities, as a softmax ends the model" in console
         assert "mean squared error, because the targets are floats" in console
         assert "learning_rate=0.03 replaces the optimizer's 0.1" in console
-        assert errors.count("\n") == errors.count("warning: "), errors  # nothing but what we say ourselves
+        assert errors.count("\n") == errors.count("warning: "), errors  # only our own warnings
 
 
 def test_metrics_that_are_no_means_are_those_of_all_samples(worlds, mirrored):
     one = worlds[1][0]["over-all"][0]
-    for _, console, _ in worlds.values():  # said in an evaluation, and not again in the fit after it
+    for _, console, _ in worlds.values():  # shown in an evaluation, and not again in the fit after it
         assert console.count("metric 'root' gives another value when its batch is split") == 1
     for seen in (one, *worlds[2][0]["over-all"], mirrored[0]["over-all"]):
         assert "error" not in seen, seen["error"]
@@ -222,7 +223,7 @@ def test_objects_of_keras_measure_what_a_training_step_returns_for_them(worlds):
 @pytest.mark.parametrize("case", ["object", "unbuilt"])
 def test_the_users_own_object_gets_the_trained_weights(seen, case):
     found = seen[case]
-    assert found["kept"]  # another one was trained, in float64
+    assert found["kept"]  # another model was trained, in float64
     assert max(abs(a - b) for a, b in zip(found["own"], found["weights"], strict=True)) < 1e-6
     assert case == "unbuilt" or max(abs(a - b) for a, b in zip(found["own"], found["before"], strict=True)) > 1e-2
 
@@ -241,7 +242,7 @@ def test_the_seed_decides_the_order_and_a_stream_shuffles_by_its_own(seen):
 
 def test_the_same_run_twice_gives_the_same_bits(seen, both):
     assert seen["dropping"]["weights"] == seen["dropping-again"]["weights"]
-    assert distance(*both["dropping"]) > 1e-3  # each rank drops its own
+    assert distance(*both["dropping"]) > 1e-3  # each rank has its own dropout
 
 
 def test_what_a_metric_draws_changes_no_number_of_training(seen):
@@ -311,7 +312,7 @@ def test_what_several_processes_cannot_share_is_refused_on_all(worlds, case):
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory, run_cli_once):
-    """The directory of a run that nothing happened to."""
+    """Return the directory of an undisturbed run."""
     needs_backend("tensorflow")
     out = tmp_path_factory.mktemp("clean")
     done = run_cli_once(command(out), timeout=120)
@@ -365,7 +366,7 @@ def free_ports():
 
 
 def started_by_hand(start, out, *more):
-    """Two workers of a cluster that TF_CONFIG describes, as another launcher starts them."""
+    """Start two workers of a cluster that TF_CONFIG describes, as another launcher does."""
     ports = free_ports()
     train = [sys.executable, "-m", "distributed.cli", *command(out, *more)]
     del train[train.index("--nproc-per-node") : train.index("--nproc-per-node") + 2]
@@ -415,13 +416,13 @@ def test_tensorflows_own_way_works_in_one_process_and_finds_its_cluster_in_sever
     )
 
     assert one.returncode == 0 and "replicas 1" in one.stdout and "trained to" in one.stdout, one.output
-    assert "memory growth true, in use False" in one.stdout, one.output  # before the script can use a GPU
+    assert "memory growth true, in use False" in one.stdout, one.output  # set before the script can use a GPU
     said = "MirroredStrategy is for one process with several devices, and this run has 2: start with --nproc-per-node 1"
     assert apart.returncode == 2 and said in apart.stderr and "replicas" not in apart.stdout, apart.output
     assert "restart" not in apart.output
-    assert "SIGTERM ends it True" in two.stdout, two.output  # without waiting for `timeout_s`
+    assert "SIGTERM ends it True" in two.stdout, two.output  # the process does not wait for `timeout_s`
     assert "replicas 2" in two.stdout and "summed [2. 2.]\nsummed [2. 2. 2.]\n" in two.stdout, two.output
-    # keras issue 20585: model.fit does not work there with Keras 3, hence our own step. Once it does, this says so.
+    # keras issue 20585: model.fit fails under this strategy with Keras 3, hence our own step. Once it works, this test fails.
     assert two.returncode == 1 and "PerReplica" in two.stderr and "trained to" not in two.stdout, two.output
     assert two.stderr.splitlines()[-1].startswith("hint: Keras 3's model.fit does not work under"), two.stderr
 
@@ -514,7 +515,7 @@ def parts():
 def test_the_rate_is_the_full_one_after_the_warm_up_also_when_its_last_updates_were_left_out(parts):
     assert parts["warm-up"] == [0.25, 0.5, 0.5, 0.5, 0.5, 0.5]
     assert parts["warm-up, its last left out"] == [0.25, 0.5, 0.5, 0.5]
-    # A schedule counts the updates that were made, the warm-up in front of it all of them; as torch's engine does.
+    # A schedule counts the updates that were made. The warm-up before it counts all updates, as on torch's engine.
     assert parts["warm-up of a schedule"] == [0.25, 0.25, 0.125, 0.0625]
     assert parts["warm-up of a schedule, its first left out"] == [0.5, 0.25, 0.125, 0.0625]
 

@@ -1,4 +1,4 @@
-"""DistributedTuner on real trials: one local cluster of two CPUs, many searches."""
+"""Run DistributedTuner with real trials: many searches on one local cluster of two CPUs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ pytestmark = pytest.mark.timeout(1500)
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """(where the searches were, what the command said). The last searches are on clusters of their own: one gets a Ctrl-C of the
-    terminal, which is for all processes of the command, and one SIGTERM, which is for the command's own process."""
+    """Return (the directory of the searches, the output of the command).
+
+    The last searches run on clusters of their own. One gets a Ctrl-C of the terminal, which goes to all processes of the command.
+    The other gets a SIGTERM, which goes to the process of the command only.
+    """
     needs_backend("ray")
     cwd = tmp_path_factory.mktemp("cwd")
     with tempfile.TemporaryDirectory(prefix="tuner-") as out:  # short: sockets lie in it
@@ -36,14 +39,14 @@ def ended(tmp_path_factory):
             os.killpg(command.pid, signal.SIGINT)
             command.wait_for(lambda: reporting(place / "preempted" / "trials.jsonl") >= {0, 1}, 150)
             os.kill(command.pid, signal.SIGTERM)
-            done = command.finish(150, grace=60)  # fails where a process is left
+            done = command.finish(150, grace=60)  # fails if a process is left
         finally:
             command.kill()
         yield place, done
 
 
 def reporting(journal):
-    """The trials that have ended an epoch."""
+    """Return the trials that have ended an epoch."""
     lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
     events = [json.loads(line) for line in lines if line.endswith("\n")]
     return {event["trial"] for event in events if event["event"] == "row"}
@@ -62,7 +65,7 @@ def test_a_grid_of_a_function_that_returns_metrics(found):
 
 
 def test_a_search_that_learns_is_told_what_came_of_its_trials(found):
-    """The first ten are drawn by chance. What comes then is other than what a search that hears nothing proposes."""
+    """The first ten trials are random. The later ones differ from those of a search that gets no results."""
     tried = found["optuna"]["tried"]
     deaf = make_proposals("optuna", make_space({"a": {"uniform": [0, 10]}}), 1)
     unheard = [deaf.ask()["a"] for _ in tried]
@@ -71,7 +74,7 @@ def test_a_search_that_learns_is_told_what_came_of_its_trials(found):
 
 
 def test_a_cluster_of_its_own_runs_one_trial_at_a_time(found):
-    """In a process that imported Ray before."""
+    """The search runs in a process that imported Ray before."""
     assert found["own"]["best"] == {"a": 1}
     one = ("started", "row", "ended")
     assert found["own"]["happened"] == [[number, event] for number in range(3) for event in one]
@@ -79,13 +82,13 @@ def test_a_cluster_of_its_own_runs_one_trial_at_a_time(found):
 
 @pytest.mark.parametrize("name", ["cut", "preempted"])
 def test_a_signal_has_all_trials_save_and_leaves_no_process(ended, name):
-    """In searches on clusters of their own of one process, after that was connected to another one."""
+    """The searches run on clusters of their own, in one process that was connected to another cluster before."""
     place, done = ended
     assert done.returncode == 128 + signal.SIGTERM and done.stdout.splitlines()[-1] == "KeyboardInterrupt()", (
         done.output[-6000:]
     )
     sweep = json.loads((place / name / "sweep.json").read_text())
-    assert [trial["status"] for trial in sweep["trials"]] == ["interrupted"] * 2  # and no third one began
+    assert [trial["status"] for trial in sweep["trials"]] == ["interrupted"] * 2  # no third trial began
     runs = [place / name / trial["run_dir"] for trial in sweep["trials"]]
     assert [json.loads((run / "result.json").read_text())["status"] for run in runs] == ["interrupted"] * 2
     assert all(list((run / "checkpoints").glob("step-*")) for run in runs)
@@ -112,7 +115,7 @@ def test_asha_stops_the_bad_ones_early_and_the_best_trainer_comes_back(found):
     assert status[facts["best"]["lr"]] == ("finished", 9)
     early = [epochs for kind, epochs in status.values() if kind == "stopped"]
     assert len(early) >= 4 and max(early) < 9
-    assert facts["stopped"] == "interrupted"  # its processes saved and left
+    assert facts["stopped"] == "interrupted"  # the processes of the trial saved and left
     assert facts["again"] == pytest.approx(facts["row"]["val_loss"], rel=1e-6)
     assert facts["history"] == list(range(1, facts["row"]["epoch"] + 1))
     assert "/checkpoints/step-" in facts["checkpoint"]
@@ -124,7 +127,7 @@ def test_a_population_goes_on_from_its_best_members(found):
     assert facts["epochs"] == [9, 9, 9, 9] and set(facts["statuses"]) == {"finished"}
     assert facts["num_cloned"] > 0 and facts["turns"] > 4
     assert facts["rate_replaced"]
-    assert max(facts["losses"]) < 0.6, facts["losses"]  # a rate of 1e-6 alone would still be where it began
+    assert max(facts["losses"]) < 0.6, facts["losses"]  # with a rate of 1e-6 alone the loss would not have moved
 
 
 @pytest.mark.full
@@ -140,13 +143,14 @@ def test_a_trial_of_two_processes_has_both_cpus_for_itself(found):
     facts = found["distributed_trials"]
     assert facts["worlds"] == [2, 2] and facts["epochs"] == [3, 3]
     one = ["started", "row", "row", "row", "row", "ended"]
-    assert facts["order"] == one * 2  # never both at once; the fourth row is what the function returned
+    assert facts["order"] == one * 2  # the trials never overlap; the fourth row is what the function returned
 
 
 def test_a_trial_whose_process_dies_goes_on_from_its_checkpoint(found):
     facts = found["failures"]
     assert facts["retried"].count("retried") == 1 and facts["retried"].count("started") == 2
-    assert facts["epochs"][-1] == 6 and facts["epochs"].count(1) == 1  # not from the start
+    # The trial did not start again from the beginning.
+    assert facts["epochs"][-1] == 6 and facts["epochs"].count(1) == 1
 
 
 def test_crashes_are_told_by_their_own_cause(found):
@@ -196,7 +200,9 @@ def test_mlflow_has_one_run_of_the_search_with_one_of_each_trial_below(found):
     }  # fmt: skip
     trials, parent, best = below["tracked"], runs[parents["tracked"]], facts["best"]
     assert [run["name"] for run in trials] == [trial["id"] for trial in facts["trials"]] and len(runs) == 3 + 3 + 2 + 1
-    assert {run["experiment"] for run in runs.values()} == {parent["experiment"]}  # of all searches of this script
+    assert {run["experiment"] for run in runs.values()} == {
+        parent["experiment"]
+    }  # the experiment of all searches of this script
     assert [float(run["params"]["learning_rate"]) for run in trials] == [
         trial["config"]["lr"] for trial in facts["trials"]
     ]
@@ -206,9 +212,9 @@ def test_mlflow_has_one_run_of_the_search_with_one_of_each_trial_below(found):
     assert parent["metrics"]["best_val_loss"] == pytest.approx(best["metrics"]["val_loss"])
     assert parent["params"]["scheduler"] == "asha" and parent["params"]["search_space.lr"] == "[0.3, 1e-06, 1e-07]"
     assert {"sweep.json", "sweep.yaml", "best.yaml"} <= set(parent["artifacts"])
-    assert facts["again"] == pytest.approx(best["metrics"]["val_loss"], rel=1e-6)  # and no run more of it
+    assert facts["again"] == pytest.approx(best["metrics"]["val_loss"], rel=1e-6)  # no further run of it
 
-    plain = below["bowls"]  # no Trainer in them: the search tells of them
+    plain = below["bowls"]  # these trials have no Trainer, so the search logs them
     assert [(run["params"]["a"], run["status"]) for run in plain] == [("1", "FINISHED"), ("2", "FAILED")]
     assert plain[0]["metrics"]["score"] == 1.0 and runs[parents["bowls"]]["metrics"]["best_score"] == 1.0
 
@@ -224,5 +230,5 @@ def test_tensorboard_shows_the_trials_of_a_search_with_their_metrics(ended, foun
 
 
 def test_processes_are_used_again_and_nothing_is_left(found):
-    assert found["resume"]["processes"] <= 3  # of five trials
+    assert found["resume"]["processes"] <= 3  # for five trials
     assert found["free"] == 2 and found["groups left"] == []

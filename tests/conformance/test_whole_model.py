@@ -15,12 +15,12 @@ from tests.conftest import needs_backend, needs_library
 
 JOB = Path(__file__).parent / "jobs" / "hugging_face.py"
 CASES = ("gpt", "classifier", "frozen", "adapted")
-# Which models each backend trains: the kinds differ in what is cut, so that replicas need not train all of them.
+# The models that each backend trains. They differ in what is cut, so that replicas need not train all of them.
 BACKENDS = {
     "single": ("gpt", "adapted"),
     "pytorch-ddp": ("gpt", "adapted"),
     "fsdp": CASES,
-    "deepspeed": ("gpt-0", "gpt-1", "gpt-2", "gpt-3", "frozen-3"),  # by stage
+    "deepspeed": ("gpt-0", "gpt-1", "gpt-2", "gpt-3", "frozen-3"),  # the number is the stage
     "horovod": ("gpt",),
 }
 pytestmark = pytest.mark.timeout(240)
@@ -30,12 +30,12 @@ CHECKED = [(backend, case) for backend, cases in BACKENDS.items() for case in ca
 
 
 def cases_of(backend):
-    """Return the cases that can be trained here; the test of one that cannot says what is missing."""
+    """Return the cases that can be trained here. The tests of the others say what is missing."""
     return [case for case in BACKENDS.get(backend, ("gpt",)) if case != "adapted" or importlib.util.find_spec("peft")]
 
 
 def train(run_cli_once, out, backend, *flags, **more):
-    """What rank 0 saw of each case, and what the launcher showed."""
+    """Return what rank 0 saw of each case, and the output of the launcher."""
     needs_backend(backend)
     pytest.importorskip("transformers")
     cases = cases_of(backend)
@@ -46,7 +46,7 @@ def train(run_cli_once, out, backend, *flags, **more):
 
 
 def exported(checkpoint, out):
-    """What `distributed checkpoint export` writes of a checkpoint, or of the newest one of a run directory."""
+    """Return what `distributed checkpoint export` writes for a checkpoint, or for the newest one of a run directory."""
     export(checkpoint, out, force=True)
     return load_file(out)
 
@@ -57,7 +57,7 @@ def assert_same(one, other):
 
 
 def check(out, facts, case):
-    """The loaded model has the bits of the checkpoint; the user's object is an ordinary module, and a further fit goes on."""
+    """Assert that the loaded model has the bits of the checkpoint, that the user's object is a plain module, and that a further fit works."""
     seen = facts[case]
     assert seen["kinds"] == ["Parameter", "Tensor"], case
     for fact in ("is_the_users", "in_fit", "copied", "trainable", "evaluated_twice", "goes_on"):
@@ -71,7 +71,7 @@ def check(out, facts, case):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, run_cli_once):
-    """backend -> (directory, facts by case, the command), each trained once."""
+    """Return backend -> (directory, facts by case, the command). Each backend trains once."""
     found = {}
 
     def of(backend):

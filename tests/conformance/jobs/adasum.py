@@ -1,4 +1,4 @@
-"""One update by Adasum on two ranks, against the formula of its paper (arXiv 2006.02924), layer by layer. Prints how far."""
+"""Compare an Adasum update on two ranks with the formula of its paper (arXiv 2006.02924), layer by layer. Prints the difference."""
 
 import json
 

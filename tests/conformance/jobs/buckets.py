@@ -1,6 +1,6 @@
-"""A model of several DDP buckets on three processes; rank 1 is killed once at the step given. Writes the final weights.
+"""Train a model of several DDP buckets on three processes. Rank 1 is killed once at the step given. Writes the final weights.
 
-Arguments: where to, the step, and options of DDP as JSON.
+Arguments: the path for the weights, the step, and options of DDP as JSON.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Trains with every ddp.comm_hook that is ours, on four processes in two groups. Arguments: the directory for what was seen."""
+"""Train with each of our own values of ddp.comm_hook, on four processes in two groups. Arguments: the directory for the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def topk(ratio: float) -> dict[str, Any]:
 
 
 def traced(**settings: Any) -> Any:
-    """What travels in an update: collective -> the numbers in its tensors, each time."""
+    """Return what an update sends: collective -> the number of elements in its tensors, for each call."""
 
     def run() -> dict[str, Any]:
         trainer = Trainer(deep, **{**BASE, "max_steps": 3, **settings})
@@ -41,7 +41,7 @@ def traced(**settings: Any) -> Any:
         def tracing(group: Any) -> Any:
             with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
                 box.append(step(group))
-            seen.clear()  # DDP's buckets are final in the last update
+            seen.clear()  # keep only the last update, in which DDP's buckets are final
             for event in profiler.events():
                 if event.name.startswith("c10d::"):
                     sizes = [math.prod(shape) for shape in event.input_shapes if shape]
@@ -56,7 +56,7 @@ def traced(**settings: Any) -> Any:
 
 
 class Forgetful(Callback):
-    """Error feedback without the feedback."""
+    """Clear the memory of error feedback."""
 
     trainer: Trainer
 
@@ -65,16 +65,16 @@ class Forgetful(Callback):
 
 
 def line() -> TensorDataset:
-    """Noisy measurements of a line: each rank's part alone would have another solution."""
+    """Return noisy measurements of a line. The part of each rank alone has another solution."""
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(64, 32, generator=generator, dtype=torch.float64)
     noise = torch.randn(64, 1, generator=generator, dtype=torch.float64)
     y = x.sum(1, keepdim=True) + noise
-    return TensorDataset(x.repeat(40, 1), y.repeat(40, 1))  # an epoch of forty updates
+    return TensorDataset(x.repeat(40, 1), y.repeat(40, 1))  # an epoch has forty updates
 
 
 def converged(forgets: bool = False, **settings: Any) -> Any:
-    """Gradient descent with all samples in each update; how far from the solution it ends."""
+    """Run gradient descent with all samples in each update, and return the distance from the solution."""
 
     def run() -> dict[str, Any]:
         callback, (x, y) = Forgetful(), line().tensors
@@ -95,7 +95,7 @@ def descent(params: Any) -> torch.optim.Optimizer:
 
 
 def resumed(options: dict[str, Any]) -> Any:
-    """Stopped in the middle and taken up from the checkpoint by another trainer."""
+    """Stop in the middle, and resume from the checkpoint with another trainer."""
 
     def run() -> dict[str, Any]:
         settings = {**BASE, **LONG, "ddp": options}
@@ -109,7 +109,7 @@ def resumed(options: dict[str, Any]) -> Any:
 
 
 def after_each_other(options: dict[str, Any]) -> Any:
-    """Two fits of one trainer: the hook's groups are made anew, its memory is kept."""
+    """Fit twice with one trainer. The groups of the hook are made again, and its memory is kept."""
 
     def run() -> dict[str, Any]:
         settings = {**BASE, **LONG, "ddp": options, "max_steps": 31}
@@ -123,7 +123,7 @@ def after_each_other(options: dict[str, Any]) -> Any:
 
 
 def spoilt() -> dict[str, Any]:
-    """A NaN in one update: the hook's memory must not keep it."""
+    """Have a NaN in one update, which the memory of the hook must not keep."""
     x, y = many().tensors
     x[8 * 5] = float("nan")
     settings = {**BASE, **LONG, "epochs": 1, "max_steps": 12, "nan_policy": "skip"}

@@ -1,4 +1,4 @@
-"""A user's callback of Ray Train: it writes down what Ray hears of each epoch."""
+"""Define a user's callback of Ray Train, which writes what Ray receives after each epoch."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,6 @@ from ray.train import UserCallback
 
 class Epochs(UserCallback):
     def after_report(self, run_context, metrics, checkpoint):
-        assert metrics[0] == metrics[1]  # of two ranks
+        assert metrics[0] == metrics[1]  # one entry for each of two ranks
         with Path(run_context.get_run_config().storage_path, "epochs.jsonl").open("a") as file:
             file.write(json.dumps(metrics[0]) + "\n")

@@ -1,4 +1,4 @@
-"""One way to fail, named by the first argument; the second is a directory for what was seen."""
+"""Fail in the way that the first argument names. The second argument is the directory for the results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Samples(Dataset):
 
 
 class Endless(Dataset):
-    """A map-style dataset without a length."""
+    """Provide a map-style dataset without a length."""
 
     def __getitem__(self, index: int) -> Any:
         return torch.zeros(6), torch.tensor(0)
@@ -48,7 +48,7 @@ class Stream(IterableDataset):
 
 
 class Breaks(torch.nn.Module):
-    """Fails in the third forward of rank 1."""
+    """Fail in the third forward pass of rank 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Breaks(torch.nn.Module):
 
 
 class Weights(Callback):
-    """Writes this rank's weights after every update."""
+    """Write this rank's weights after every update."""
 
     trainer: Trainer
 
@@ -74,7 +74,7 @@ class Weights(Callback):
 
 
 def raise_now(error: Exception) -> None:
-    """Raise, and leave the time of it."""
+    """Write the time, and raise `error`."""
     (OUT / "raised-at").write_text(repr(time.time()))
     raise error
 
@@ -91,12 +91,12 @@ def fit(data: Any, built: Any = model, **settings: Any) -> Trainer:
 
 
 def nan(policy: str) -> None:
-    """Sample 33 is rank 1's in step 5."""
+    """Make sample 33 NaN, which rank 1 has in step 5."""
     fit(Samples(bad=33), nan_policy=policy)
 
 
 def full_disk() -> None:
-    """The disk has no room for the checkpoint of step 4."""
+    """Have no space on the disk for the checkpoint of step 4."""
     import distributed.backends._torch.tensor_io as tensor_io
 
     writes = tensor_io.write_tensors
@@ -111,8 +111,10 @@ def full_disk() -> None:
 
 
 def slow_disk() -> None:
-    """The checkpoint of step 4 takes much longer than `timeout_s`, on rank 1 and then on rank 0; in that of step 6 rank 0
-    stops for good."""
+    """Make the checkpoint of step 4 take much longer than `timeout_s`, on rank 1 and then on rank 0.
+
+    In the checkpoint of step 6 rank 0 hangs.
+    """
     fsync = os.fsync
 
     def slow(fd: int) -> None:
@@ -179,7 +181,7 @@ MISTAKES = (
 
 
 def mistakes() -> None:
-    """Make each mistake in turn; each rank writes what it was told."""
+    """Make each mistake in turn. Each rank writes the error that it got."""
     found = {}
     for name in MISTAKES:
         try:

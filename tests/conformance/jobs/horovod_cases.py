@@ -1,4 +1,4 @@
-"""Trains every case under one backend, for a test that compares Horovod with DDP. Arguments: directory, backend."""
+"""Train every case under one backend, for a test that compares Horovod with DDP. Arguments: directory, backend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def data(dtype=torch.float64):
 
 
 class Net(torch.nn.Module):
-    """`extra` is a layer that nobody uses, or that one rank uses; `word` looks up an embedding with sparse gradients."""
+    """Have a layer `extra` that no rank or one rank uses, and `word`, an embedding with sparse gradients."""
 
     def __init__(self, extra=None, word=False, seed=5):
         super().__init__()
@@ -77,7 +77,7 @@ def extra(used_by):
 
 
 def used_optimizer():
-    """Each rank's has made another step before."""
+    """Train with an optimizer that has made a different step on each rank before."""
     model = Net(seed=RANK).double()
     optimizer = sgd(model.parameters())
     model(torch.full((1, FEATURES), RANK + 1.0, dtype=torch.float64)).sum().backward()
@@ -86,7 +86,7 @@ def used_optimizer():
 
 
 def small_buckets():
-    """Counts the all-reduces of gradients in each update."""
+    """Count the all-reduces of gradients in each update."""
     import horovod.torch as hvd
 
     from distributed.backends._horovod import buckets
@@ -126,7 +126,7 @@ def wrapped():
 
 
 class SharedAndRecomputed(torch.nn.Module):
-    """Its first layer gets two gradients in one backward pass, in two nested ones."""
+    """Have a first layer that gets two gradients in one backward pass, from two nested passes."""
 
     def __init__(self):
         super().__init__()

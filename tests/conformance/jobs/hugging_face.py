@@ -1,6 +1,6 @@
-"""Trains Hugging Face models, saves each with `save_pretrained`, loads it again and writes what it holds.
+"""Train Hugging Face models, save each with `save_pretrained`, load it again and write its content.
 
-In the directory given, for each case: CASE.safetensors, the weights of the model that was loaded; CASE.json, facts of rank 0.
+Writes for each case into the directory given: CASE.safetensors, the weights of the loaded model, and CASE.json, facts of rank 0.
 """
 
 import copy
@@ -36,7 +36,7 @@ BERT = {
 
 
 class Tokens(torch.utils.data.Dataset):
-    """With a label of each sample, or the tokens themselves as labels."""
+    """Hold tokens with a label for each sample, or with the tokens themselves as labels."""
 
     def __init__(self, num_labels=None):
         self.num_labels = num_labels
@@ -50,7 +50,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 class LoRALinear(torch.nn.Module):
-    """A frozen linear layer and the trained product of two thin matrices."""
+    """Add the trained product of two thin matrices to a frozen linear layer."""
 
     def __init__(self, base, rank=2):
         super().__init__()
@@ -63,7 +63,7 @@ class LoRALinear(torch.nn.Module):
 
 
 def gpt():
-    """Its last weight is its first."""
+    """Return a GPT whose last weight is shared with its first."""
     torch.manual_seed(3)
     return GPT2LMHeadModel(GPT2Config(**GPT))
 
@@ -74,7 +74,7 @@ def classifier():
 
 
 def frozen():
-    """All but the adapters in the attention, and the head, is frozen."""
+    """Return a model in which only the adapters in the attention and the head are trained."""
     model = classifier()
     for parameter in model.bert.parameters():
         parameter.requires_grad_(False)
@@ -90,7 +90,7 @@ def adapted():
 
 
 class Saving(Callback):
-    """Saves in the middle of the fit, from the model that `whole_model` gives."""
+    """Save the model that `whole_model` yields in the middle of the fit."""
 
     def __init__(self, path):
         self.path, self.trainer = path, None
@@ -110,7 +110,7 @@ def load(name, path):
         from peft import PeftModel
 
         return PeftModel.from_pretrained(gpt(), path, is_trainable=True)
-    if name == "frozen":  # its classes are of this script
+    if name == "frozen":  # its classes are defined in this script
         model = frozen()
         model.load_state_dict(transformers.modeling_utils.load_state_dict(path / "model.safetensors"))
         return model
@@ -159,7 +159,7 @@ def run(case, name, **settings):
     first = next(model.parameters())
     before = trainer.evaluate(data)
     facts["evaluated_twice"] = trainer.evaluate(data) == before and same(weights(model), held)
-    again = trainer.fit(data, data)  # goes on from the state of the workers, not from a whole model
+    again = trainer.fit(data, data)  # continues from the state of the workers, not from a whole model
     facts["further"] = again.rows[-1]["val_loss"]
     facts["goes_on"] = next(model.parameters()) is first and not same(weights(model), held)
     trainer.save(OUT / f"{case}-further.safetensors")
@@ -168,7 +168,7 @@ def run(case, name, **settings):
 
 
 def in_pieces(case, name):
-    """As where the whole model has no room: it is said, and the numbers are the same."""
+    """Train as if there were no memory for the whole model. A notice says so, and the numbers are the same."""
     from distributed.backends._torch import whole
 
     whole.free_bytes = lambda device, num_sharing: 0

@@ -1,4 +1,4 @@
-"""Trains with a callback that evaluates and saves within the fit, or without: `looking.py OUT [look]`. Nothing may be unpickled."""
+"""Train with or without a callback that evaluates and saves within the fit: `looking.py OUT [look]`. Nothing may be unpickled."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
-"""Trains every form of batch, model and loss in one process group.
+"""Train every form of batch, model and loss in one process group.
 
-Arguments: the directory for what was seen, and with what the names of the cases begin (default: all cases).
+Arguments: the directory for the results, and a prefix of the names of the cases (default: all cases).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BASE = {"dtype": "float64", "global_batch_size": 8, "epochs": 2, "learning_rate"
 
 
 class Rows(Dataset):
-    """Items of any kind."""
+    """Hold items of any kind."""
 
     def __init__(self, make: Any, count: int = SAMPLES) -> None:
         self.items = [make(i) for i in range(count)]
@@ -58,7 +58,7 @@ def layers(outputs: int = CLASSES) -> torch.nn.Module:
 
 
 class Named(torch.nn.Module):
-    """Takes its input by name, or two of them."""
+    """Take one or two inputs by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Named(torch.nn.Module):
 
 
 class OwnLoss(torch.nn.Module):
-    """Returns a dict with its loss, like many research models."""
+    """Return a dict with the loss, like many research models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def tiny_gpt() -> torch.nn.Module:
 
 
 def tiny_gpt_by_itself() -> torch.nn.Module:
-    """Divides by its own number of labels."""
+    """Return a GPT that divides its loss by its own number of labels."""
     model = tiny_gpt()
     model.accepts_loss_kwargs = False
     return model
@@ -157,7 +157,7 @@ def tiny_bert() -> torch.nn.Module:
 
 
 def sentence(index: int) -> dict[str, Any]:
-    """Ids of a length that differs from sample to sample; every second one of the first batch has no label."""
+    """Return ids whose length differs between samples. Every second sample of the first batch has no label."""
     own = torch.Generator().manual_seed(100 + index)
     ids = torch.randint(1, WORDS, (2 + index % 9,), generator=own)
     labels = torch.full_like(ids, -100) if index < 8 and index % 2 else ids.clone()
@@ -165,7 +165,7 @@ def sentence(index: int) -> dict[str, Any]:
 
 
 def pad(rows: list[dict[str, Any]]) -> BatchEncoding:
-    """As DataCollator does it: ids padded with 0, labels with -100, a mask."""
+    """Pad as DataCollator does: ids with 0, labels with -100, and a mask."""
     length = max(len(row["input_ids"]) for row in rows)
 
     def filled(name: str, value: int) -> torch.Tensor:
@@ -191,7 +191,7 @@ def classified() -> Rows:
 
 
 def tied() -> dict[str, Any]:
-    """A checkpoint holds the tied weight once, and is taken up by another trainer to the same end."""
+    """Resume with another trainer from a checkpoint, which holds the tied weight once. The weights end the same."""
     whole = case(tiny_gpt, sentences, shuffle=False)()
     settings = {**BASE, "shuffle": False}
     first = Trainer(seeded(tiny_gpt), **settings)
@@ -210,7 +210,7 @@ def tied() -> dict[str, Any]:
 
 
 class Norms(torch.nn.Module):
-    """Batch norm over positions, so that a slice of one sample is enough; counts its training forwards in a buffer."""
+    """Normalize over positions, so that one sample is enough, and count the training forward passes in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Norms(torch.nn.Module):
 
 
 def empty_slices() -> dict[str, Any]:
-    """Buffers of this rank before and after each update, with its number of samples."""
+    """Return the buffers of this rank before and after each update, with its number of samples."""
     trainer = Trainer(seeded(Norms), **{**BASE, "global_batch_size": 3, "gradient_accumulation_steps": 2, "epochs": 1})
     step, seen = trainer.backend.train_step, []
 
@@ -243,7 +243,7 @@ def empty_slices() -> dict[str, Any]:
 
 
 def measured() -> dict[str, Any]:
-    """Metrics of all forms over an evaluation, beside what they are on all the data at once."""
+    """Return metrics of all forms over an evaluation, and their values for all the data at once."""
     metrics = {
         "mean": lambda o, t: F.cross_entropy(o, t), "each": each, "pair": weighted,
         "number": lambda o, t: float((o.argmax(1) == t).double().mean()),
@@ -261,7 +261,7 @@ def measured() -> dict[str, Any]:
 
 
 def now_and_then(model: Any, batch: Any) -> dict[str, Any]:
-    """Names that differ from batch to batch, and so from rank to rank: of each class that is there, and in evaluation."""
+    """Return metrics whose names differ between batches and ranks: one for each class in the batch, and one in evaluation."""
     outputs = model(batch[0])
     right = rights(outputs, batch[1])
     named = {f"class_{k}": (right[batch[1] == k].sum(), int((batch[1] == k).sum())) for k in batch[1].unique().tolist()}
@@ -279,7 +279,7 @@ class Scores:
 
 
 class Answers(torch.nn.Module):
-    """Outputs of many forms, each of which tells which sample it is of: its first feature."""
+    """Return outputs of many forms. Each contains the first feature of its sample, which identifies the sample."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -296,13 +296,13 @@ class Answers(torch.nn.Module):
             "encoding": lambda: BatchEncoding({"first": first}),
             "words": lambda: words,
             "array": lambda: first.numpy(),
-            "rows": lambda: first.expand(-1, 3).reshape(-1, 1),  # three of each sample
+            "rows": lambda: first.expand(-1, 3).reshape(-1, 1),  # three rows for each sample
             "ragged": lambda: x[:, : 2 + len(x) % 2],
         }[self.form]()
 
 
 def around() -> dict[str, Any]:
-    """A training_step with the script's own model instead of its argument."""
+    """Train with a training_step that uses the model of the script instead of its argument."""
     net = seeded(layers)()
     return train(
         net, tuples(), tuples(), **BASE, training_step=lambda model, batch: F.cross_entropy(net(batch[0]), batch[1])
@@ -310,7 +310,7 @@ def around() -> dict[str, Any]:
 
 
 def thawed() -> dict[str, Any]:
-    """A layer is trained from the second fit on."""
+    """Train a layer from the second fit on."""
     net = seeded(layers)()
     net[0].requires_grad_(False)
     trainer = Trainer(net, **BASE)

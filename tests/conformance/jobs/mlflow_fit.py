@@ -1,4 +1,4 @@
-"""A fit on a small problem that the tests of the MLflow logger look at. Environment: KILL_AT, WAIT."""
+"""Fit a small problem for the tests of the MLflow logger. Environment: KILL_AT, WAIT."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ class Net(torch.nn.Module):
 
 
 class Beside(Callback):
-    """Logs by itself from the last rank, dies once, and remembers how long the longest step took."""
+    """Log to MLflow from the last rank, die once, and keep the seconds of the longest step."""
 
     def __init__(self):
         self.last, self.longest = None, 0.0

@@ -1,4 +1,4 @@
-"""Trains one or more cases for every option in one process group. Arguments: the directory for what was seen."""
+"""Train one or more cases for every option in one process group. Arguments: the directory for the results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def net() -> torch.nn.Module:
 
 
 class Residual(torch.nn.Module):
-    """A block with sub-modules, which counts its forwards."""
+    """Count the forward passes of a block with sub-modules."""
 
     forwards = 0
 
@@ -69,7 +69,7 @@ class Blocks(torch.nn.Module):
 
 
 class TwoHeads(torch.nn.Module):
-    """The second head is never used."""
+    """Have a second head that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class TwoHeads(torch.nn.Module):
 
 
 class SecondHeadAtFirst(TwoHeads):
-    """The second head is used in the first slice of an update only, whose gradients are not reduced."""
+    """Use the second head only in the first slice of an update, whose gradients are not reduced."""
 
     forwards = 0
 
@@ -92,9 +92,9 @@ class SecondHeadAtFirst(TwoHeads):
 
 
 class Embedded(torch.nn.Module):
-    """Looks up a code of each sample; rows of the table that are asked for twice get two gradients.
+    """Look up a code for each sample. Rows of the table that are looked up twice get two gradients.
 
-    Dense layers above the table and below it: torch's own DDP leaves those below it wrong.
+    There are dense layers above and below the table. torch's own DDP computes wrong gradients for those below.
     """
 
     def __init__(self, sparse: bool) -> None:
@@ -110,7 +110,7 @@ class Embedded(torch.nn.Module):
 
 
 def sparse_afterwards() -> dict[str, Any]:
-    """What a script's own wrapper around the trained model leaves out."""
+    """Return what a script's own wrapper around the trained model leaves out."""
     model = Embedded(True)
     model._ddp_params_and_buffers_to_ignore = ["head.0.bias"]
     trainers = [Trainer(given, **BASE, max_steps=1) for given in (lambda: Embedded(True), lambda: model)]
@@ -120,7 +120,7 @@ def sparse_afterwards() -> dict[str, Any]:
 
 
 class Twice(torch.nn.Module):
-    """A layer that is used twice and recomputed in the way that gives its gradient in two pieces."""
+    """Use a layer twice, and recompute it so that its gradient comes in two pieces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ FP32 = {"dtype": "float32", "data": data32}
 
 
 def case(model: Any = net, **settings: Any) -> Any:
-    """A plain training with these settings over BASE."""
+    """Return a case that trains with these settings over BASE."""
 
     def run() -> dict[str, Any]:
         merged = {**BASE, **settings}
@@ -179,7 +179,7 @@ def case(model: Any = net, **settings: Any) -> Any:
 
 
 def with_objects(schedule: Any, **settings: Any) -> Any:
-    """An optimizer and a schedule given as objects."""
+    """Train with an optimizer and a schedule given as objects."""
 
     def run() -> dict[str, Any]:
         model = net().double()
@@ -203,7 +203,7 @@ def by_threes(optimizer: Any) -> Any:
 
 
 def from_checkpoint(**changes: Any) -> Any:
-    """Four updates with a schedule, and four more of another trainer with other settings."""
+    """Make four updates with a schedule, and four more with another trainer and other settings."""
 
     def run() -> dict[str, Any]:
         settings = {**BASE, "scheduler": halving}
@@ -227,7 +227,7 @@ def plateau(optimizer: Any) -> Any:
 
 
 class Kinds:
-    """A loss that remembers the element types of the outputs."""
+    """Compute a loss, and keep the element types of the outputs."""
 
     def __init__(self, blow_up_at: int = -1) -> None:
         self.seen: set[str] = set()
@@ -239,12 +239,12 @@ class Kinds:
         if torch.is_grad_enabled():
             self.calls += 1
             if self.calls == self.blow_up_at and RANK == WORLD - 1:
-                return loss * 1e6  # finite itself, too large for fp16 once it is scaled
+                return loss * 1e6  # finite, but too large for fp16 after scaling
         return loss
 
 
 class Weights(Callback):
-    """The first weight after every update."""
+    """Record the first weight after every update."""
 
     def __init__(self, trainer: list[Trainer]) -> None:
         self._trainer, self.values = trainer, []
@@ -281,7 +281,7 @@ def recomputed(on: bool) -> Any:
 
 
 def counted(model: Any = deep, **settings: Any) -> Any:
-    """All-reduces of every update, with the number of DDP's buckets."""
+    """Count the all-reduces of every update, and the buckets of DDP."""
 
     def run() -> dict[str, Any]:
         trainer = Trainer(model, **{**BASE, "log_every_n_steps": 1000, **settings})
@@ -313,7 +313,7 @@ def seed_all() -> None:
 
 
 def among_own_draws() -> dict[str, Any]:
-    """A script that draws numbers of its own before, between and after what the trainer does."""
+    """Draw random numbers before, between and after the calls of the trainer."""
     seed_all()
     expected = [draws() for _ in range(4)]
     seed_all()
@@ -331,7 +331,7 @@ def among_own_draws() -> dict[str, Any]:
 
 
 def logged_twice() -> dict[str, Any]:
-    """The lines of metrics.jsonl of a run with everything that may differ, without its clocks."""
+    """Return the lines of metrics.jsonl, without times, of a run with everything that may differ."""
     settings = {"optimizer": None, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "shuffle": True}
     seen = case(dropping, dtype="float32", data=data32, **settings)()
     lines = [json.loads(line) for line in Path(seen["run_dir"], "metrics.jsonl").read_text().splitlines()]
@@ -340,7 +340,7 @@ def logged_twice() -> dict[str, Any]:
 
 
 class Turns(Callback):
-    """Tells a profiler of every step."""
+    """Call `step` of a profiler after every step."""
 
     def __init__(self, profiler: Any) -> None:
         self._profiler = profiler
@@ -350,7 +350,7 @@ class Turns(Callback):
 
 
 def profiled() -> dict[str, Any]:
-    """A profiler of the user's around `fit`, whole and with a schedule: how often it saw the model's operators."""
+    """Run `fit` in a user's profiler, with and without a schedule, and count the operators of the model that it saw."""
     counts: dict[str, Any] = {}
     cpu = [torch.profiler.ProfilerActivity.CPU]
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
@@ -369,14 +369,14 @@ def profiled() -> dict[str, Any]:
 
 
 def after_each_other() -> dict[str, Any]:
-    """Two fits of one trainer with powersgd: what it remembers of the gradients survives the first."""
+    """Fit twice with one trainer and powersgd, whose memory of the gradients is kept between the fits."""
     trainer = Trainer(deep, **{**BASE, **FP32_DEEP, "epochs": 1, "max_steps": 24, "ddp": POWERSGD})
     trainer.fit(many())
     return facts(trainer, trainer.fit(many(), max_steps=6))
 
 
 def resumed_powersgd() -> dict[str, Any]:
-    """Stopped in the middle and taken up from the checkpoint by another trainer."""
+    """Stop in the middle, and resume from the checkpoint with another trainer."""
     settings = {**BASE, **FP32_DEEP, "ddp": POWERSGD}
     first = Trainer(deep, **{**settings, "max_steps": 24})
     history = first.fit(many())
@@ -386,7 +386,7 @@ def resumed_powersgd() -> dict[str, Any]:
 
 
 def spoilt_powersgd() -> dict[str, Any]:
-    """A NaN after compression began: the hook's memory must not keep it."""
+    """Have a NaN after compression began, which the memory of the hook must not keep."""
     x, y = many().tensors
     x[4 * 22] = float("nan")
     box: list[Trainer] = []
@@ -411,7 +411,7 @@ FP32_DEEP = {"dtype": "float32", "global_batch_size": 4, "log_every_n_steps": 10
 
 
 class ToSame(torch.nn.Module):
-    """Uses an operation that deterministic=True refuses."""
+    """Use an operation that deterministic=True refuses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -464,7 +464,7 @@ def checkpoints(**settings: Any) -> Any:
 
 
 class StopsInAStep(Callback):
-    """The last rank asks, in a hook after which no rank waits for another."""
+    """Ask to stop on the last rank, in a hook after which no rank waits for another."""
 
     def on_step_end(self, state: Any, result: Any) -> None:
         if state.step == 2 and RANK == WORLD - 1:
@@ -556,7 +556,7 @@ DDP_CASES = {
     "sparse-afterwards": sparse_afterwards,
     "unused-found": case(TwoHeads, ddp={"find_unused_parameters": True}),
     "unused-at-last": case(SecondHeadAtFirst, gradient_accumulation_steps=3),
-    "unused": case(TwoHeads),  # last: DDP's reducer is left unfinished
+    "unused": case(TwoHeads),  # the last case, because it leaves DDP's reducer unfinished
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A Horovod script as its guides show it, without this package: digits, a sampler for each rank, averaged accuracy."""
+"""Train on digits as the guides of Horovod show it, without this package: a sampler for each rank, and averaged accuracy."""
 
 import argparse
 import json

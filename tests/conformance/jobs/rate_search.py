@@ -1,6 +1,6 @@
-"""Searches a learning rate and trains; writes what was seen. Arguments: the directory for that, and settings as JSON.
+"""Search a learning rate, train, and write the results. Arguments: the directory for the results, and settings as JSON.
 
-With workers that are started from outside each of them writes, else this process.
+Each worker writes where a launcher started it. Otherwise this process writes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def trained(one: Trainer) -> dict[str, Any]:
 
 
 def main(out: Path, settings: dict[str, Any]) -> None:
-    gc.disable()  # what the search leaves is not to be found by chance
+    gc.disable()  # so that garbage of the search is not collected by chance
     searching = trainer(**settings)
     before = state_of(searching.job.model)
     curve = searching.find_learning_rate(DataLoader(DATA, shuffle=True), max_rate=100.0)
@@ -71,7 +71,7 @@ def main(out: Path, settings: dict[str, Any]) -> None:
         "rates": curve.rates, "losses": curve.losses, "suggestion": curve.suggestion, "num_models": num_models, "is_untouched": is_untouched,
         "user_callbacks": Count.steps, "searched": trained(searching),
     }  # fmt: skip
-    if "nproc_per_node" not in settings:  # the same as there, and it takes another start of workers here
+    if "nproc_per_node" not in settings:  # in workers of `fit` this would be the same and cost another start
         seen["plain"] = trained(trainer(**settings))
     (out / f"seen-{RANK}.json").write_text(json.dumps(seen))
 

@@ -1,4 +1,4 @@
-"""What a job's trainers did, written by every rank for the test that started it."""
+"""Write what the trainers of a job did, on every rank, for the test that started it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 
 
 class Seen(Callback):
-    """Keeps every log line."""
+    """Keep every log line."""
 
     def __init__(self) -> None:
         self.logged: list[list[Any]] = []
@@ -28,7 +28,7 @@ class Seen(Callback):
 
 
 def train(model: Any, data: Any, val: Any = None, **settings: Any) -> dict[str, Any]:
-    """Fit, and what came of it as JSON."""
+    """Fit, and return the results, JSON-able."""
     trainer = settings.pop("trainer", Trainer)
     seen = Seen()
     fitted = trainer(model, callbacks=[seen, *settings.pop("callbacks", ())], **settings)
@@ -50,16 +50,16 @@ def facts(trainer: Trainer, history: Any) -> dict[str, Any]:
 
 
 def run_cases(cases: Mapping[str, Callable[[], dict[str, Any]]], out: Path) -> None:
-    """Run every case in turn. An error that all ranks get alike is what the case gave."""
+    """Run every case in turn. An error that all ranks raise is recorded as the result of the case."""
     freeze()
     for number, (name, case) in enumerate(cases.items()):
         try:
             content = case()
-        except Exception as error:  # told to the test, which knows whether it was to come
+        except Exception as error:  # recorded for the test, which knows whether to expect it
             content = {"error": f"{type(error).__name__}: {error}"}
         (out / f"{name}-{RANK}.json").write_text(json.dumps(content, default=_plain))
         if number == 0:
-            freeze()  # what the first fit has imported
+            freeze()  # do not collect what the first fit imported
 
 
 def _plain(value: Any) -> Any:
@@ -67,13 +67,13 @@ def _plain(value: Any) -> Any:
 
 
 def read(out: Path, world: int) -> dict[str, list[dict[str, Any]]]:
-    """case -> what each rank wrote."""
+    """Return case -> what each rank wrote."""
     names = {path.stem.rpartition("-")[0] for path in out.glob("*.json")}
     return {name: [json.loads((out / f"{name}-{r}.json").read_text()) for r in range(world)] for name in names}
 
 
 def distance(one: dict[str, Any], other: dict[str, Any] | list[float]) -> float:
-    """Largest difference of two final weights; infinite where one is not finite."""
+    """Return the largest difference between two sets of final weights. It is infinite if a weight is not finite."""
     assert "error" not in one, one["error"]
     weights = other if isinstance(other, list) else other["weights"]
     assert len(weights) == len(one["weights"])

@@ -1,4 +1,4 @@
-"""A user's training script with everything that makes a resume hard, and faults that are not the user's.
+"""Train with a user's script that has everything that makes a resume hard, under faults from outside of the script.
 
     resume.py OUT NUM_WORKERS FAULTS
 
@@ -26,12 +26,12 @@ from distributed import Callback, Trainer
 SAMPLES, FEATURES, CLASSES = 103, 12, 5
 OUT, NUM_WORKERS, FAULTS = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 DTYPE = torch.float64 if "--float64" in sys.argv else torch.float32
-SLOW = float(os.environ.get("SLOW", 0))  # seconds of each micro-batch, so that a signal comes before the end
+SLOW = float(os.environ.get("SLOW", 0))  # seconds of each micro-batch, so that a signal arrives before the end
 RANK, MAIN, LAUNCHER = int(os.environ.get("RANK", 0)), os.getpid(), os.getppid()
 
 
 class Armed:
-    """The fault of this attempt."""
+    """Hold the fault of this attempt."""
 
     def __init__(self):
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -43,7 +43,7 @@ class Armed:
         self.counts = {}
 
     def pass_(self, kind, number=None):
-        """Called at every place where a fault may strike."""
+        """Strike if the fault is due here. Called at every place where a fault may strike."""
         if kind != self.kind or not self.is_mine:
             return
         self.counts[kind] = self.counts.get(kind, 0) + 1 if number is None else number
@@ -61,7 +61,7 @@ os.fsync = lambda fd: (armed.pass_("save"), fsync(fd))
 
 
 class Augmented(Dataset):
-    """Draws from every generator for each sample."""
+    """Draw from every generator for each sample."""
 
     def __init__(self, size, kind):
         generator = torch.Generator().manual_seed(size)
@@ -79,7 +79,7 @@ class Augmented(Dataset):
 
 
 class Watch(Callback):
-    """Writes down what each update used, then lets the fault strike."""
+    """Record the samples of each update, and then let the fault strike."""
 
     used: ClassVar[list] = []
 

@@ -1,4 +1,4 @@
-"""Trains a network of layers under every option of fsdp; writes whole weights and what each rank saw: RANK.json in the directory given."""
+"""Train a network of layers under every option of fsdp. Writes whole weights, and what each rank saw as RANK.json, into a directory."""
 
 import json
 import os
@@ -17,7 +17,7 @@ RANK = int(os.environ["RANK"])
 
 
 class Layer(nn.Module):
-    """With a buffer that no checkpoint holds."""
+    """Have a buffer that no checkpoint holds."""
 
     def __init__(self, width):
         super().__init__()
@@ -29,11 +29,11 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Its last weight is its first."""
+    """Have a last weight that is shared with the first."""
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(11, 7)  # 11 rows and 7 columns: nothing divides by two
+        self.embed = nn.Embedding(11, 7)  # 11 rows and 7 columns, which are not divisible by two
         self.layers = nn.ModuleList([Layer(7), Layer(7)])
         self.head = nn.Linear(7, 11, bias=False)
         self.head.weight = self.embed.weight
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 class Hidden(Net):
-    """With a tensor that is no parameter and no buffer."""
+    """Have a tensor that is no parameter and no buffer."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Hidden(Net):
 
 
 class Normed(Net):
-    """With a BatchNorm, whose statistics are buffers."""
+    """Have a BatchNorm, whose statistics are buffers."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class Normed(Net):
 
 
 class Watch(Callback):
-    """Looks at the model in the middle of training."""
+    """Inspect the model during training."""
 
     def on_step_end(self, state, result):
         self.skipped = [*getattr(self, "skipped", []), state.step] if result.skipped else getattr(self, "skipped", [])
@@ -175,7 +175,7 @@ def main():
         except ConfigError as error:
             found[name] = {"error": str(error)}
         if len(found) == 1:
-            freeze()  # what the first fit has imported
+            freeze()  # do not collect what the first fit imported
     (OUT / f"{RANK}.json").write_text(json.dumps(found))
 
 

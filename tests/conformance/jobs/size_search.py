@@ -1,4 +1,4 @@
-"""Searches batch sizes with a model of which one rank has too little memory for more than 16 samples; prints what was seen."""
+"""Search batch sizes with a model for which one rank has too little memory above 16 samples, and print the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DATA = TensorDataset(torch.randn(100, 4), torch.zeros(100, dtype=torch.int64))
 
 
 class Greedy(torch.nn.Linear):
-    """Asks for a petabyte on the last rank, where the others go on to the exchange of gradients."""
+    """Ask for a petabyte on the last rank, while the others continue to the exchange of gradients."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and len(x) > 16 and os.environ.get("RANK") == sys.argv[1]:

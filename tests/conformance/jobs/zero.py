@@ -1,4 +1,4 @@
-"""Trains on DeepSpeed, or on another backend as the reference, and writes down what each rank saw.
+"""Train on DeepSpeed, or on another backend as the reference, and write what each rank saw.
 
     zero.py OUT BACKEND
 
@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from distributed import Callback, ConfigError, Trainer
 from distributed.testing.jobs.cases import freeze
 
-SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3
+SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 is not divisible by 2 or 3
 
 
 def net():
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 def data(ignored=False):
-    """With `ignored`, the first 60 targets do not count: whole slices of an update have none left."""
+    """Return the data. With `ignored` the first 60 targets do not count, so that whole slices of an update have no targets."""
     generator = torch.Generator().manual_seed(7)
     x, y = (
         torch.randn(SAMPLES, FEATURES, generator=generator),
@@ -47,7 +47,7 @@ def data(ignored=False):
 
 
 def pair_loss(outputs, targets):
-    """Weighted by a count that differs from slice to slice."""
+    """Return (sum, count) with a count that differs between slices."""
     weights = 1.0 + (targets % 3).to(outputs.dtype)
     return (nn.functional.cross_entropy(outputs, targets, reduction="none") * weights).sum(), weights.sum()
 
@@ -61,7 +61,7 @@ def schedule(optimizer):
 
 
 class Poisoned:
-    """A loss that is NaN in its third call, on the last rank."""
+    """Compute a loss that is NaN in its third call on the last rank."""
 
     def __init__(self):
         self.calls = 0
@@ -74,7 +74,7 @@ class Poisoned:
 
 
 class Watch(Callback):
-    """Looks at model and optimizer in the middle of training."""
+    """Inspect the model and the optimizer during training."""
 
     def __init__(self):
         self.trainer, self.skipped, self.norms, self.kinds, self.held, self.state_held = None, [], [], [], [], []
@@ -95,11 +95,11 @@ class Watch(Callback):
             self.norms.append(metrics["grad_norm"])
 
 
-torch.set_num_threads(1)  # two that wait for each other on a busy machine cost seconds a fit
+torch.set_num_threads(1)  # threads that wait for each other on a busy machine cost seconds in each fit
 BASE = {"epochs": 2, "global_batch_size": 22, "checkpoint_frequency": None, "seed": 3, "log_every_n_steps": 1}
 SGD = {"optimizer": sgd, "scheduler": schedule, "warmup_steps": 4, "gradient_clipping": 0.5}
 ADAM = {"learning_rate": 1e-2, "gradient_accumulation_steps": 2}
-# Every case on every stage; the settings that DeepSpeed alone has are in STAGES.
+# Cases for every stage. STAGES has the settings that only DeepSpeed has.
 CASES = {
     "sgd": SGD,
     "sgd-accumulated": SGD | {"gradient_accumulation_steps": 3},
@@ -129,12 +129,12 @@ OWN = {
 
 
 def by_hand(params):
-    """What OWN asks for."""
+    """Return the optimizer that OWN asks for."""
     return torch.optim.AdamW(params, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
 
 
 def leftovers(model):
-    """What DeepSpeed has put on a model's parts and not taken away."""
+    """Return what DeepSpeed put on the parts of a model and did not remove."""
     return sorted(
         {name for p in model.parameters() for name in vars(p)}
         | {name for module in model.modules() for name in vars(module) if "ds_" in name}
@@ -158,12 +158,12 @@ def run(name, settings, out, model=net):
     }  # fmt: skip
     trainer.save(out / f"{name}.safetensors")
     if name == next(iter(CASES)) or name == f"{next(iter(STAGES))}-{next(iter(CASES))}":
-        freeze()  # what the first fit has imported
+        freeze()  # do not collect what the first fit imported
     return seen, trainer
 
 
 def reference(out):
-    """On one process of `single`; in fp32 the measure is what cutting the same batches moves."""
+    """Train on one process of `single`. NAME-cut repeats a case with its batches split differently, which shows the rounding of fp32."""
     found = {}
     for name, case in (
         CASES | {"own": ADAM | {"optimizer": by_hand, "gradient_clipping": 0.3, "gradient_accumulation_steps": 1}}
@@ -178,7 +178,7 @@ def reference(out):
 
 
 def stages(out):
-    """On DeepSpeed: everything on two processes, on others what depends on their number."""
+    """Train on DeepSpeed: all cases on two processes, and on other numbers the cases that depend on the number."""
     found = {}
     is_two = os.environ["WORLD_SIZE"] == "2"
     for stage, options in (STAGES | OFFLOADED).items():
@@ -194,7 +194,7 @@ def stages(out):
 
 
 class Frozen(nn.Module):
-    """Trains one of its two layers."""
+    """Train only one of two layers."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +214,7 @@ SHAPES = (("frozen", Frozen, ADAM), ("groups", net, {"optimizer": two_groups}))
 
 
 def special(out):
-    """What does not belong on every stage."""
+    """Run the cases that do not apply to every stage."""
     found = {}
     for stage in range(4):
         options = {"deepspeed": {"zero_stage": stage}}
@@ -230,7 +230,7 @@ def special(out):
 
 
 class Neighbours(torch.optim.SGD):
-    """An optimizer of the user's own."""
+    """Stand for an optimizer that the user wrote."""
 
 
 def tempered():
@@ -252,7 +252,7 @@ REFUSED = {
 
 
 def twice(name, options, out):
-    """A fit of one epoch and then another."""
+    """Train one epoch, and then another in a second fit."""
     trainer = Trainer(net, **BASE | ADAM | options | {"epochs": 1})
     trainer.fit(data())
     trainer.fit(data(), epochs=1)

@@ -1,4 +1,4 @@
-"""Trains a model with buffers on DeepSpeed in 16 bits and in 32, and writes down what became of them: zero_buffers.py OUT"""
+"""Train a model with buffers on DeepSpeed in 16 and in 32 bits, and write the resulting buffers: zero_buffers.py OUT"""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from distributed import Callback, Trainer
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.ds_ratio = 2.0  # begins like the attributes that DeepSpeed makes
+        self.ds_ratio = 2.0  # has the prefix of the attributes that DeepSpeed makes
         self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
         self.register_buffer("scale", torch.linspace(0.1, 1.0, 8))
         self.register_buffer("lowest", torch.full((1,), torch.finfo(torch.float32).min))

@@ -1,4 +1,4 @@
-"""Trains with DeepSpeed's C++ Adam, behind the lock that a killed build has left, and with torch's: OUT/RANK.json compares them."""
+"""Compare DeepSpeed's C++ Adam, with the lock of a killed build left behind, with torch's Adam. Writes OUT/RANK.json."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Trains in fp16 on a CPU that DeepSpeed is told can do it: OUT/STAGE.json has the loss scale after each update."""
+"""Train in fp16 on a CPU, which DeepSpeed is made to allow. OUT/STAGE.json has the loss scale after each update."""
 
 import json
 import sys
@@ -24,14 +24,14 @@ class Watch(Callback):
 
 
 def pretend():
-    """This processor has fp16."""
+    """Make DeepSpeed believe that the processor has fp16."""
     from deepspeed.accelerator import get_accelerator
 
     type(get_accelerator()).is_fp16_supported = lambda self: True
 
 
 adapter.HAS_FP16_ON_CPU = True
-Trainer(zero.net, **BASE).evaluate(zero.data())  # DeepSpeed is loaded
+Trainer(zero.net, **BASE).evaluate(zero.data())  # loads DeepSpeed
 pretend()
 for stage in (1, 2, 3):
     options = {"deepspeed": {"zero_stage": stage}}

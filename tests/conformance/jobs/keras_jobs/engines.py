@@ -1,6 +1,6 @@
-"""Trains Keras models the same on every engine; each rank writes NAME-RANK.json for each case.
+"""Train the same Keras models on every engine. Each rank writes NAME-RANK.json for each case.
 
-engines.py OUT FROM CASE...   FROM: a checkpoint of another engine, from which the case "arrived" goes on
+engines.py OUT FROM CASE...   FROM: a checkpoint of another engine, from which the case "arrived" resumes
 """
 
 import json
@@ -18,7 +18,8 @@ from distributed.testing.jobs.cases import freeze
 OUT, FROM = Path(sys.argv[1]), sys.argv[2]
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 IS_FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-SAMPLES, GLOBAL, FEATURES, CLASSES = 49, 16, 6, 4  # a last update of one sample: the other ranks' slices are empty
+# The last update has one sample, so the slices of the other ranks are empty.
+SAMPLES, GLOBAL, FEATURES, CLASSES = 49, 16, 6, 4
 BASE = {
     "epochs": 2, "global_batch_size": GLOBAL, "dtype": "float64", "shuffle": True, "checkpoint_frequency": None,
     "learning_rate": 0.02,
@@ -43,7 +44,7 @@ class Samples:
 
 @keras.saving.register_keras_serializable()
 class Fixed(keras.initializers.Initializer):
-    """The same weights on every engine."""
+    """Initialize with the same weights on every engine."""
 
     def __call__(self, shape, dtype=None):
         return keras.ops.convert_to_tensor(
@@ -80,7 +81,7 @@ def approximate(x):
 
 
 def constants():
-    """Layers within layers, given as an object, that hold numbers which no float32 is."""
+    """Return nested layers, as an object, with constants that float32 cannot represent."""
     layers = keras.layers
     inner = keras.Sequential([
         keras.Input((FEATURES,)), layers.Rescaling(1 / 3, 0.1), layers.Normalization(mean=0.1, variance=0.3),
@@ -92,7 +93,7 @@ def constants():
 
 
 def in_float64():
-    """An object whose layers are float64 before it is trained; its Input, which casts the batch, is not."""
+    """Return an object whose layers are float64 before training, while its Input, which casts the batch, is not."""
     keras.config.set_dtype_policy("float64")
     model = net()
     keras.config.set_dtype_policy("float32")
@@ -105,14 +106,14 @@ def dropping():
 
 
 def counted(outputs, targets):
-    """(sum, count): a class counts as often as its number says."""
+    """Return (sum, count), in which each class is weighted by its number."""
     each = keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
     count = keras.ops.cast(targets, outputs.dtype)
     return keras.ops.sum(each * count), keras.ops.sum(count)
 
 
 class Kill(Callback):
-    """Of the first attempt of several processes, the last one."""
+    """Kill the last of several processes in the first attempt."""
 
     def on_step_end(self, state, result):
         if IS_FIRST and WORLD > 1 and (state.step, RANK) == (5, WORLD - 1):
@@ -126,7 +127,7 @@ def weights(model):
 def train(model=net, data=None, **settings):
     trainer = Trainer(model, **{**BASE, **settings})
     history = trainer.fit(data or Samples(), Samples() if model is compiled else None)
-    usual = keras.config.dtype_policy().name  # of the next model
+    usual = keras.config.dtype_policy().name  # of the models that follow
     return {"weights": weights(trainer.model), "row": history.rows[-1], "run_dir": str(history.run_dir), "usual": usual}
 
 
@@ -165,8 +166,8 @@ CASES = {
 for number, name in enumerate(sys.argv[3:]):
     try:
         content = CASES[name]()
-    except Exception as error:  # told to the test, which knows whether it was to come
+    except Exception as error:  # recorded for the test, which knows whether to expect it
         content = {"error": f"{type(error).__name__}: {error}"}
     (OUT / f"{name}-{RANK}.json").write_text(json.dumps(content))
     if number == 0:
-        freeze()  # what the first fit has imported
+        freeze()  # do not collect what the first fit imported

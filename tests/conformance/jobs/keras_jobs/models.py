@@ -1,4 +1,4 @@
-"""Trains Keras models of every form in one process group and writes NAME.npz for each case under the directory given."""
+"""Train Keras models of every form in one process group, and write NAME.npz for each case into the directory given."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from distributed.testing.jobs.cases import freeze
 
 top, Measured = keras.metrics.sparse_top_k_categorical_accuracy, keras.metrics.SparseCategoricalCrossentropy
 CrossEntropy = keras.losses.SparseCategoricalCrossentropy
-SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3
+SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 is not divisible by 2 or 3
 
 
 def draw(*shape):
@@ -29,7 +29,7 @@ X, Y = draw(SAMPLES, FEATURES), classes(SAMPLES)
 
 
 class Named(Dataset):
-    """Batches of names: two inputs, a target."""
+    """Yield batches with names: two inputs and a target."""
 
     def __len__(self):
         return SAMPLES
@@ -65,7 +65,7 @@ def compiled():
 
 
 class Lazy(keras.Model):
-    """Has no variables before its first call; normalised, which Keras computes with operations that it keeps in 32 bits."""
+    """Have no variables before the first call, and a normalization, which Keras computes with operations in 32 bits."""
 
     def __init__(self):
         super().__init__()
@@ -189,7 +189,7 @@ def main(out: Path) -> None:
                 **{f"again.{key}": value for key, value in again.items()}, **weights, **rows,
             )  # fmt: skip
         if number == 0:
-            freeze()  # what the first fit has imported
+            freeze()  # do not collect what the first fit imported
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A plain script whose Keras runs on another engine than its workers': classes of its own main module, a compiled model."""
+"""Train in a plain script whose Keras runs on another engine than its workers, with classes of this module and a compiled model."""
 
 from pathlib import Path
 

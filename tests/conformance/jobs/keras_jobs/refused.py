@@ -1,4 +1,4 @@
-"""Prints the error of every Keras job that must be refused: one JSON object, name -> text."""
+"""Print the error of every Keras job that must be refused, as one JSON object, name -> text."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Trains a Keras model that draws from every kind of generator; the attempt N is killed after the step that KILLS names.
+"""Train a Keras model that draws from every kind of generator. KILLS names the step after which each attempt is killed.
 
 resume.py KILLS   a JSON list of [step, rank]
 """
@@ -25,7 +25,7 @@ class Kill(Callback):
 
 
 class Noise(keras.layers.Layer):
-    """Draws without a generator of its own."""
+    """Draw random numbers without a generator of its own."""
 
     def call(self, x, training=False):
         return x + 0.1 * keras.random.normal(keras.ops.shape(x)) if training else x

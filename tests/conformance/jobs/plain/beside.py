@@ -1,4 +1,4 @@
-"""A module beside the script: workers must find it too."""
+"""Define a module next to the script, which workers must find too."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a user writes without a thought for processes: no guard, everything at the top level, objects of every kind.
+"""Train as in a script without regard for processes: no guard, everything at the top level, objects of every kind.
 
     script.py MODE       MODE: all, or two (fits of 2 and 1 epochs), or three (one fit of 3)
 
@@ -39,7 +39,7 @@ class Points(Dataset):
 
 
 class Count(Callback):
-    """Remembers steps, and what the worker sees."""
+    """Count steps, and keep what the worker sees."""
 
     def __init__(self):
         self.steps, self.seen = 0, {}

@@ -1,4 +1,4 @@
-"""A script of DeepSpeed's own, without a Trainer: it trains, and rank 0 prints what it saw."""
+"""Train with DeepSpeed alone, without a Trainer. Rank 0 prints the results."""
 
 import json
 import os

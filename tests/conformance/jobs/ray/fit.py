@@ -1,4 +1,4 @@
-"""A plain script: RayTrainer starts workers by itself, and the model of this process has the trained weights."""
+"""Train in a plain script. RayTrainer starts the workers, and the model of this process then has the trained weights."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ before = model.weight.detach().clone()
 
 
 def step(called, batch):
-    """The loss, and whether FSDP2 has cut the model that it is computed with."""
+    """Return the loss, and whether FSDP2 has cut the model."""
     outputs = called(batch[0])
     right = (outputs.argmax(1) == batch[1]).double().mean()
     is_cut = float(type(called).__name__.startswith("FSDP"))

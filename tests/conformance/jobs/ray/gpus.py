@@ -1,5 +1,7 @@
-"""Which GPUs the workers see, placed by Ray Train and in the placement group of a trial, on a cluster that only claims to have
-any. Prints one JSON line."""
+"""Print which GPUs the workers see, as one JSON line, on a cluster that only claims to have GPUs.
+
+The workers are placed by Ray Train, and in the placement group of a trial.
+"""
 
 import json
 import os
@@ -16,7 +18,7 @@ SCRIPT = 'import os; print(os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DE
 
 
 def seen(name, **options):
-    """LOCAL_RANK and the GPUs of each worker."""
+    """Return LOCAL_RANK and the GPUs of each worker."""
     request = LaunchRequest(
         name, script="show.py", nproc_per_node=2, device="cuda", preload=(), launcher="distributed.backends._ray.launch",
         launcher_options={"address": ray.get_runtime_context().gcs_address, "cpus": 1.0, **options},

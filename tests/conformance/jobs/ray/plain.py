@@ -1,4 +1,4 @@
-"""A torchrun script without a Trainer: it looks at where it is, joins and adds. `fail` makes rank 1 raise."""
+"""Run a torchrun script without a Trainer, which reads its environment, joins and adds. `fail` makes rank 1 raise."""
 
 import json
 import os

@@ -17,7 +17,7 @@ from distributed import RayTrainer
 OUT = Path(sys.argv[1])
 GROUP = tune.PlacementGroupFactory
 TOLD = {"ray.report_to_tune": True}
-ENDLESS = {**TOLD, "epochs": 100000}  # Tune stops it after three
+ENDLESS = {**TOLD, "epochs": 100000}  # Tune stops the trial after three epochs
 KINDS = {  # resources of a trial, and more of its config. The cluster has what one trial asks for, and no more.
     "alone": ({"cpu": 3}, {}),
     "one bundle": ({"cpu": 3}, {"nproc_per_node": 2, **TOLD}),
@@ -38,7 +38,7 @@ train_loader, val_loader = DataLoader(data, batch_size=8, shuffle=True), DataLoa
 
 
 class Heard(tune.Callback):
-    """What every report of a search says of the epoch."""
+    """Record the epoch in every report of a search."""
 
     def __init__(self):
         self.rows = []
@@ -66,7 +66,7 @@ def search(name):
         num_samples=1,
         resources_per_trial=resources,
         stop=lambda trial_id, result: "stopped" in name and result["epoch"] == 3,
-        # Tune wants its metric in every report: of that of "alone" only `train_fn` knows.
+        # Tune needs its metric in every report. In the search "alone" only `train_fn` reports it.
         metric="score" if name == "alone" else "val_accuracy",
         mode="max", verbose=0, storage_path=str(OUT / "tune"), raise_on_failed_trial=False, callbacks=[heard],
     )  # fmt: skip
@@ -78,7 +78,7 @@ def search(name):
 
 
 def result_of(trial):
-    """What a run says of its end, which comes a little after Tune has stopped it."""
+    """Return the result of a run, which ends a little after Tune has stopped the trial."""
     deadline = time.monotonic() + 20
     while True:
         (file,) = trial.glob("runs/*/result.json")

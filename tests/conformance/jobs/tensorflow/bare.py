@@ -1,4 +1,4 @@
-"""TensorFlow's own way, without a Trainer: MODEL.fit under the strategy that the first argument names."""
+"""Train with TensorFlow alone, without a Trainer: `model.fit` under the strategy that the first argument names."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ print(f"SIGTERM ends it {not int(status['SigCgt'], 16) >> signal.SIGTERM - 1 & 1
 print(f"memory growth {os.environ.get('TF_FORCE_GPU_ALLOW_GROWTH')}, in use {in_use}")
 
 if os.environ["WORLD_SIZE"] != "1" and os.environ["RANK"] == "0":
-    time.sleep(1)  # the others are ahead of it, as on a busy machine
+    time.sleep(1)  # the other processes are ahead of this one, as on a busy machine
 kind = getattr(tf.distribute, sys.argv[1])
 strategy, another = kind(), kind()
 print(f"replicas {strategy.num_replicas_in_sync}")

@@ -1,4 +1,4 @@
-"""What a Keras model becomes on TensorFlow in every case of test_tensorflow.py. Arguments: OUT [CASE ...]."""
+"""Train a Keras model on TensorFlow in every case of test_tensorflow.py. Arguments: OUT [CASE ...]."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distributed.testing.jobs.cases import freeze
 
 OUT, CHOSEN = Path(sys.argv[1]), sys.argv[2:]
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-SAMPLES, GLOBAL, FEATURES, CLASSES = 49, 16, 6, 4  # a last update of one sample: the slice of rank 1 is empty
+SAMPLES, GLOBAL, FEATURES, CLASSES = 49, 16, 6, 4  # the last update has one sample, so the slice of rank 1 is empty
 BASE = {"epochs": 2, "global_batch_size": GLOBAL, "dtype": "float64", "shuffle": False, "log_every_n_steps": 1}
 
 
@@ -31,7 +31,7 @@ X, Y = arrays()
 
 @keras.saving.register_keras_serializable()
 class Fixed(keras.initializers.Initializer):
-    """The same weights in every element type."""
+    """Initialize with the same weights in every element type."""
 
     def __call__(self, shape, dtype=None):
         return tf.cast(np.random.RandomState(shape[0]).normal(size=shape), dtype) / shape[0]
@@ -63,7 +63,7 @@ def compiled():
 
 @keras.saving.register_keras_serializable()
 class Largest(keras.metrics.Metric):
-    """Its variable is no sum, and nothing says so."""
+    """Have a variable that is no sum, without declaring it."""
 
     def __init__(self, name="largest", **more):
         super().__init__(name=name, **more)
@@ -91,7 +91,7 @@ def of_torch():
 
 
 def mean_union(outputs):
-    """The mean over the classes of intersection over union."""
+    """Return the mean over the classes of intersection over union."""
     unions = []
     for label in range(CLASSES):
         found, wanted = outputs.argmax(1) == label, label == Y
@@ -101,7 +101,7 @@ def mean_union(outputs):
 
 
 def over_all_samples():
-    """What a compiled metric, one of the user's own, a function and a plain one that is found out measure, and should."""
+    """Return measured and expected values of a compiled metric, a user's metric, a declared function and one found to be no mean."""
     order = over_all(lambda outputs, targets: float(np.dot(outputs[:, 0], np.arange(len(targets)))))
     metrics = {"largest": Largest(), "order": order, "root": lambda o, t: tf.sqrt(tf.reduce_mean(o**2))}
     trainer, seen = train(
@@ -138,7 +138,7 @@ class Watch(Callback):
 
 
 class Indexed:
-    """A torch-style data set, without torch."""
+    """Provide a data set in the style of torch, without torch."""
 
     def __len__(self):
         return SAMPLES
@@ -179,11 +179,11 @@ def deterministic():
     return facts(deterministic=True) | {"determinism": [before, is_op_determinism_enabled()]}
 
 
-RATE = 0.1  # of `sgd`
+RATE = 0.1  # learning rate of `sgd`
 
 
 def momentum():
-    """SGD(0.1, momentum=0.9) as a function (weights, gradients, rate, update from 1)."""
+    """Return SGD(0.1, momentum=0.9) as a function of (weights, gradients, rate, update from 1)."""
     velocities = {}
 
     def update(i, weight, gradient, rate, number):
@@ -194,7 +194,7 @@ def momentum():
 
 
 def adamw():
-    """AdamW as Keras writes it, with torch's defaults: its epsilon stands beside the root that is not corrected."""
+    """Return AdamW as Keras computes it, with torch's defaults. Keras adds epsilon to the root before bias correction."""
     moments = {}
 
     def update(i, weight, gradient, rate, number):
@@ -208,7 +208,7 @@ def adamw():
 
 
 def by_hand(rates=None, clip=None, update=None, loss=None, epochs=2):
-    """Final weights of a plain loop on one process, in float64."""
+    """Return the final weights of a plain loop on one process, in float64."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     model, update = net(), update or momentum()
@@ -234,7 +234,7 @@ def mean_square(model, x, y):
 
 
 def weighted(outputs, targets):
-    """(sum, count): a class counts as often as its number says."""
+    """Return (sum, count), in which each class is weighted by its number."""
     each = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs)
     count = tf.cast(targets, outputs.dtype)
     return tf.reduce_sum(each * count), tf.reduce_sum(count)
@@ -253,7 +253,7 @@ def step(model, batch):
 
 
 def stepped():
-    """What metric objects of Keras measure of the arguments that a training_step returns for them, and should."""
+    """Return measured and expected values of Keras metrics whose arguments a training_step returns."""
     metrics = {
         "union": keras.metrics.MeanIoU(CLASSES, sparse_y_pred=False),
         "nll": keras.metrics.SparseCategoricalCrossentropy(from_logits=True),  # a mean over samples
@@ -269,7 +269,7 @@ def decay(optimizer=None):
 
 
 def nan_at(number):
-    def loss(outputs, targets):  # the last sample of the data is a NaN's
+    def loss(outputs, targets):  # the last sample of the data makes the loss NaN
         return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs))
 
     x = X.copy()
@@ -289,7 +289,7 @@ def dropping():
 
 
 def resumed():
-    """The same run in two halves, cut inside an epoch."""
+    """Run the same training in two halves, split inside an epoch."""
     path = OUT / "half"
     trainer, _ = train(dropping, shuffle=True, max_steps=3)
     trainer.save(path)
@@ -308,7 +308,7 @@ def outputs():
 
 
 def objects(model):
-    """The user's own object has the trained weights, though another was trained for its element type."""
+    """Check that the user's object has the trained weights, although another object was trained in its element type."""
     before = weights(model)
     trainer, seen = train(model)
     return {**seen, "own": weights(model), "before": before, "kept": trainer.model is not model}
@@ -320,7 +320,7 @@ def mixed():
 
 
 def again():
-    """A second fit goes on from the first."""
+    """Continue with a second fit from the first."""
     trainer, _ = train(epochs=1)
     trainer.fit((X, Y))
     return {"weights": weights(trainer.model)}
@@ -441,11 +441,11 @@ def main():
     for number, name in enumerate(CHOSEN or CASES):
         try:
             content = CASES[name]()
-        except Exception as error:  # told to the test, which knows whether it was to come
+        except Exception as error:  # recorded for the test, which knows whether to expect it
             content = {"error": f"{type(error).__name__}: {error}"}
         (OUT / f"{name}-{RANK}.json").write_text(json.dumps(content))
         if number == 0:
-            freeze()  # what the first fit has imported
+            freeze()  # do not collect what the first fit imported
 
 
 main()

@@ -1,4 +1,4 @@
-"""Prints as JSON what parts of the backend make of small inputs."""
+"""Print as JSON what parts of the backend return for small inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHES = SAMPLES.batch(4)
 
 
 def warm_up(left_out, rate=0.5):
-    """The rates of six updates after a warm-up of two, without those that were left out."""
+    """Return the rates of six updates, of which two are warm-up, without those of updates that were left out."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD(rate)
     optimizer.build(model.trainable_variables)
@@ -40,7 +40,7 @@ def warm_up(left_out, rate=0.5):
 
 
 def growing(first_only, environ):
-    """What becomes of two GPUs: [those whose memory grows, those that are left visible]."""
+    """Return, for two GPUs, [those whose memory grows, those that stay visible]."""
     grown, visible = [], []
     with (
         mock.patch.object(tf.config, "list_physical_devices", lambda kind: [f"{kind}:0", f"{kind}:1"]),
@@ -60,7 +60,7 @@ def size_of(data):
 
 
 def updates(data, skip=0):
-    """The samples of each update of four."""
+    """Return the samples of each update, which has four."""
     stream = StreamData(data, BatchPlan(4, 1, 1, 4), 0, "train_data", None)
     return [group.micro_batches[0].batch.tolist() for group in stream.epoch(0, skip)]
 

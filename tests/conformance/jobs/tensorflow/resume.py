@@ -1,4 +1,4 @@
-"""A Keras script with everything that makes a resume hard, and faults that are not the user's, as the other resume.py has them.
+"""Train a Keras model with everything that makes a resume hard, under the faults of the other resume.py.
 
 resume.py OUT - FAULTS
 """
@@ -18,7 +18,7 @@ from distributed import Callback, TensorFlowDistributedTrainer
 
 SAMPLES, FEATURES, CLASSES = 103, 12, 5
 OUT, FAULTS = Path(sys.argv[1]), json.loads(sys.argv[3])
-SLOW = float(os.environ.get("SLOW", 0))  # seconds of each sample, so that a signal comes before the end
+SLOW = float(os.environ.get("SLOW", 0))  # seconds of each sample, so that a signal arrives before the end
 RANK, MAIN, LAUNCHER = int(os.environ.get("RANK", 0)), os.getpid(), os.getppid()
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 KIND, NUMBER, VICTIM = FAULTS[ATTEMPT] if len(FAULTS) > ATTEMPT else ("", 0, -1)
@@ -26,7 +26,7 @@ used: list[int] = []
 
 
 class Augmented:
-    """Draws for each sample."""
+    """Draw random numbers for each sample."""
 
     def __init__(self, size, is_training):
         draw = numpy.random.RandomState(size)
@@ -47,10 +47,10 @@ class Augmented:
 
 
 class Watch(Callback):
-    """Writes down what each update used, then lets the fault strike."""
+    """Record the samples of each update, and then let the fault strike."""
 
     def on_train_start(self, state):
-        used.clear()  # a model without an Input is built on a sample
+        used.clear()  # a model without an Input is built with a sample
         self.file = (OUT / f"samples-{RANK}.jsonl").open("a", buffering=1)
 
     def on_step_end(self, state, result):

@@ -1,4 +1,4 @@
-"""The Keras sample of the documentation: a model made in the first lines, trained by `fit` on processes that it starts itself."""
+"""Run the Keras sample of the documentation: `fit` starts the processes that train a model from the first lines."""
 
 import sys
 

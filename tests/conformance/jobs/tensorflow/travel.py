@@ -1,4 +1,4 @@
-"""A Keras script that any engine runs. Arguments: the file that gets the weights."""
+"""Train a Keras model on any engine. Arguments: the file for the weights."""
 
 import sys
 

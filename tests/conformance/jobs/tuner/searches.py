@@ -1,6 +1,6 @@
-"""Searches of functions on one local cluster of two CPUs. Prints one JSON line: the facts of each, by its name.
+"""Run searches on one local cluster of two CPUs. Prints one JSON line, with the facts of each search by its name.
 
-searches.py OUT [NAME ...]   NAME: a function below that searches; without one, all of SEARCHES and those that a signal ends
+searches.py OUT [NAME ...]   NAME: a search function below (default: all of SEARCHES, and those that a signal ends)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def bowl(config):
 
 
 def trained(config):
-    """A Trainer reports by itself; what is printed goes into the trial's log."""
+    """Train. The Trainer reports by itself, and printed text goes into the log of the trial."""
     print("rate", config["lr"])
     Trainer(model(), config, epochs=EPOCHS).fit(loader, data)
 
@@ -52,7 +52,7 @@ def on_two_processes(config):
 
 
 def dies_once(config):
-    """Its process is gone after four epochs, for the first time."""
+    """Train in a process that dies after four epochs in the first attempt."""
     flag = OUT / "died"
 
     class Death(Callback):
@@ -102,7 +102,7 @@ def endless(config):
 
 
 def told(function):
-    """What an error says, and after how many seconds."""
+    """Return the text of an error, and the seconds until it was raised."""
     began = time.monotonic()
     try:
         function()
@@ -120,14 +120,12 @@ def grid():
 
 def optuna():
     space = {"a": {"uniform": [0, 10]}}
-    best = tuner("optuna", bowl, space, search="optuna", seed=1).tune(
-        13
-    )  # a few more than those that are drawn by chance
+    best = tuner("optuna", bowl, space, search="optuna", seed=1).tune(13)  # a few more than the random trials
     return {"best": best["a"], "tried": [trial["config"]["a"] for trial in sweep_of("optuna")["trials"]]}
 
 
 def own(name, values):
-    """On a cluster of its own, one trial at a time."""
+    """Search on a cluster of its own, one trial at a time."""
     best = tuner(name, slow, {"a": values}, search="grid", max_concurrent=1).tune()
     lines = [json.loads(line) for line in (OUT / name / "trials.jsonl").read_text().splitlines()]
     return {"best": best, "happened": [(line["trial"], line["event"]) for line in lines]}
@@ -150,7 +148,7 @@ def asha():
 
 
 def pbt():
-    """Four trials on two places: they take turns, and the worse ones go on from the better ones' checkpoints."""
+    """Run four trials on two CPUs. They take turns, and the worse ones continue from the checkpoints of the better ones."""
     space = {"lr": {"loguniform": [1e-6, 0.3]}}
     options = {"perturbation_interval": 2, "quantile_fraction": 0.5}
     made = tuner("pbt", trained, space, metric="val_loss", scheduler="pbt", scheduler_options=options, seed=3)
@@ -167,7 +165,7 @@ def pbt():
 
 
 def hyperband():
-    space = {"lr": [0.3, 1e-6, 1e-5, 0.2, 2e-6, 3e-6]}  # three that run to the end, and a bracket of three
+    space = {"lr": [0.3, 1e-6, 1e-5, 0.2, 2e-6, 3e-6]}  # three trials that run to the end, and a bracket of three
     made = tuner(
         "hyperband", trained, space, metric="val_loss", scheduler="hyperband", search="grid",
         scheduler_options={"max_t": EPOCHS},
@@ -229,8 +227,10 @@ def resume():
 
 
 def tracked():
-    """In MLflow, by an SQLite file: trials with a Trainer, some stopped early, trials without one, and a search whose server was
-    gone."""
+    """Track searches in MLflow with an SQLite file.
+
+    Some trials have a Trainer, of which some stop early. Others have none. The server of one search is gone.
+    """
     space = {"lr": [0.3, 1e-6, 1e-7]}
     both = {"mlflow_tracking": True, "tensorboard": True}
     first = tuner("tracked", trained, space, metric="val_loss", scheduler="asha", search="grid", **both)
@@ -296,7 +296,7 @@ def main():
 
 
 def stopped(name):
-    """By a signal, once two trials have ended an epoch."""
+    """Stop a search by a signal after two trials have ended an epoch."""
     tuner(name, endless, {"lr": [0.1, 0.2, 0.3]}, metric="val_loss", search="grid", max_concurrent=2).tune()
 
 

@@ -1,5 +1,8 @@
-"""On the path of a head: while the file FAILING_SERVER exists, the next process that its client server forks for a client
-dies between fork and exec and the file goes, as it happens now and then by itself (ray issue 63202)."""
+"""Make a process of Ray's client server die, as it happens now and then by itself (ray issue 63202).
+
+This file is on the path of a head. If the file FAILING_SERVER exists, the next process that the client server forks for a client
+dies between fork and exec, and the file is removed.
+"""
 
 import os
 import signal
