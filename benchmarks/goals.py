@@ -30,7 +30,7 @@ class Goal:
 
     @property
     def is_met(self) -> bool:
-        """Whether the limit is met within the noise."""
+        """True if the limit is met within the noise."""
         return statistics.median(self.figures) <= self.limit + self.noise
 
     def row(self) -> list[str]:

@@ -54,7 +54,7 @@ class Callback:
 
     @property
     def context(self) -> FitContext:
-        """What a hook may use. Raises ConfigError outside of `fit`."""
+        """The objects that a hook may use. Raises ConfigError outside of `fit`."""
         if self._context is None:
             raise ConfigError(
                 f"{type(self).__name__}.context is known while fit() runs: use it in a hook, such as on_train_start"

@@ -44,7 +44,8 @@ class Check:
         """
         self._functions, self._engine, self._value, self._whole = functions, engine, value, whole
         self._prepare, self._failures, self._limit_bytes = prepare, failures, limit_bytes
-        self.newest: Callable[[], Iterable[Part]] = lambda: ()  # returns, once, further parts that an engine holds
+        # Returns the parts of what an engine has passed to `wait`. An engine that joins many updates sets it.
+        self.parts_of: Callable[[Sequence[Any]], Iterable[Part]] = lambda waiting: ()
         # Means over batches of the same samples, which the values are compared with.
         self.means: Mapping[str, float] = {}
         self.is_end = True  # whether the evaluation or epoch ends
@@ -52,8 +53,7 @@ class Check:
 
     def reset(self) -> None:
         """Forget everything."""
-        for _ in self.newest():
-            pass
+        self._waiting: list[Any] = []
         self._parts: list[Part] = []
         self._num_bytes = 0  # bytes of all admitted calls, also of those that `take` has returned
         self.is_over = False  # whether a batch was not kept
@@ -68,6 +68,10 @@ class Check:
         self.is_over = self.is_over or self._num_bytes + size > self._limit_bytes
         self._num_bytes += 0 if self.is_over else size
         return not self.is_over
+
+    def wait(self, update: Any) -> None:
+        """Pass `update` to `parts_of`, together with others, when the parts are taken."""
+        self._waiting.append(update)
 
     def leave_out(self) -> None:
         """Keep no further batch of this evaluation or epoch."""
@@ -104,7 +108,8 @@ class Check:
 
     def take(self) -> list[Part]:
         """Return what was kept since the last call, and forget it."""
-        taken, self._parts = [*self._parts, *self.newest()], []
+        waiting, self._waiting = self._waiting, []
+        taken, self._parts = [*self._parts, *self.parts_of(waiting)], []
         return taken
 
     def state(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ Key = TypeVar("Key")
 
 
 class Ranks(Protocol):
-    """What agreement needs of the processes that train together: a part of `distributed.backends.world.World`."""
+    """Collectives of the processes that train together, as far as agreement needs them: a part of `distributed.backends.world.World`."""
 
     context: WorkerContext
 

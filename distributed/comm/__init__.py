@@ -36,7 +36,7 @@ __all__ = [
 
 
 class ReduceOp(enum.Enum):
-    """How the values of all ranks are combined."""
+    """Operations that combine the values of all ranks."""
 
     SUM = "sum"
     AVERAGE = "average"

@@ -211,3 +211,21 @@ def test_what_a_function_cannot_take_at_once_stays_a_mean():
 
     found = on_each(2, {"of_batches": of_batches}, lambda rank: rank.train(scores(0.0), Y, 50))
     assert found["of_batches"] == pytest.approx(float(accuracy(scores(0.0), Y)), abs=1e-7)
+
+
+def test_what_waits_for_the_check_is_forgotten_at_a_new_epoch_without_a_call(monkeypatch):
+    monkeypatch.setattr(measured, "LIMIT_BYTES", 0)
+    monkeypatch.setattr(checking, "_CHUNK_BYTES", 0)
+    calls = []
+
+    def seen(outputs, targets):
+        calls.append(len(targets))
+        return accuracy(outputs, targets)
+
+    def work(rank):
+        rank.averages.measured.begin("train")
+        rank._step("train", scores(0.0), Y, 0, 24)
+        rank.averages.measured.begin("train")
+        return len(calls)
+
+    assert on_each(1, {"seen": seen}, work) == 0

@@ -1,4 +1,4 @@
-"""What the source of a script says about its use of Keras, before the script runs."""
+"""Find a script's use of Keras in its source, before the script runs."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -123,7 +124,7 @@ class Objective:
             if name not in given:
                 raise no_arguments(name)
             calls[name] = arguments(given[name])
-        for name in self._chosen.functions(split).keys() - given.keys():
+        for name in sorted(self._chosen.functions(split).keys() - given.keys()):
             raise not_called(name)
         if isinstance(value, Mapping):
             if "loss" not in value:
@@ -181,7 +182,7 @@ class Objective:
             self._metrics = given | compiled_metrics(self._model, targets, outputs)
             for name, (metric, _, _) in self._metrics.items():
                 if not is_mean(metric):
-                    self._chosen.wholes.add(name, lambda metric=metric: measure_of(metric))  # type: ignore[misc]
+                    self._chosen.wholes.add(name, functools.partial(measure_of, metric))
         return self._metrics
 
 

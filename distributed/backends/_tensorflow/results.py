@@ -1,8 +1,9 @@
-"""What steps report: sums at once, and what metrics over all samples keep."""
+"""Results of steps: sums, and the arguments that metrics over all samples keep."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class Results:
         for name, metric in job.metrics.items():
             # The objective measures Keras's means itself, unless a training_step returns their arguments.
             if over_all.is_whole(metric) or (is_of_keras(metric) and job.training_step is not None):
-                wholes.add(name, lambda metric=metric: over_all.measure_of(metric))  # type: ignore[misc]
+                wholes.add(name, functools.partial(over_all.measure_of, metric))
 
     def keep(self, deferred: Deferred, calls: Sequence[Any], key: tuple[int, int]) -> None:
         """Add to `deferred` what the metrics keep of one micro-batch."""

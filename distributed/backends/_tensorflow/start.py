@@ -1,4 +1,4 @@
-"""How a worker joins TensorFlow's cluster. It joins before the script runs, because TensorFlow objects that exist by
+"""Join TensorFlow's cluster. A worker joins before the script runs, because TensorFlow objects that exist by
 then become unusable.
 
 A MultiWorkerMirroredStrategy renames the devices of its process. Models and data sets that were made before then fail

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a Keras model: its graph, and the values of its weights and gradients."""
+"""Values of a Keras model for TensorBoard: its graph, and the values of its weights and gradients."""
 
 from __future__ import annotations
 

@@ -54,9 +54,8 @@ class Averages:
         self._metrics, self._device, self._dtype = functions, device, dtype
         self.measured = Measured(functions, wholes, ENGINE, measure_of_function, _pair, on_host, notice)
         self._large: list[Kept] = []  # The large outputs of the newest update.
-        self._unchecked: list[tuple[int, StepResult]] = []  # (position, result) of updates not yet checked
         if (check := self.measured.check("train")) is not None:
-            check.newest = self._newest
+            check.parts_of = self._parts_of_updates
         self._has_accuracy = "accuracy" in metrics  # otherwise it is added for class indices
         for name, metric in metrics.items():
             if is_whole(metric):
@@ -76,8 +75,8 @@ class Averages:
                 self._keep(loss.outputs, loss.targets, micro.num_samples, deferred.kept)
             self._keep_parts(deferred, (group.position, number), micro.num_samples, loss)
         result = StepResult(rows, group.num_samples, deferred)
-        if self._metrics and self.measured.check("train") is not None:
-            self._unchecked.append((group.position, result))
+        if self._metrics and (check := self.measured.check("train")) is not None:
+            check.wait((group.position, result))
         self.measured.wholes.keep("train", result)
         return result
 
@@ -102,7 +101,7 @@ class Averages:
     def _keep_parts(self, deferred: Deferred, key: tuple[int, int], n: int, loss: Loss) -> None:
         for name in self.measured.wholes.names(deferred.split):
             if name == CHECK and deferred.split == "train":
-                continue  # see `_newest`
+                continue  # see `_parts_of_updates`
             call = self._call(name, loss)
             if n and call is not None and (name != CHECK or self._admits(call, n)):
                 deferred.parts.setdefault(name, []).append(Part(key, n, _detached(call)))
@@ -116,13 +115,12 @@ class Averages:
         self.measured.ask("val", _detached(call), n)
         return False
 
-    def _newest(self) -> Sequence[Part]:
-        """Return the training updates since the last call, joined for the check.
+    def _parts_of_updates(self, updates: Sequence[tuple[int, StepResult]]) -> Sequence[Part]:
+        """Return training updates, given as (position, result), joined for the check.
 
         Updates that the check does not keep are examined immediately. Only some of the large outputs are measured,
         and the check keeps only those.
         """
-        updates, self._unchecked = self._unchecked, []
         check = self.measured.check("train")
         kept: list[tuple[list[int], Kept]] = []
         for position, result in updates if check is not None else ():
@@ -188,7 +186,7 @@ class Averages:
 
     def _rows(self, loss: Loss, n: int) -> list[Row]:
         if loss.targets is None:
-            for name in self._metrics.keys() - (loss.metrics or {}).keys():
+            for name in sorted(self._metrics.keys() - (loss.metrics or {}).keys()):  # all ranks name the same
                 raise not_called(name)
         value = loss.value.detach()
         rows: list[Row] = [("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count)]
