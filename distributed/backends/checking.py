@@ -62,9 +62,8 @@ class Check:
         self._chunk: list[Update] = []
         self._chunk_bytes = 0
 
-    def admits(self, call: Arguments) -> bool:
-        """Return whether a micro-batch may be kept. Once one may not, no later one may."""
-        size = num_bytes(call)
+    def admits(self, size: int) -> bool:
+        """Return whether a micro-batch of `size` bytes may be kept. Once one may not, no later one may."""
         self.is_over = self.is_over or self._num_bytes + size > self._limit_bytes
         self._num_bytes += 0 if self.is_over else size
         return not self.is_over

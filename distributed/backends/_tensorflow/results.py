@@ -14,13 +14,13 @@ from distributed.backends._tensorflow.objective import pair
 from distributed.backends.checking import CHECK
 from distributed.backends.measured import Measured
 from distributed.backends.over_all import Deferred, Wholes
+from distributed.backends.parts import Part, num_bytes
 from distributed.backends.sums import added
 from distributed.metrics.over_all import is_of_keras
 from distributed.state import Job, StepResult, Sums
 
 if TYPE_CHECKING:
     from distributed.backends._tensorflow.world import TensorFlowWorld
-    from distributed.backends.parts import Part
 
 Rows = Mapping[str, tuple[Any, Any]]  # name -> (sum, count)
 Say = Callable[[str], None]
@@ -95,7 +95,7 @@ class Results:
                 self._unasked = part  # the newest one: it can wait for the log line
                 continue
             part = part._replace(value=over_all.on_host(part.value))
-            if check.admits(part.value):
+            if check.admits(num_bytes(part.value)):
                 found.setdefault(CHECK, []).append(part)
             elif split == "val":
                 self.measured.ask(split, part.value, part.num_samples)

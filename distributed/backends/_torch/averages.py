@@ -26,7 +26,7 @@ from distributed.backends.failures import no_arguments, not_called
 from distributed.backends.measured import Measured
 from distributed.backends.non_finite import Row, without_weight
 from distributed.backends.over_all import Deferred, Wholes
-from distributed.backends.parts import JOINED, Arguments, Part, arguments, mapped
+from distributed.backends.parts import JOINED, Arguments, Part, arguments, mapped, num_bytes
 from distributed.backends.sums import added
 from distributed.state import Group, MicroBatch, StepResult, Sums
 
@@ -110,7 +110,7 @@ class Averages:
         """Return whether the check of the evaluation keeps this batch. Examine the batch immediately if it does not."""
         check = self.measured.check("val")
         assert check is not None
-        if check.admits(call):
+        if check.admits(num_bytes(call)):
             return True
         self.measured.ask("val", _detached(call), n)
         return False
@@ -128,7 +128,7 @@ class Averages:
                 assert check is not None
                 if not (_is_small(outputs) and _is_small(targets)):
                     check.leave_out()
-                elif check.admits(Arguments((outputs, targets), {})):
+                elif check.admits(outputs.nbytes + targets.nbytes):
                     kept.append(([position, number, n], (outputs, targets, n)))
                 else:
                     self.measured.ask("train", Arguments((outputs, targets), {}), n)
@@ -177,12 +177,10 @@ class Averages:
         ]
         split = next((result.deferred.split for result in results if result.deferred), "val")
         if split == "train" and self.measured.functions(split):
-            return [(place, *row) for place, each in kept for row in self._measure([each], split)]
-        return [(0, *row) for row in self._measure([each for _, each in kept], split)]
-
-    def _ask_in_training(self, split: str, outputs: Any, targets: Any, n: int) -> None:
-        if split == "train" and not (_is_small(outputs) and _is_small(targets)):
-            self.measured.ask("train", Arguments((outputs, targets), {}), n)
+            rows = self._measure_each(kept)
+        else:
+            rows = [(0, *row) for row in self._measure([each for _, each in kept], split)]
+        return rows
 
     def _rows(self, loss: Loss, n: int) -> list[Row]:
         if loss.targets is None:
@@ -215,13 +213,28 @@ class Averages:
 
     def _measure(self, kept: list[Kept], split: str) -> list[Row]:
         """Return the metrics of kept outputs. A rank without samples returns the same names with zero weight."""
+        with torch.no_grad(), self.measured.wholes.keeping_generators():
+            return self._rows_of(kept, self.measured.functions(split), split, default=not self._has_accuracy)
+
+    def _measure_each(self, kept: list[tuple[int, Kept]]) -> list[tuple[int, *Row]]:
+        """Return the metrics of training updates, given as (place, outputs). The default accuracy is computed at once."""
+        functions, rows = self.measured.functions("train"), []
+        with torch.no_grad(), self.measured.wholes.keeping_generators():
+            for place, each in kept:
+                rows += [(place, *row) for row in self._rows_of([each], functions, "train", default=False)]
+            if kept and not self._has_accuracy:
+                rows += [(0, *row) for row in self._rows_of([each for _, each in kept], {}, "train", default=True)]
+        return rows
+
+    def _rows_of(
+        self, kept: list[Kept], functions: Mapping[str, Callable[..., Any]], split: str, *, default: bool
+    ) -> list[Row]:
         rows: list[Row] = []
         counted = [entry for entry in kept if entry[2]]
-        functions = self.measured.functions(split)
-        with torch.no_grad(), self.measured.wholes.keeping_generators():
-            for outputs, targets, n in _joined(counted or kept[:1]):
-                self._ask_in_training(split, outputs, targets, n)
-                rows += evaluate_metrics(functions, outputs, targets, n, default=not self._has_accuracy)
+        for outputs, targets, n in _joined(counted or kept[:1]):
+            if split == "train" and functions and not (_is_small(outputs) and _is_small(targets)):
+                self.measured.ask("train", Arguments((outputs, targets), {}), n)
+            rows += evaluate_metrics(functions, outputs, targets, n, default=default)
         return rows if counted else without_weight(rows)
 
     def _on_host(self, columns: Sequence[Sequence[Any]]) -> list[list[float]]:
