@@ -36,6 +36,9 @@ class BackendRow:
     alone: str = "single"  # the backend for evaluating and predicting in one process
     # "module:function", called as `(LaunchRequest, WorkerEnvironment, report)` in each worker before the user's script.
     before_script: str = ""
+    # "module:function" that our launcher calls with its LaunchRequest before it forks a worker, to import for all of them what
+    # `preload` cannot name because it depends on the request.
+    warm_up: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, without the group
     # Settings of other tools for this engine -> our counterpart, see `distributed.config.peers`.
     peers: Mapping[str, str] = field(default_factory=dict)
@@ -136,6 +139,7 @@ REGISTRY: dict[str, BackendRow] = {
             peers={"deepspeed_plugin": "use {deepspeed.zero_stage} or {deepspeed.deepspeed_config}"},
             starting=_TORCH_STARTING, instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
             before_script="distributed.backends._deepspeed.loading:before_script",
+            warm_up="distributed.backends._deepspeed.loading:warm_up",
             start_note="importing DeepSpeed takes some seconds",
         ),
         BackendRow(
@@ -157,6 +161,7 @@ REGISTRY: dict[str, BackendRow] = {
             "Keras 3 models on TensorFlow: a process for each device, or one on all its devices (mirrored)", alone="tensorflow",
             peers={"strategy": "use {backend}; TensorFlow's own strategy is {tensorflow.strategy}"},
             before_script="distributed.backends._tensorflow.start:before_script",
+            warm_up="distributed.backends._tensorflow.start:warm_up",
             has_joined="distributed.backends._tensorflow.joined:has_joined",
             listens="TensorFlow's workers listen on all interfaces, and whoever connects can run code as you",
             start_note="importing TensorFlow can take half a minute",

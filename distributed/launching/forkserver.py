@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.abc
 import json
 import os
+import pkgutil
 import selectors
 import signal
 import socket
@@ -62,10 +64,7 @@ def serve(request: LaunchRequest) -> int:
         server, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         agent = fork(lambda: _agent(request, run, side, server, signals))
         side.close()
-        for name in request.preload:
-            if signals.are_waiting():  # a stop, or the end of the agent: the rest is not needed
-                break
-            importlib.import_module(name)
+        _import_for_workers(request, signals)
         gc.freeze()
         return ForkServer(request, server, agent, signals).serve()
 
@@ -85,6 +84,37 @@ def _show_start(request: LaunchRequest) -> None:
         display.handle({"kind": "started", "lines": list(request.started_lines)})
     if text := crowding(request.nproc_per_node):
         display.handle({"kind": "warning", "text": text})
+
+
+def _import_for_workers(request: LaunchRequest, signals: Signals) -> None:
+    """Import what all workers need, until a signal arrives."""
+    watch = _Watch(signals)
+    sys.meta_path.insert(0, watch)
+    try:
+        for name in request.preload:
+            importlib.import_module(name)
+        if request.warm_up:
+            pkgutil.resolve_name(request.warm_up)(request)
+    except _Stopped:
+        pass
+    finally:
+        sys.meta_path.remove(watch)
+
+
+class _Stopped(BaseException):
+    """End the imports of the launcher."""
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Raise `_Stopped` at the next import when a signal is waiting: a stop, or the end of the agent. The imports take
+    seconds, and nobody needs them any more."""
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if self._signals.are_waiting():
+            raise _Stopped
 
 
 def _agent(

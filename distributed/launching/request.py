@@ -203,6 +203,7 @@ class LaunchRequest:
     rendezvous: str | None = None  # "module:Class" of an EngineRendezvous
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of every worker, unless the user has set it
     before_script: str = ""  # "module:function" that each worker calls first, see BackendRow
+    warm_up: str = ""  # "module:function" that the launcher calls before it forks a worker, see BackendRow
     max_restarts: int = 3
     restart_on_exception: bool = False
     monitor_interval: float = 0.1  # seconds between two looks at the workers
@@ -259,6 +260,6 @@ def make_request(
     settings = {name: getattr(merged.config, name) for name in _FROM_CONFIG}
     return LaunchRequest(
         run_dir, dataclasses.replace(typed, notices=()), nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes,
-        device=plan.device, preload=row.preload, rendezvous=row.rendezvous, before_script=row.before_script,
+        device=plan.device, preload=row.preload, rendezvous=row.rendezvous, before_script=row.before_script, warm_up=row.warm_up,
         started_lines=(*merged.notices, *started_lines), **settings, **more,
     )  # fmt: skip

@@ -16,7 +16,7 @@ import pytest
 
 import distributed
 from distributed.launching.request import LaunchRequest
-from tests.conftest import clean_environment, poll
+from tests.conftest import ROOT, clean_environment, needs_backend, poll
 
 LAUNCH = str(Path(distributed.__file__).parent / "launching" / "main.py")
 pytestmark = pytest.mark.timeout(240)
@@ -110,6 +110,62 @@ def start_light(start, script: Path, **more: object):
     command = start([sys.executable, *light(script, **more)], cwd=script.parent)
     command.wait_for(lambda: all((script.parent / f"ready-{rank}").exists() for rank in (0, 1)))
     return command
+
+
+WARMING = """
+import importlib, pathlib, sys
+
+def once(request):
+    import shared
+
+def slowly(request):
+    for number in range(300):
+        pathlib.Path(f"slow_{number}.py").write_text("import time; time.sleep(0.1)")
+    pathlib.Path("warming").touch()
+    for number in range(300):
+        importlib.import_module(f"slow_{number}")
+"""
+
+
+def test_what_the_launcher_imports_before_it_forks_is_imported_once_for_all_workers(run_python, tmp_path):
+    write(tmp_path, WARMING, "warming.py")
+    write(tmp_path, "import os\nmade_by = os.getpid()", "shared.py")
+    script = write(tmp_path, "import os, shared\nassert shared.made_by == os.getppid() != os.getpid()")
+    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = run_python(light(script, warm_up="warming:once"), cwd=tmp_path, env=path)
+    assert done.returncode == 0, done.output
+
+
+def test_a_stop_ends_these_imports(start, tmp_path):
+    write(tmp_path, WARMING, "warming.py")
+    script = write(tmp_path, "raise SystemExit('no worker may start')")
+    arguments = light(script, warm_up="warming:slowly")
+    command = start([sys.executable, *arguments], cwd=tmp_path, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    command.wait_for((tmp_path / "warming").exists)
+    began = time.monotonic()
+    command.signal(signal.SIGINT)
+    done = command.finish(60)
+    assert done.returncode == 128 + signal.SIGINT and time.monotonic() - began < 15, (
+        done.output
+    )  # the imports take 30 s
+    assert "no worker may start" not in done.output
+
+
+@pytest.mark.parametrize(("backend", "module"), [("tensorflow", "tensorflow"), ("deepspeed", "deepspeed")])
+def test_a_slow_library_is_imported_by_the_launcher_of_workers_on_cpus(run_python, backend, module):
+    """On GPUs it is not: a process forked after its library used a GPU cannot use it."""
+    needs_backend(backend)
+    script = f"""
+        import pkgutil, sys
+        from distributed.config.registry import backend_row
+        from distributed.launching.request import LaunchRequest
+        row = backend_row({backend!r})
+        for device in ("cuda", "cpu"):
+            pkgutil.resolve_name(row.warm_up)(LaunchRequest("run", device=device, environ=row.environ))
+            print(device, {module!r} in sys.modules)
+    """
+    done = run_python(["-c", textwrap.dedent(script)])
+    assert done.stdout == "cuda False\ncpu True\n", done.output
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
@@ -17,6 +18,14 @@ def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Any)
     """Prepare DeepSpeed in a worker before its script, which may be written for DeepSpeed itself. A `Trainer` calls
     `load`."""
     prepare(request.device)
+
+
+def warm_up(request: LaunchRequest) -> None:
+    """Import DeepSpeed in the launcher, once for all workers on CPUs. On GPUs each worker imports it, because the import
+    may use the GPU, which a process forked after that cannot."""
+    if request.device == "cpu":
+        with contextlib.suppress(Exception):  # a worker gets the same error and reports it with its rank
+            prepare(request.device)
 
 
 def prepare(device: str) -> Any:

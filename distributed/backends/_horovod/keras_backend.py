@@ -115,7 +115,7 @@ def row_on_tensorflow(row: BackendRow) -> BackendRow:
     other = backend_row("tensorflow")
     return dataclasses.replace(
         row, requires=(*row.requires, "tensorflow", "keras"), alone=other.name, environ=other.environ,
-        before_script=f"{__name__}:before_script",
+        before_script=f"{__name__}:before_script", warm_up=other.warm_up,
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from distributed.launching.exposure import engine_warnings
 from distributed.launching.listening import reachable_address
 from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import messages
+from distributed.launching.variables import set_missing
 
 # the setting that selects it, and the flags that start such workers
 WORDS, FLAGS = "backend='tensorflow'", "--backend tensorflow"
@@ -64,6 +65,20 @@ def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Call
         join(found, request.start_timeout, lambda text: report({"kind": "warning", "text": text}))
         _refuse_mirrored(found.world_size)
     import_seeded(request)
+
+
+def warm_up(request: LaunchRequest) -> None:
+    """Import TensorFlow in the launcher, once for all workers on CPUs. On GPUs each worker imports it, because the
+    import may use the GPU, which a process forked after that cannot."""
+    if request.device != "cpu":
+        return
+    set_missing(request.environ)
+    with contextlib.suppress(Exception):  # a worker gets the same error and reports it with its rank
+        check_engine(WORDS, FLAGS)
+        if request.script is not None and request.payload is None:
+            refuse_torch_script(Path(request.script))
+        set_environment(None, request.device)
+        import_quietly()
 
 
 def import_seeded(request: LaunchRequest) -> None:
