@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 
 from distributed.config.registry import backend_row, missing_libraries
+from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "DISTRIBUTED_TEST_COMMAND"
@@ -78,10 +79,12 @@ class Finished:
     stderr: str
     seconds: float
     cpu_s: float  # CPU time of the command and of the processes it waited for
+    is_forked: bool = False  # from a process that had imported torch, see tests/warm.py
 
     def within(self, limit_s: float) -> bool:
         """Return True if it took less than `limit_s` of CPU time, which other load hardly changes, and did not wait
         for long."""
+        assert not self.is_forked, "this command was spared an import: run it with fresh=True"
         return self.cpu_s < limit_s and self.seconds < 10 * limit_s
 
     @property
@@ -94,11 +97,18 @@ class Finished:
 class Started:
     """A running command. Its output goes to files, so that nothing blocks on a full pipe."""
 
-    def __init__(self, argv: Sequence[str], directory: Path, cwd: Path | None, env: dict[str, str]) -> None:
+    def __init__(
+        self, argv: Sequence[str], directory: Path, cwd: Path | None, env: dict[str, str], fresh: bool = True
+    ) -> None:
+        """Start `argv`. Unless `fresh`, a process that has imported torch is forked if that makes no other difference."""
         self.mark = uuid.uuid4().hex
         self._files = [directory / f"{self.mark}.{name}" for name in ("out", "err")]
         self._began, self._cpu_began_s = time.monotonic(), _children_cpu_s()
+        self.is_forked = not fresh and warm.can_run(argv, env)
         with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
+            if self.is_forked:
+                self.process: Any = warm.server(MARK).spawn(argv, cwd, {**env, MARK: self.mark}, *self._files)
+                return
             self.process = subprocess.Popen(
                 argv, cwd=cwd, env={**env, MARK: self.mark}, stdin=subprocess.DEVNULL,
                 stdout=out, stderr=err, start_new_session=True,
@@ -140,13 +150,14 @@ class Started:
             where = stacks(self.alive())
             self.kill()
             pytest.fail(f"not done after {timeout} s:\n{self.output}\n{where}")
-        seconds, cpu_s = time.monotonic() - self._began, _children_cpu_s() - self._cpu_began_s
+        seconds = time.monotonic() - self._began
+        cpu_s = self.process.cpu_s if self.is_forked else _children_cpu_s() - self._cpu_began_s
         out, err = (file.read_text(errors="replace") for file in self._files)
         try:
             poll(lambda: not self.alive(), grace, lambda: f"left processes {describe(self.alive())}\n{out}\n{err}")
         finally:
             self.kill()
-        return Finished(code, out, err, seconds, cpu_s)
+        return Finished(code, out, err, seconds, cpu_s, self.is_forked)
 
     def kill(self) -> None:
         """Kill all remaining processes."""
@@ -264,8 +275,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., St
     directory = tmp_path_factory.mktemp("commands")
     running: list[Started] = []
 
-    def begin(argv: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> Started:
-        running.append(Started(list(map(str, argv)), directory, cwd, clean_environment(**(env or {}))))
+    def begin(
+        argv: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None, fresh: bool = True
+    ) -> Started:
+        running.append(Started(list(map(str, argv)), directory, cwd, clean_environment(**(env or {})), fresh))
         return running[-1]
 
     yield begin
@@ -284,11 +297,11 @@ def run_python(start: Callable[..., Started]) -> Callable[..., Finished]:
 
 
 @pytest.fixture
-def run_cli(run_python: Callable[..., Finished]) -> Callable[..., Finished]:
+def run_cli(start: Callable[..., Started]) -> Callable[..., Finished]:
     """Run `python -m distributed.cli ARGS` until it ends (see the top of this file)."""
 
-    def run(args: Sequence[str], timeout: float = 120, **where: Any) -> Finished:
-        return run_python(["-m", "distributed.cli", *args], timeout, **where)
+    def run(args: Sequence[str], timeout: float = 120, fresh: bool = False, **where: Any) -> Finished:
+        return start([sys.executable, "-m", "distributed.cli", *args], fresh=fresh, **where).finish(timeout)
 
     return run
 
@@ -299,10 +312,14 @@ def run_cli_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Fini
     directory = tmp_path_factory.mktemp("commands")
 
     def run(
-        args: Sequence[str], timeout: float = 120, cwd: Path | None = None, env: dict[str, str] | None = None
+        args: Sequence[str],
+        timeout: float = 120,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        fresh: bool = False,
     ) -> Finished:
         argv = [sys.executable, "-m", "distributed.cli", *map(str, args)]
-        command = Started(argv, directory, cwd, clean_environment(**(env or {})))
+        command = Started(argv, directory, cwd, clean_environment(**(env or {})), fresh)
         try:
             return command.finish(timeout)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 
 import pytest
 
@@ -17,9 +18,9 @@ from distributed.testing.faults import (
     check_refused_in_a_second,
     check_starts,
 )
-from distributed.testing.running import AllReferences, run_python, train_cases
+from distributed.testing.running import AllReferences, Finished, train_cases
 from distributed.testing.travel import table, travel
-from tests.conftest import needs_backend
+from tests.conftest import Started, clean_environment, needs_backend
 
 # `make test` runs each adapter once, in pairs of adapter and number of processes. `make test-full` adds the rest of the product.
 # `python -m distributed.testing 'ray[cpus_per_worker=0.5]:1,3'` runs any other row.
@@ -45,12 +46,25 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    return AllReferences(tmp_path_factory.mktemp("references"))
+def run_python(tmp_path_factory):
+    """Run a command of the suite, which `distributed.testing` else starts from nothing."""
+    directory = tmp_path_factory.mktemp("commands")
+
+    def run(arguments, timeout):
+        environ = clean_environment(OMP_NUM_THREADS="1")
+        done = Started([sys.executable, *arguments], directory, None, environ, fresh=False).finish(timeout, grace=10)
+        return Finished(done.returncode, done.stdout + done.stderr, done.seconds, done.cpu_s)
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory):
+def references(tmp_path_factory, run_python):
+    return AllReferences(tmp_path_factory.mktemp("references"), run_python)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory, run_python):
     """Return (adapter, number of processes) -> all cases on it, each started once, at its first use."""
 
     @functools.cache
@@ -85,7 +99,7 @@ def test_conforms(started, references, world, check):
         ),
     ],
 )
-def test_every_checkpoint_goes_on_here(started, references, adapter, worlds, tmp_path):
+def test_every_checkpoint_goes_on_here(started, references, adapter, worlds, tmp_path, run_python):
     """A checkpoint of each of `worlds` has the same bits after it is loaded and saved, and training ends in the same numbers."""
     needs_backend(adapter.backend)
     found = references.of(adapter)

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.timeout(300)
 def fail(run_cli, tmp_path):
     """Return a function that runs a case of the job on two processes, in about 2 s."""
 
-    def run(case, code):
+    def run(case, code, fresh=False):
         done = run_cli(
             ["train", "--script", str(JOB), "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), "--", case, str(tmp_path)],
-            timeout=120,
+            timeout=120, fresh=fresh,
         )  # fmt: skip
         ended = time.time()
         assert done.returncode == code, done.output[-3000:]
@@ -138,7 +138,7 @@ ALONE = ("bad-setting", "bad-directory", "other-model", "other-shape")
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in ALONE else FULL) for case in MISTAKES])
 def test_a_mistake_in_the_script_is_one_line_and_exit_2(fail, case):
-    done = fail(case, 2)
+    done = fail(case, 2, fresh=True)
     errors = [line for line in lines(done) if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0] == lines(done)[-1] and MISTAKES[case] in errors[0]
     assert "Traceback" not in done.output
@@ -166,7 +166,9 @@ def test_a_directory_that_cannot_be_used_is_refused_before_any_worker(run_cli, t
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     for where in ("/dev/null", "file", "file/below", "/proc/nowhere"):
-        done = run_cli(["train", "--script", JOB, "--nproc-per-node", "2", flag, where, "--", "no-data", str(tmp_path)])
+        done = run_cli(
+            ["train", "--script", JOB, "--nproc-per-node", "2", flag, where, "--", "no-data", str(tmp_path)], fresh=True
+        )
         assert done.returncode == 2 and done.within(3), done.output
         assert len(lines(done)) == 1 and lines(done)[0].startswith(f"error: {name} '{where}' "), done.output
         assert "no directory" in done.stderr or "cannot be written" in done.stderr

@@ -122,7 +122,7 @@ def test_a_script_that_fails_and_the_client_server(run_cli, tmp_path, cluster):
 
 def test_more_processes_than_the_cluster_has_cpus_are_refused(run_cli, tmp_path, cluster):
     flags = plain(tmp_path, "go", "--address", cluster[0], "--set", "ray.cpus_per_worker=1.5")
-    done = run_cli(flags, env=OPEN)
+    done = run_cli(flags, env=OPEN, fresh=True)
     assert done.returncode == 3 and done.within(15), done.output
     assert "needs 3 CPUs" in done.stderr and "has 2: set nproc_per_node=1, or ray.cpus_per_worker=1" in done.stderr
 
@@ -155,7 +155,7 @@ def test_why_no_worker_started_is_what_fit_raises(run_python, tmp_path, cluster)
 
 
 def test_an_address_that_does_not_answer_is_refused_at_once(run_cli, tmp_path):
-    done = run_cli(plain(tmp_path, "go", "--address", f"ray://127.0.0.1:{free_port()}"))
+    done = run_cli(plain(tmp_path, "go", "--address", f"ray://127.0.0.1:{free_port()}"), fresh=True)
     assert done.returncode == 3 and done.within(5), done.output
     assert "does not answer" in done.stderr and "ray start --head" in done.stderr
     assert not (tmp_path / "run").exists()
@@ -181,7 +181,7 @@ def greet(server):
 
 def test_more_processes_than_this_machine_has_cpus_are_refused_at_once(run_cli, tmp_path):
     cores = len(os.sched_getaffinity(0))
-    done = run_cli([*plain(tmp_path, "go")[:-2], "--nproc-per-node", str(cores + 3)])
+    done = run_cli([*plain(tmp_path, "go")[:-2], "--nproc-per-node", str(cores + 3)], fresh=True)
     assert done.returncode == 3 and done.within(5), done.output
     assert f"needs {cores + 3} CPUs, and this machine has {cores}: set nproc_per_node={cores}" in done.stderr
 

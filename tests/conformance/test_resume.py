@@ -214,7 +214,7 @@ def test_what_cannot_be_resumed_is_refused_before_any_worker(run_cli, tmp_path, 
         ({"run": "."}, ["--resume"], from_parent),
     ]
     for where, flags, message in cases:
-        done = run_cli(arguments(one_epoch, [], *flags, **where))
+        done = run_cli(arguments(one_epoch, [], *flags, **where), fresh=True)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.output
         assert message in done.stderr and done.within(3)
     with pytest.raises(CheckpointError, match="resume_from_checkpoint='nowhere': no checkpoint at nowhere"):

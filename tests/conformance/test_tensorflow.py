@@ -457,7 +457,7 @@ def test_tensorflows_own_way_works_in_one_process_and_finds_its_cluster_in_sever
 )
 def test_bad_input_is_one_line_in_a_second(run_cli, environ, flags, said):
     script = HERE / "jobs" / "tensorflow" / "script.py"
-    done = run_cli(["train", "--script", script, "--backend", "tensorflow", *flags], env=environ)
+    done = run_cli(["train", "--script", script, "--backend", "tensorflow", *flags], env=environ, fresh=True)
 
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.output
     assert done.within(5)
@@ -465,7 +465,7 @@ def test_bad_input_is_one_line_in_a_second(run_cli, environ, flags, said):
 
 def test_a_script_of_torch_is_told_so_before_tensorflow_is_imported(run_cli, tmp_path):
     flags = ["--backend", "tensorflow", "--nproc-per-node", "2", "--run-dir", tmp_path / "run"]
-    done = run_cli(["train", "--script", HERE.parent.parent / "examples" / "train.py", *flags])
+    done = run_cli(["train", "--script", HERE.parent.parent / "examples" / "train.py", *flags], fresh=True)
 
     said = "train.py makes models of torch and imports neither keras nor tensorflow"
     assert done.returncode == 2 and said in done.stderr and "choose backend='pytorch-ddp'" in done.stderr, done.output

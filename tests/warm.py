@@ -1,0 +1,217 @@
+"""A process that has imported torch and forks commands: `python -m distributed.cli` starts two CPU seconds earlier in it.
+
+Each test process starts one at its first use, see `spawn`. A command that could notice the difference is not run in it, see
+`can_run`: imports of torch read environment variables, and a test that limits CPU time measures the imports too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# What a Python process or an import of torch reads once.
+_READ_AT_START = (
+    "PYTHON",
+    "LD_",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "TORCH",
+    "PYTORCH",
+    "KINETO",
+    "GLOG",
+    "CUDA",
+    "GLOO",
+    "NCCL",
+    "TF_",
+)
+_MODULES = (
+    "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch.distributed.fsdp",
+    "torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+)  # fmt: skip
+_MESSAGE_BYTES = 1 << 20
+
+
+def can_run(argv: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Return whether the command is one of `python -m distributed.cli train` that runs in the same way here."""
+    mine = _environ()
+    names = {name for name in {*env, *mine} if name.startswith(_READ_AT_START) and env.get(name) != mine.get(name)}
+    is_train = list(argv[:4]) == [sys.executable, "-m", "distributed.cli", "train"]
+    return (
+        is_train
+        and not names - {"OMP_NUM_THREADS"}
+        and env.get("OMP_NUM_THREADS", "1") == "1"
+        and "profile" not in " ".join(argv)
+    )
+
+
+def _environ() -> dict[str, str]:
+    from tests.conftest import clean_environment
+
+    return clean_environment(OMP_NUM_THREADS="1")
+
+
+class Command:
+    """A command that was forked, with the part of the interface of `subprocess.Popen` that tests use."""
+
+    def __init__(self, server: Server, pid: int) -> None:
+        self.pid, self.returncode = pid, None
+        self.cpu_s = 0.0  # of the command and of the processes that it waited for, once it has ended
+        self._server = server
+
+    def poll(self) -> int | None:
+        self._server.read(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise subprocess.TimeoutExpired("forked command", timeout or 0)
+            self._server.read(left)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Server:
+    """The process that forks, seen from the test process."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(other.fileno()), mark], pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, env={**_environ(), mark: "0" * 32}, cwd=ROOT, start_new_session=True,
+            )  # fmt: skip
+        self._commands: dict[int, Command] = {}
+        self._forked: list[int] = []
+        atexit.register(self.end)
+
+    def spawn(self, argv: Sequence[str], cwd: Path | None, env: Mapping[str, str], out: Path, err: Path) -> Command:
+        """Start a command with its output in two files."""
+        request = {
+            "argv": list(argv),
+            "cwd": str(cwd or Path.cwd()),
+            "env": dict(env),
+            "out": str(out),
+            "err": str(err),
+        }
+        self._channel.sendall(json.dumps(request).encode())
+        while not self._forked:
+            self.read(60)
+        return self._commands[self._forked.pop()]
+
+    def read(self, timeout: float | None) -> None:
+        """Take in what the process says, for `timeout` seconds at most."""
+        self._channel.settimeout(timeout)
+        with contextlib.suppress(BlockingIOError, TimeoutError):
+            data = self._channel.recv(_MESSAGE_BYTES)
+            if not data:
+                raise RuntimeError("the process that forks commands has ended")
+            said = json.loads(data)
+            if "code" not in said:
+                self._commands[said["pid"]] = Command(self, said["pid"])
+                self._forked.append(said["pid"])
+            else:
+                command = self._commands.pop(said["pid"])
+                command.cpu_s, command.returncode = said["cpu_s"], said["code"]
+
+    def end(self) -> None:
+        """Let the process end."""
+        self._channel.close()
+        self._process.wait()
+
+
+@functools.cache
+def server(mark: str) -> Server:
+    """Return this test process's server. `mark` names the environment variable that marks a command and its descendants."""
+    return Server(mark)
+
+
+# ------------------------------------------------------------------ in the process that forks
+
+
+def _serve(channel: socket.socket) -> dict[str, Any] | None:
+    """Fork a process for each request. Return the request in that process, and None at the end."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not channel:
+                    selector.unregister(key.fileobj)
+                    os.close(key.fd)
+                    _, status, used = os.wait4(key.data, 0)
+                    code = os.waitstatus_to_exitcode(status)
+                    _say(channel, {"pid": key.data, "code": code, "cpu_s": used.ru_utime + used.ru_stime})
+                    continue
+                data = channel.recv(_MESSAGE_BYTES)
+                if not data:
+                    return None
+                pid = os.fork()
+                if pid == 0:
+                    for fd in [each.fd for each in selector.get_map().values()]:
+                        os.close(fd)
+                    channel.detach()
+                    return json.loads(data)
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+                _say(channel, {"pid": pid})
+
+
+def _say(channel: socket.socket, what: Any) -> None:
+    with contextlib.suppress(OSError):  # the test process has ended
+        channel.sendall(json.dumps(what).encode())
+
+
+def _become(request: dict[str, Any], mark: str) -> None:
+    """Make this forked process one that was started with the request's environment, directory and files."""
+    os.setsid()
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    # /proc/PID/environ shows the memory that the process was started with; os.environ is apart from it.
+    ctypes.memmove(libc.getenv(mark.encode()), request["env"][mark].encode(), 32)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    for fd, name, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, request["out"], os.O_WRONLY),
+        (2, request["err"], os.O_WRONLY),
+    ):
+        opened = os.open(name, flags | (os.O_APPEND if fd else 0))
+        os.dup2(opened, fd)
+        os.close(opened)
+    sys.argv = request["argv"][2:]
+    sys.path[0] = request["cwd"]  # as with `python -m`
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+    for _name in _MODULES:
+        __import__(_name)
+    _request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if _request is not None:
+        _become(_request, sys.argv[2])
+        runpy.run_module(_request["argv"][2], run_name="__main__", alter_sys=True)
