@@ -1,4 +1,4 @@
-"""An engine of one file: least squares with numpy, in one process. Its registry row is in `test_new_engine`."""
+"""An engine of one file: least squares with numpy, in one process. Its registry row is in `toy_row`."""
 
 from __future__ import annotations
 

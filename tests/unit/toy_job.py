@@ -1,23 +1,15 @@
-"""Register the toy engine, train with it, and resume. Prints JSON."""
+"""Train with the toy engine, and resume. Prints JSON."""
 
 import json
 import sys
 
 import numpy
+import toy_row  # noqa: F401 - before the settings are read
 from safetensors.numpy import load_file
+from toy_engine import Line
 
-from distributed.config import registry
-from distributed.config.registry import BackendRow
-
-registry.REGISTRY["toy"] = BackendRow(
-    "toy", "toy_engine", "ToyBackend", "toy", preload=(), requires=("numpy",), install="pip install numpy",
-    summary="least squares with numpy", single_process=True, alone="toy",
-)  # fmt: skip
-
-from toy_engine import Line  # noqa: E402 - settings read the registry
-
-from distributed import Trainer  # noqa: E402
-from distributed.errors import ConfigError  # noqa: E402
+from distributed import Trainer
+from distributed.errors import ConfigError
 
 rng = numpy.random.default_rng(0)
 inputs = rng.normal(size=(64, 3))
