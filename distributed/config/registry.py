@@ -49,6 +49,8 @@ class BackendRow:
     # Environment variables that its workers get before the script runs, unless the user has set them. Keras reads its
     # engine when it is imported and cannot change it afterwards.
     environ: Mapping[str, str] = field(default_factory=lambda: {"KERAS_BACKEND": "torch"})
+    # Environment variables that its launcher gets with `profile`, before it imports the engine, unless the user has set them.
+    profile_environ: Mapping[str, str] = field(default_factory=dict)
     hints: Mapping[str, str] = field(
         default_factory=dict
     )  # part of an error message of a script -> what it means, in one line
@@ -69,6 +71,8 @@ class BackendRow:
 # AdamW and DDP import torch._dynamo on first use, which takes a second per worker. The fork server imports it once.
 _TORCH_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data")
 _TORCH_STARTING = "distributed.backends.starting:TorchStarting"
+# torch (2.13) reads it once, when it is imported. Without it, torch's profiler prints lines about its start and stop.
+_TORCH_PROFILE = {"KINETO_LOG_LEVEL": "99"}
 _TORCH_INSTALL = "pip install 'distributed-trainer[torch]'"
 # Messages of torch 2.13 for a float32 model with float64 data, by kind of layer or loss.
 _DOUBLE_DATA = (
@@ -86,7 +90,7 @@ REGISTRY: dict[str, BackendRow] = {
         BackendRow(
             "single", "distributed.backends.single", "SingleBackend", "single", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
             "one process, no communication", single_process=True, is_default=True,
-            hints=dict.fromkeys(_DOUBLE_DATA, _DOUBLE_HINT),
+            profile_environ=_TORCH_PROFILE, hints=dict.fromkeys(_DOUBLE_DATA, _DOUBLE_HINT),
         ),
         BackendRow(
             "pytorch-ddp", "distributed.backends.ddp", "DDPBackend", "ddp", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
@@ -101,14 +105,14 @@ REGISTRY: dict[str, BackendRow] = {
                 "ddp_timeout": "use {timeout_s}", "ddp_backend": "use {communication_backend}",
                 "ddp_broadcast_buffers": "not here, because it is always so: drop it",
             },
-            starting=_TORCH_STARTING, shares_gpus=True, has_joined="distributed.backends._torch.joined:has_joined",
-            seed="distributed.backends._torch.seeding:seed",
+            starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE, shares_gpus=True,
+            has_joined="distributed.backends._torch.joined:has_joined", seed="distributed.backends._torch.seeding:seed",
         ),
         BackendRow(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
             (*_TORCH_PRELOAD, "torch.distributed.fsdp"), ("torch",), _TORCH_INSTALL,
             "PyTorch FSDP2: parameters, gradients and optimizer state cut over the processes", cuts_model=True,
-            starting=_TORCH_STARTING,
+            starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
             peers={
                 "fsdp_config": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
                 "fsdp_plugin": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
@@ -134,7 +138,8 @@ REGISTRY: dict[str, BackendRow] = {
             "DeepSpeed ZeRO: optimizer state, gradients and parameters cut over the processes, by stage",
             aliases={"zero_stage": "zero_stage", "deepspeed_config": "deepspeed_config"},
             peers={"deepspeed_plugin": "use {deepspeed.zero_stage} or {deepspeed.deepspeed_config}"},
-            starting=_TORCH_STARTING, instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
+            starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
+            instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
             before_script="distributed.backends._deepspeed.loading:before_script",
             start_note="importing DeepSpeed takes some seconds",
         ),
@@ -142,7 +147,7 @@ REGISTRY: dict[str, BackendRow] = {
             "horovod", "distributed.backends.horovod", "HorovodBackend", "horovod", _TORCH_PRELOAD, ("torch", "horovod"),
             "'make horovod' (builds it for the installed torch)",
             "Horovod: a full copy of the model in every process, over Gloo or MPI",
-            starting="distributed.backends._horovod.starting:HorovodStarting",
+            starting="distributed.backends._horovod.starting:HorovodStarting", profile_environ=_TORCH_PROFILE,
             rendezvous="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
             joining_modules=("horovod.common.basics", "mpi4py.MPI"),
             hints={
