@@ -29,6 +29,7 @@ class BackendRow:
     install: str  # the exact command that installs them
     summary: str  # what it does, for help and documentation
     single_process: bool = False  # refuses more than one process
+    cpus_only: bool = False  # refuses GPUs, and trains on CPUs on a machine that has some
     is_default: bool = False  # used when no backend is set: for one process if `single_process`, else for several
     rendezvous: str | None = None  # "module:Class" of the rendezvous that our launcher opens for each attempt
     # "module:Class" of a `Starting` (`distributed.backends.starting`), which answers before any process trains.
@@ -284,6 +285,11 @@ def default_backend(world_size: int) -> str:
 def one_process_reason() -> str:
     """Return why a backend with `single_process` refuses several processes, and what to use instead."""
     return f"it runs one process: set backend={default_backend(2)!r}, or nproc_per_node=1 on one node"
+
+
+def cpus_only_reason() -> str:
+    """Return why a backend with `cpus_only` refuses GPUs, and what to do instead."""
+    return "it trains on CPUs only: drop it, or choose another backend"
 
 
 def option_class(group: str) -> type[Any]:

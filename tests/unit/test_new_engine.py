@@ -39,6 +39,7 @@ def test_an_engine_of_one_file_and_one_registry_row_trains_and_resumes(tmp_path:
     assert max(abs(a - b) for a, b in zip(found["weights"], [1, -2, 3], strict=True)) < 1e-3
     assert found["evaluated"] < losses[-1] and found["predicted"] < 1e-2
     assert found["refused"].startswith("mixed_precision='bf16' does not work with backend='toy'")
+    assert found["on_gpus"].startswith("device='cuda' does not work with backend='toy': it trains on CPUs only")
     assert found["unused"].startswith("metrics does not work with backend='toy'")
     assert found["exported"] == found["weights"]
     assert not found["has_torch"]

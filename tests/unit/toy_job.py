@@ -17,7 +17,7 @@ data = inputs, inputs @ [1.0, -2.0, 3.0]
 
 
 def trainer(**settings):
-    return Trainer(Line(3), backend="toy", batch_size=8, learning_rate=0.1, device="cpu", verbose=False, **settings)
+    return Trainer(Line(3), backend="toy", batch_size=8, learning_rate=0.1, verbose=False, **settings)
 
 
 first = trainer(epochs=4)
@@ -36,6 +36,7 @@ def refusal(run):
 
 
 refused = refusal(lambda: trainer(mixed_precision="bf16"))
+on_gpus = refusal(lambda: trainer(device="cuda"))
 unused = refusal(lambda: trainer(metrics={"mae": abs}).fit(data))
 print(
     json.dumps(
@@ -46,6 +47,7 @@ print(
             "evaluated": again.evaluate(data)["loss"],
             "predicted": numpy.abs(again.predict(data) - data[1]).max(),
             "refused": refused,
+            "on_gpus": on_gpus,
             "unused": unused,
             "exported": load_file("line.safetensors")["weights"].tolist(),
             "has_torch": "torch" in sys.modules,

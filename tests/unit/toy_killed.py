@@ -25,7 +25,7 @@ class Kill(Callback):
 rng = numpy.random.default_rng(0)
 inputs = rng.normal(size=(64, 3))
 trainer = Trainer(
-    Line(3), backend="toy", batch_size=8, learning_rate=0.01, epochs=4, device="cpu", checkpoint_every_n_steps=5,
+    Line(3), backend="toy", batch_size=8, learning_rate=0.01, epochs=4, checkpoint_every_n_steps=5,
     callbacks=[Kill()] * ("--killed" in sys.argv), verbose=False,
 )  # fmt: skip
 trainer.fit((inputs, inputs @ [1.0, -2.0, 3.0]))

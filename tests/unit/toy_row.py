@@ -4,5 +4,5 @@ from distributed.config import registry
 
 registry.REGISTRY["toy"] = registry.BackendRow(
     "toy", "toy_engine", "ToyBackend", "toy", preload=(), requires=("numpy",), install="pip install numpy",
-    summary="least squares with numpy", single_process=True, alone="toy",
+    summary="least squares with numpy", single_process=True, cpus_only=True, alone="toy",
 )  # fmt: skip
