@@ -45,6 +45,15 @@ def test_an_engine_of_one_file_and_one_registry_row_trains_and_resumes(tmp_path:
     assert not found["has_torch"]
 
 
+def test_the_conformance_suite_says_in_one_line_that_it_has_no_models_for_it(tmp_path: Path) -> None:
+    done = run(tmp_path, "toy_command.py", "distributed.testing", "toy:1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: backend='toy' trains neither torch modules nor Keras models")
+    assert done.stderr.count("\n") == 1
+    done = run(tmp_path, "toy_command.py", "distributed.testing", "toy:1,2")
+    assert done.stderr == "error: backend='toy' does not work with 2 processes, it runs one: write toy:1\n"
+
+
 def test_a_run_that_was_killed_and_restarted_ends_with_the_same_bits(tmp_path: Path) -> None:
     whole = printed(run(tmp_path, "toy_killed.py"))
 
