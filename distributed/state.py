@@ -32,7 +32,6 @@ class WorkerContext:
     local_world_size: int
     node_rank: int
     device: str  # "cpu", "cuda:0", ...
-    restart_count: int = 0
 
     @property
     def is_main_process(self) -> bool:

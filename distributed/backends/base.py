@@ -145,8 +145,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """Join the other processes, choose the device and return this process among them. A collective.
 
         Sets `world` and `context`. Called once in each process that trains or evaluates, before anything but `check` and
-        `configure`. `restart_count` is that of `worker_environment()`: without it a restarted run begins anew. Raises ResourceError
-        if ranks are missing after `start_timeout`, or if the device cannot be used.
+        `configure`. Raises ResourceError if ranks are missing after `start_timeout`, or if the device cannot be used.
         """
 
     @abc.abstractmethod

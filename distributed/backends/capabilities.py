@@ -11,10 +11,18 @@ from typing import Any
 
 from distributed.backends.effects import needs_of
 from distributed.config.fields import rules
-from distributed.config.registry import REGISTRY, BackendRow, backend_class, missing_libraries, one_process_reason
+from distributed.config.registry import (
+    REGISTRY,
+    BackendRow,
+    backend_class,
+    cpus_only_reason,
+    missing_libraries,
+    one_process_reason,
+)
 from distributed.config.settings import GROUPS, DistributedConfig, group_options
 
 SEVERAL = "several processes"  # key of the refusal of backends that run one process only
+_OF_GPUS = ("device=cuda", "num_gpus", "gpus_per_node")  # settings that ask for GPUs
 _OF_NODES = ("num_nodes", "node_rank")  # settings that ask for several processes
 
 
@@ -59,6 +67,8 @@ def capabilities_of(row: BackendRow) -> Capabilities:
     """Return the capabilities of the backend of `row`."""
     adapter = backend_class(row.name)
     refuses = {name: why for name, why in adapter.refuses.items() if isinstance(why, str)}
+    if row.cpus_only:
+        refuses = {**dict.fromkeys(_OF_GPUS, cpus_only_reason()), **refuses}
     if row.single_process:
         refuses = {**dict.fromkeys((SEVERAL, *_OF_NODES), one_process_reason()), **refuses}
     conditions = {

@@ -145,7 +145,8 @@ class FSDPWrapper(Wrapper):
         from distributed.backends._torch.whole import WholeForm
 
         before = list(model.parameters())
-        fully_sharded.shard(model, self._options, self._backend.device, self._backend.mixed_precision)
+        own = self._backend
+        fully_sharded.shard(model, self._options, own.device, own.mixed_precision, own.plan.axes)
         self._replaced = dict(zip(before, model.parameters(), strict=True))
         self.whole = WholeForm(model)
         return model

@@ -121,11 +121,10 @@ class TensorFlowBackend(Backend[Any]):
         device = "cuda:0" if self.plan.device == "cuda" else "cpu"
         if found is None or joined is None:
             replicas = mirrored(self.plan.device, self.devices_per_process) if self._is_mirrored else Replicas()
-            return TensorFlowWorld(alone(found, device), None, replicas=replicas)
+            return TensorFlowWorld(WorkerContext(0, 1, 0, 1, 0, device), None, replicas=replicas)
         context = WorkerContext(
-            found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, device,
-            found.restart_count,
-        )  # fmt: skip
+            found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, device
+        )
         return TensorFlowWorld(context, cluster_collectives(joined, self.config.timeout_s), joined.store)
 
     # ------------------------------------------------------------------ set-up
@@ -354,8 +353,3 @@ class TensorFlowBackend(Backend[Any]):
             return value.astype(dtype) if value.dtype.kind == "f" and value.dtype != dtype else value
 
         return tf.nest.map_structure(cast, batch)
-
-
-def alone(found: WorkerEnvironment | None, device: str) -> WorkerContext:
-    """Return the context of the only process of a run."""
-    return WorkerContext(0, 1, 0, 1, 0, device, found.restart_count if found else 0)

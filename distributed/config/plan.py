@@ -8,7 +8,13 @@ from collections.abc import Callable, Mapping
 
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig
-from distributed.config.registry import backend_row, default_backend, one_process_reason, require_installed
+from distributed.config.registry import (
+    backend_row,
+    cpus_only_reason,
+    default_backend,
+    one_process_reason,
+    require_installed,
+)
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
 
@@ -101,7 +107,7 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
         ConfigError: the numbers contradict each other, or the backend cannot run so many processes.
         ResourceError: this machine has too few GPUs, or the backend is not installed.
     """
-    nodes = config.num_nodes
+    nodes, asked = config.num_nodes, _asked_device(config)
     per_node, gpus = config.nproc_per_node, config.gpus_per_node
     if gpus == 0 and config.num_gpus:
         raise ConfigError(f"num_gpus={config.num_gpus} contradicts gpus_per_node=0: drop one of them")
@@ -121,14 +127,14 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
                 f"num_gpus={config.num_gpus} does not divide over num_nodes={nodes}: set a multiple of {nodes}"
             )
         gpus = config.num_gpus // nodes
-    if gpus and config.device == "cpu":
+    if gpus and asked == "cpu":
         raise ConfigError(
             f"device='cpu' contradicts {gpus} GPUs per node: drop one of them, or use nproc_per_node={gpus} for CPU processes"
         )
     visible = -1
-    if gpus or config.device == "cuda" or (config.device is None and config.num_gpus is None and gpus is None):
+    if gpus or asked == "cuda" or (asked is None and config.num_gpus is None and gpus is None):
         visible = (count_gpus or visible_gpus)()
-    wants_gpu = bool(gpus) or config.device == "cuda"
+    wants_gpu = bool(gpus) or asked == "cuda"
     wanted = 1 if not gpus and _may_share(config) else gpus or per_node or 1
     if wants_gpu and visible < wanted:
         have = "no GPU" if visible == 0 else f"{visible} GPU{'s' * (visible > 1)}"
@@ -148,6 +154,20 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
     else:
         device, processes = "cpu", per_node or 1
     return ProcessPlan(nodes, processes, device, choose_backend(config, nodes * processes))
+
+
+def _asked_device(config: DistributedConfig) -> str | None:
+    """Return the device that the settings or the backend ask for, or None if the machine decides.
+
+    Raises ConfigError for GPUs beside a backend that trains on CPUs only.
+    """
+    if config.backend is None or not backend_row(config.backend).cpus_only:
+        return config.device
+    for name in ("device", "num_gpus", "gpus_per_node"):
+        value = getattr(config, name)
+        if value not in (None, "cpu", 0):
+            raise ConfigError(f"{name}={value!r} does not work with backend={config.backend!r}: {cpus_only_reason()}")
+    return "cpu"
 
 
 def _may_share(config: DistributedConfig) -> bool:

@@ -29,6 +29,7 @@ class BackendRow:
     install: str  # the exact command that installs them
     summary: str  # what it does, for help and documentation
     single_process: bool = False  # refuses more than one process
+    cpus_only: bool = False  # refuses GPUs, and trains on CPUs on a machine that has some
     is_default: bool = False  # used when no backend is set: for one process if `single_process`, else for several
     rendezvous: str | None = None  # "module:Class" of the rendezvous that our launcher opens for each attempt
     # "module:Class" of a `Starting` (`distributed.backends.starting`), which answers before any process trains.
@@ -52,6 +53,8 @@ class BackendRow:
     # Environment variables that its workers get before the script runs, unless the user has set them. Keras reads its
     # engine when it is imported and cannot change it afterwards.
     environ: Mapping[str, str] = field(default_factory=lambda: {"KERAS_BACKEND": "torch"})
+    # Environment variables that its launcher gets with `profile`, before it imports the engine, unless the user has set them.
+    profile_environ: Mapping[str, str] = field(default_factory=dict)
     hints: Mapping[str, str] = field(
         default_factory=dict
     )  # part of an error message of a script -> what it means, in one line
@@ -72,6 +75,8 @@ class BackendRow:
 # AdamW and DDP import torch._dynamo on first use, which takes a second per worker. The fork server imports it once.
 _TORCH_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data")
 _TORCH_STARTING = "distributed.backends.starting:TorchStarting"
+# torch (2.13) reads it once, when it is imported. Without it, torch's profiler prints lines about its start and stop.
+_TORCH_PROFILE = {"KINETO_LOG_LEVEL": "99"}
 _TORCH_INSTALL = "pip install 'distributed-trainer[torch]'"
 # Messages of torch 2.13 for a float32 model with float64 data, by kind of layer or loss.
 _DOUBLE_DATA = (
@@ -89,7 +94,7 @@ REGISTRY: dict[str, BackendRow] = {
         BackendRow(
             "single", "distributed.backends.single", "SingleBackend", "single", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
             "one process, no communication", single_process=True, is_default=True,
-            hints=dict.fromkeys(_DOUBLE_DATA, _DOUBLE_HINT),
+            profile_environ=_TORCH_PROFILE, hints=dict.fromkeys(_DOUBLE_DATA, _DOUBLE_HINT),
         ),
         BackendRow(
             "pytorch-ddp", "distributed.backends.ddp", "DDPBackend", "ddp", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
@@ -104,14 +109,14 @@ REGISTRY: dict[str, BackendRow] = {
                 "ddp_timeout": "use {timeout_s}", "ddp_backend": "use {communication_backend}",
                 "ddp_broadcast_buffers": "not here, because it is always so: drop it",
             },
-            starting=_TORCH_STARTING, shares_gpus=True, has_joined="distributed.backends._torch.joined:has_joined",
-            seed="distributed.backends._torch.seeding:seed",
+            starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE, shares_gpus=True,
+            has_joined="distributed.backends._torch.joined:has_joined", seed="distributed.backends._torch.seeding:seed",
         ),
         BackendRow(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
             (*_TORCH_PRELOAD, "torch.distributed.fsdp"), ("torch",), _TORCH_INSTALL,
             "PyTorch FSDP2: parameters, gradients and optimizer state cut over the processes", cuts_model=True,
-            starting=_TORCH_STARTING,
+            starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
             peers={
                 "fsdp_config": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
                 "fsdp_plugin": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
@@ -137,7 +142,8 @@ REGISTRY: dict[str, BackendRow] = {
             "DeepSpeed ZeRO: optimizer state, gradients and parameters cut over the processes, by stage",
             aliases={"zero_stage": "zero_stage", "deepspeed_config": "deepspeed_config"},
             peers={"deepspeed_plugin": "use {deepspeed.zero_stage} or {deepspeed.deepspeed_config}"},
-            starting=_TORCH_STARTING, instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
+            starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
+            instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
             before_script="distributed.backends._deepspeed.loading:before_script",
             warm_up="distributed.backends._deepspeed.loading:warm_up",
             start_note="importing DeepSpeed takes some seconds",
@@ -146,7 +152,7 @@ REGISTRY: dict[str, BackendRow] = {
             "horovod", "distributed.backends.horovod", "HorovodBackend", "horovod", _TORCH_PRELOAD, ("torch", "horovod"),
             "'make horovod' (builds it for the installed torch)",
             "Horovod: a full copy of the model in every process, over Gloo or MPI",
-            starting="distributed.backends._horovod.starting:HorovodStarting",
+            starting="distributed.backends._horovod.starting:HorovodStarting", profile_environ=_TORCH_PROFILE,
             rendezvous="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
             joining_modules=("horovod.common.basics", "mpi4py.MPI"),
             hints={
@@ -284,6 +290,11 @@ def default_backend(world_size: int) -> str:
 def one_process_reason() -> str:
     """Return why a backend with `single_process` refuses several processes, and what to use instead."""
     return f"it runs one process: set backend={default_backend(2)!r}, or nproc_per_node=1 on one node"
+
+
+def cpus_only_reason() -> str:
+    """Return why a backend with `cpus_only` refuses GPUs, and what to do instead."""
+    return "it trains on CPUs only: drop it, or choose another backend"
 
 
 def option_class(group: str) -> type[Any]:

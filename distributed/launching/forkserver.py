@@ -26,7 +26,7 @@ from distributed.launching.output import display_of
 from distributed.launching.request import LaunchRequest
 from distributed.launching.script import check_script
 from distributed.launching.stopping import Signals, Stop
-from distributed.launching.variables import crowding, set_thread_variables
+from distributed.launching.variables import crowding, set_missing, set_thread_variables
 from distributed.runs.directory import RunDirectory
 from distributed.runs.processes import STOP_SIGNALS
 from distributed.runs.temporary import sweep
@@ -55,9 +55,7 @@ def serve(request: LaunchRequest) -> int:
     # With a store that torch shares between attempts, a restart can read stale addresses (pytorch issue 135712). This may go once
     # restarts have been tried without it on a torch that has pytorch pull request 135957.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if {**request.typed.file, **request.typed.flag}.get("profile"):
-        # torch (2.13) reads it once, at its import; its profiler else prints lines about its start and stop.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    set_missing(request.launcher_environ)
     with Signals() as signals:
         gc.disable()  # imports leave little garbage, and a collection would unshare pages
         importlib.import_module("torch")  # for the agent too; no other process of this run imports it

@@ -202,6 +202,8 @@ class LaunchRequest:
     preload: tuple[str, ...] = ("torch",)
     rendezvous: str | None = None  # "module:Class" of an EngineRendezvous
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of every worker, unless the user has set it
+    # of the launcher before it imports any engine, unless the user has set it; its workers inherit it
+    launcher_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     before_script: str = ""  # "module:function" that each worker calls first, see BackendRow
     warm_up: str = ""  # "module:function" that the launcher calls before it forks a worker, see BackendRow
     max_restarts: int = 3
@@ -261,5 +263,6 @@ def make_request(
     return LaunchRequest(
         run_dir, dataclasses.replace(typed, notices=()), nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes,
         device=plan.device, preload=row.preload, rendezvous=row.rendezvous, before_script=row.before_script, warm_up=row.warm_up,
+        launcher_environ=row.profile_environ if merged.config.profile else {},
         started_lines=(*merged.notices, *started_lines), **settings, **more,
     )  # fmt: skip

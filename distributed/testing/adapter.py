@@ -10,6 +10,7 @@ from typing import Any
 
 from distributed.backends import make_backend
 from distributed.backends.capabilities import Capabilities, capabilities_of
+from distributed.backends.torch_base import TorchBackend
 from distributed.config.merging import Typed, merge
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import BackendRow, backend_class, backend_row, default_backend, row_in_use
@@ -25,16 +26,24 @@ class Adapter:
     asked of the backend."""
 
     backend: str
-    world_sizes: tuple[int, ...] = (2, 3)
+    world_sizes: tuple[int, ...] = ()  # default: 1 for a backend of one process, else 2 and 3
     # settings of every run, such as {"fsdp.cpu_offload": True}
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str = ""  # name in messages and tables; default: the backend with its settings
     model: str = ""  # kind of model, "torch" or "keras"; default: what the backend trains
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if the suite has no models for the backend, or if the backend cannot run that many processes."""
+        row = self._row
+        if not self.world_sizes:
+            object.__setattr__(self, "world_sizes", (1,) if row.single_process else (2, 3))
+        if row.single_process and max(self.world_sizes) > 1:
+            raise ConfigError(
+                f"backend={self.backend!r} does not work with {max(self.world_sizes)} processes, it runs one: write"
+                f" {self.backend}:1"
+            )
         if not self.model:
-            engine = self._row.environ.get("KERAS_BACKEND")
-            object.__setattr__(self, "model", "torch" if engine == "torch" else "keras")
+            object.__setattr__(self, "model", _model_of(row))
 
     @classmethod
     def parse(cls, text: str) -> Adapter:
@@ -98,6 +107,18 @@ class Adapter:
         """Return the flags of `distributed train` for this adapter."""
         settings = [word for name, value in self.settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
         return ["--backend", self.backend, "--nproc-per-node", str(world_size), *settings]
+
+
+def _model_of(row: BackendRow) -> str:
+    """Return the kind of models that the backend of `row` trains."""
+    if row.environ.get("KERAS_BACKEND", "torch") != "torch":
+        return "keras"
+    if not issubclass(backend_class(row.name), TorchBackend):
+        raise ConfigError(
+            f"backend={row.name!r} trains neither torch modules nor Keras models, and the suite has no others: test it by a"
+            " script of its own, as tests/unit/test_new_engine.py does"
+        )
+    return "torch"
 
 
 def _setting(backend: str, text: str) -> tuple[str, Any]:

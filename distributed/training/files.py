@@ -82,7 +82,7 @@ class TrainerFiles:
         report: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._given, self._typed, self._is_search = setup.handover, setup.typed, setup.is_search
-        self._worker, self._plan = setup.worker, setup.plan
+        self._worker, self._plan, self._restart_count = setup.worker, setup.plan, setup.restart_count
         self._backend, self._context, self._report = backend, context, report
         self._agreement = Agreement(backend.world, setup.merged.config.timeout_s)
         self._directory: Path | None = None
@@ -94,7 +94,7 @@ class TrainerFiles:
         return (
             (self._given is not None and self._given.resume)
             or merged.config.resume_from_checkpoint is not False
-            or self._context.restart_count > 0
+            or self._restart_count > 0
             or is_trial_again()
         )
 
@@ -158,7 +158,7 @@ class TrainerFiles:
     def _name(self) -> Path:
         """Return a new run directory, or that of the attempt that this one replaces. Called on the main process."""
         identity = self._identity()
-        before = find_run_dir(script_name(), identity) if identity and self._context.restart_count else None
+        before = find_run_dir(script_name(), identity) if identity and self._restart_count else None
         return before or choose_run_dir(script_name(), identity)
 
     def _given_dir(self) -> Path | None:

@@ -277,7 +277,7 @@ class Session:
 
         A stop of an earlier launch, or of another run, does not count: it was resumed to go on. All ranks.
         """
-        if self.context.restart_count == 0 or not is_stopped_by_callback(state) or not self._is_saved:
+        if self.setup.restart_count == 0 or not is_stopped_by_callback(state) or not self._is_saved:
             return False
         return not self.files.on_main(lambda: run.has_gone_on(path.name))
 
@@ -345,7 +345,7 @@ class Session:
         self._reporter({"kind": "started", "lines": lines})
         fit.run.event(
             "started", backend=self.setup.plan.backend, world_size=self.context.world_size, step=state.step,
-            restart_count=self.context.restart_count, batch_dependent=list(self.backend.batch_dependent),
+            restart_count=self.setup.restart_count, batch_dependent=list(self.backend.batch_dependent),
         )  # fmt: skip
 
     def _say_end(self, fit: _Fit) -> None:

@@ -55,6 +55,8 @@ class Setup:
         if (trial := current()) is not None:
             self.sweep = joined(trial.settings, self.sweep)
         self.worker = worker_environment()  # None in a process that no launcher started
+        # Number of this attempt: above 0 if a launcher started the workers again after a failure.
+        self.restart_count = self.worker.restart_count if self.worker is not None else 0
         self.handover = handover()
         self.typed = self._read(config)
         self.merged = self.merge({})
@@ -219,9 +221,7 @@ class Setup:
         A run that has begun continues from its own checkpoints and needs it no more.
         """
         source = self.merged.config.resume_from_checkpoint
-        is_begun = (self.handover is not None and self.handover.resume) or (
-            self.worker is not None and self.worker.restart_count > 0
-        )
+        is_begun = (self.handover is not None and self.handover.resume) or self.restart_count > 0
         if isinstance(source, str) and not is_begun:
             from distributed.checkpoints.manifest import check_source
 

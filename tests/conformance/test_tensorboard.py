@@ -103,6 +103,7 @@ def test_the_profile_is_a_trace_of_each_rank_and_says_what_costs_most(hurt):
     ]
     assert len(shares) == 5 and shares == sorted(shares, reverse=True) and sum(shares) <= 100
     assert 0 < float(re.search(r"communication: under way in ([\d.]+)% of the time", told[6])[1]) <= 100
+    assert "profiler_start" not in done.output, "torch's profiler prints lines of its own"
 
 
 def test_pieces_on_several_processes_make_the_same_histograms(tmp_path, run_cli, board):

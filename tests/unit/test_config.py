@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import distributed
+from distributed.backends.capabilities import capabilities_of
 from distributed.config.merging import Typed, config_yaml, merge, read_config_file, split_sweep
 from distributed.config.plan import ProcessPlan, in_effect, plan_batch, plan_processes
 from distributed.config.registry import REGISTRY
@@ -449,6 +450,28 @@ def test_what_the_error_advises_where_gpus_are_missing_works(gpus, given):
     assert typed.items() - given.items(), "it advises what was asked for already"
     wanted = config.nproc_per_node or (config.num_gpus or 0) // config.num_nodes or config.gpus_per_node or 1
     assert processes(gpus, **given | typed)[1:] == (config.num_nodes, wanted, "cpu")
+
+
+@pytest.fixture
+def on_cpus(monkeypatch):
+    """Let a backend train on CPUs only."""
+    monkeypatch.setitem(REGISTRY, "fsdp", dataclasses.replace(REGISTRY["fsdp"], cpus_only=True))
+
+
+@pytest.mark.parametrize("setting", [{"device": "cuda"}, {"num_gpus": 2}, {"gpus_per_node": 2}])
+def test_an_engine_of_cpus_refuses_gpus_in_one_line_and_without_counting_them(setting, on_cpus):
+    ((name, value),) = setting.items()
+    line = f"{name}={value!r} does not work with backend='fsdp': it trains on CPUs only: drop it, or choose another backend"
+    with pytest.raises(ConfigError) as caught:
+        plan_processes(DistributedConfig(backend="fsdp", **setting), lambda: pytest.fail("the GPUs were counted"))
+    assert str(caught.value) == line
+
+
+def test_an_engine_of_cpus_trains_on_them_where_there_are_gpus(on_cpus):
+    assert processes(gpus=4, backend="fsdp", nproc_per_node=8) == ("fsdp", 1, 8, "cpu")
+    assert processes(gpus=4, backend="fsdp", num_gpus=0) == ("fsdp", 1, 1, "cpu")
+    refused = capabilities_of(REGISTRY["fsdp"])
+    assert [refused.accepts(name) for name in ("device=cuda", "device=cpu", "num_gpus")] == [False, True, False]
 
 
 # the registry

@@ -7,6 +7,7 @@ import pytest
 
 from distributed.errors import ConfigError
 from distributed.testing import Adapter
+from distributed.testing.__main__ import main
 from distributed.testing.conformance import check_bf16_gradient, checks_for
 from distributed.testing.running import refused_cases
 
@@ -57,6 +58,23 @@ def test_a_row_that_says_nothing_sensible_is_refused(row, said):
 def test_the_kind_of_model_is_the_backends_own():
     assert [Adapter(name).model for name in ("single", "ray", "tensorflow")] == ["torch", "torch", "keras"]
     assert [str(Adapter(name).reference) for name in ("fsdp", "tensorflow")] == ["single", "tensorflow"]
+
+
+@pytest.mark.parametrize("row", ["single:2", "single:1,2"])
+def test_several_processes_of_a_backend_of_one_are_refused_in_one_line(row, capsys):
+    assert Adapter.parse("single").world_sizes == (1,)
+    assert main([row]) == 2
+    said = "error: backend='single' does not work with 2 processes, it runs one: write single:1\n"
+    assert capsys.readouterr() == ("", said)
+
+
+def test_training_that_fails_is_told_without_a_traceback_of_the_suite(monkeypatch, capsys):
+    def train_cases(adapter, *arguments):
+        raise AssertionError(f"{adapter} x 1: exit 1")
+
+    monkeypatch.setattr("distributed.testing.__main__.train_cases", train_cases)
+    assert main(["single:1"]) == 1
+    assert capsys.readouterr() == ("FAILED single x 1: exit 1\n", "")
 
 
 def test_cases_that_need_what_an_adapter_refuses_are_not_its_own():

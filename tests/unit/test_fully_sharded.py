@@ -1,12 +1,17 @@
-"""What cannot be cut is said by name before anything is cut."""
+"""What cannot be cut is said by name before anything is cut, and parameters are cut along the data axis."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from distributed.backends._torch.fully_sharded import check_units
+from distributed.backends._torch.fully_sharded import check_units, shard
 from distributed.backends._torch.modules import build_model, check_can_be_cut
+from distributed.backends.fsdp import FSDPOptions
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 
@@ -58,3 +63,21 @@ def test_a_lazy_layer_is_named_before_anything_is_wrapped():
         build_model(lambda: lazy, DistributedConfig(), torch.device("cpu"))
     lazy(torch.zeros(1, 2))
     assert build_model(lambda: lazy, DistributedConfig(), torch.device("cpu")) is lazy
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """Rank 0 of four. Its collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("axes", "rows"), [({"data": 4}, 3), ({"data": 2, "tensor": 2}, 6), ({"tensor": 2, "data": 2}, 6)]
+)
+def test_parameters_are_cut_along_the_data_axis(axes, rows, four_ranks):
+    made = torch.nn.Linear(2, 12)
+    shard(made, FSDPOptions(), torch.device("cpu"), "no", axes)
+    assert made.weight.device_mesh.mesh_dim_names == ("data",)
+    assert made.weight.to_local().shape == (rows, 2) and made.weight.shape == (12, 2)

@@ -80,7 +80,7 @@ class World(world.HorovodWorld):
     """One rank of two, on a node of its own."""
 
     def __init__(self, rank: int) -> None:
-        self.context = WorkerContext(rank, 2, 0, 1, rank, "cpu", 0)
+        self.context = WorkerContext(rank, 2, 0, 1, rank, "cpu")
         self._hvd = types.SimpleNamespace(cross_size=lambda: 2)
         self.told: Any = None
 

@@ -42,7 +42,7 @@ class Toy(Logger):
             file.write(json.dumps([what, value]) + "\\n")
 
 def make(fit):
-    return [Toy(fit)]
+    return [Toy(fit)] if fit.context.is_main_process else []
 
 def check(merged):
     if merged.config.seed == 13:

@@ -8,18 +8,37 @@ import types
 
 import pytest
 
-from distributed.config.merging import MergedConfig
+from distributed.config.merging import MergedConfig, Typed
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
+from distributed.launcher.start import launch_request
 from distributed.loggers import profiling
 from distributed.loggers.profiling import Profile, Profiling
 from distributed.runs.directory import RunDirectory
 from distributed.state import StepResult, TrainState, WorkerContext
+from tests.conftest import needs_backend
 
 FOUND = Profile(
     seconds=0.5, operators={name: (cost, 6) for name, cost in zip("abcdefg", (1, 7, 2, 6, 3, 5, 4), strict=True)},
     communication_s=0.125, device="CPU",
 )  # fmt: skip
+
+
+def request(tmp_path, monkeypatch, **flags):
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    return launch_request(Typed(flag={"device": "cpu", "nproc_per_node": 2, **flags}, script="train.py"), None)
+
+
+@pytest.mark.parametrize(("backend", "is_silenced"), [(None, True), ("fsdp", True), ("tensorflow", False)])
+def test_the_launcher_silences_the_profiler_of_torch(backend, is_silenced, tmp_path, monkeypatch):
+    if backend is not None:
+        needs_backend(backend)
+    engine = {} if backend is None else {"backend": backend}
+    silenced = {"KINETO_LOG_LEVEL": "99"} if is_silenced else {}
+
+    assert request(tmp_path, monkeypatch, profile=True, **engine).launcher_environ == silenced
+    assert request(tmp_path, monkeypatch, **engine).launcher_environ == {}
 
 
 class Recorder:

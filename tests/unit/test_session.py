@@ -506,8 +506,8 @@ def attempt(run_dir, restart_count, *callbacks, **settings):
     _Taken.first, _Taken.count = None, 0
     runner = trainer(None, *callbacks, epochs=2, **settings)
     runner.setup.handover = Handover(Typed(), str(run_dir), resume=run_dir.exists(), restart_count=restart_count)
+    runner.setup.restart_count = restart_count
     session = runner._fits.open_session()
-    session.context = session.files._context = dataclasses.replace(session.context, restart_count=restart_count)
     try:
         return runner.fit(DATA)
     finally:

@@ -1,23 +1,15 @@
-"""Register the toy engine, train with it, and resume. Prints JSON."""
+"""Train with the toy engine, and resume. Prints JSON."""
 
 import json
 import sys
 
 import numpy
+import toy_row  # noqa: F401 - before the settings are read
 from safetensors.numpy import load_file
+from toy_engine import Line
 
-from distributed.config import registry
-from distributed.config.registry import BackendRow
-
-registry.REGISTRY["toy"] = BackendRow(
-    "toy", "toy_engine", "ToyBackend", "toy", preload=(), requires=("numpy",), install="pip install numpy",
-    summary="least squares with numpy", single_process=True, alone="toy",
-)  # fmt: skip
-
-from toy_engine import Line  # noqa: E402 - settings read the registry
-
-from distributed import Trainer  # noqa: E402
-from distributed.errors import ConfigError  # noqa: E402
+from distributed import Trainer
+from distributed.errors import ConfigError
 
 rng = numpy.random.default_rng(0)
 inputs = rng.normal(size=(64, 3))
@@ -25,7 +17,7 @@ data = inputs, inputs @ [1.0, -2.0, 3.0]
 
 
 def trainer(**settings):
-    return Trainer(Line(3), backend="toy", batch_size=8, learning_rate=0.1, device="cpu", verbose=False, **settings)
+    return Trainer(Line(3), backend="toy", batch_size=8, learning_rate=0.1, verbose=False, **settings)
 
 
 first = trainer(epochs=4)
@@ -44,6 +36,7 @@ def refusal(run):
 
 
 refused = refusal(lambda: trainer(mixed_precision="bf16"))
+on_gpus = refusal(lambda: trainer(device="cuda"))
 unused = refusal(lambda: trainer(metrics={"mae": abs}).fit(data))
 print(
     json.dumps(
@@ -54,6 +47,7 @@ print(
             "evaluated": again.evaluate(data)["loss"],
             "predicted": numpy.abs(again.predict(data) - data[1]).max(),
             "refused": refused,
+            "on_gpus": on_gpus,
             "unused": unused,
             "exported": load_file("line.safetensors")["weights"].tolist(),
             "has_torch": "torch" in sys.modules,

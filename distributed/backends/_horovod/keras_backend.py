@@ -13,14 +13,14 @@ from distributed.backends._tensorflow import start
 from distributed.backends._tensorflow.observer import TensorFlowObserver
 from distributed.backends.base import Refusals
 from distributed.backends.effects import Need
-from distributed.backends.tensorflow import TensorFlowBackend, alone
+from distributed.backends.tensorflow import TensorFlowBackend
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.config.registry import BackendRow, backend_row
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.request import LaunchRequest
-from distributed.state import Job
+from distributed.state import Job, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends._horovod.world import HorovodWorld
@@ -69,7 +69,7 @@ class HorovodKerasBackend(TensorFlowBackend):
         self.hvd = load()
         device = "cuda:0" if self.plan.device == "cuda" else "cpu"  # the only GPU that this process sees
         if self.plan.world_size == 1:
-            return TensorFlowWorld(alone(found, device), None)
+            return TensorFlowWorld(WorkerContext(0, 1, 0, 1, 0, device), None)
         plan = dataclasses.replace(self.plan, device="cpu")  # arrays are sent through host memory
         self._joined = HorovodWorld(plan, self.config, self._warn, found)
         context = dataclasses.replace(self._joined.context, device=device)

@@ -60,8 +60,7 @@ class HorovodWorld(TorchWorld):
         if plan.device == "cuda":
             torch.cuda.set_device(local_rank)
         device = f"cuda:{local_rank}" if plan.device == "cuda" else "cpu"
-        attempt = found.restart_count if found is not None else 0
-        self.context = WorkerContext(rank, size, local_rank, local_size, hvd.cross_rank(), device, attempt)
+        self.context = WorkerContext(rank, size, local_rank, local_size, hvd.cross_rank(), device)
         if size > 1:
             self.transport = "mpi" if hvd.mpi_enabled() else "gloo"
         self._num_pending = 0

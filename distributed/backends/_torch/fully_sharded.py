@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from distributed.backends._torch import modules
 from distributed.backends._torch.gradients import Gradients
 from distributed.backends._torch.sharding import local, take_part, whole
+from distributed.config.plan import DATA
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, nearest
 
@@ -67,12 +68,21 @@ def _has_hidden_meta(model: torch.nn.Module) -> bool:
     return any(isinstance(v, torch.Tensor) and v.is_meta for module in model.modules() for v in vars(module).values())
 
 
-def shard(model: torch.nn.Module, options: FSDPOptions, device: torch.device, mixed_precision: str) -> None:
-    """Shard the model in place, bottom up, and give every rank its part of the main process's weights. All ranks."""
+def shard(
+    model: torch.nn.Module,
+    options: FSDPOptions,
+    device: torch.device,
+    mixed_precision: str,
+    axes: Mapping[str, int],
+) -> None:
+    """Shard the model in place, bottom up, and give every rank its part of the main process's weights. All ranks.
+
+    `axes` are those of the `ProcessPlan`. Parameters are sharded along the data axis.
+    """
     modules.check_can_be_cut(model, "fully_shard")
     blocks = _blocks(model, options)
     weights = model.state_dict() if dist.get_rank() == 0 else {}
-    arguments = _arguments(options, device, mixed_precision)
+    arguments = _arguments(options, device, mixed_precision, axes)
     norms = _with_statistics(model) if mixed_precision != "no" else []
     check_units(model, [*norms, *blocks, model])
     for norm in norms:
@@ -135,7 +145,9 @@ def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
             model.get_submodule(owner)._buffers[last] = moved[buffer]
 
 
-def _arguments(options: FSDPOptions, device: torch.device, mixed_precision: str) -> dict[str, Any]:
+def _arguments(
+    options: FSDPOptions, device: torch.device, mixed_precision: str, axes: Mapping[str, int]
+) -> dict[str, Any]:
     reduced = torch.bfloat16 if options.reduce_dtype == "bfloat16" else torch.float32
     kinds = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     policy = MixedPrecisionPolicy()
@@ -144,11 +156,12 @@ def _arguments(options: FSDPOptions, device: torch.device, mixed_precision: str)
     offload: OffloadPolicy = OffloadPolicy()
     if options.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    mesh = dist.init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     return {
         "mp_policy": policy,
         "offload_policy": offload,
         "reshard_after_forward": options.reshard_after_forward,
-        "mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mesh": mesh[DATA],
     }
 
 

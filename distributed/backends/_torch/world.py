@@ -105,8 +105,7 @@ class OneProcess(world.OneProcess, TorchWorld):
     """Represent a world of one process."""
 
     def __init__(self, plan: ProcessPlan) -> None:
-        found = worker_environment()
-        self.context = WorkerContext(0, 1, 0, 1, 0, take_device(plan, 0), found.restart_count if found else 0)
+        self.context = WorkerContext(0, 1, 0, 1, 0, take_device(plan, 0))
 
     def combine(self, tensor: torch.Tensor, operation: str) -> Pending:
         return _Done()
@@ -161,9 +160,8 @@ class ProcessGroup(TorchWorld):
             _join(found, _backends(plan, config, transport), config, warn, call)
             atexit.register(leave_group)
         self.context = WorkerContext(
-            found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, self._device,
-            found.restart_count,
-        )  # fmt: skip
+            found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank, self._device
+        )
         self.transport = dist.get_backend()
         is_other = config.communication_backend not in (None, self.transport)
         if is_other and self.transport in TRANSPORTS:  # torch has other names for a group with several transports

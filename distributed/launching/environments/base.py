@@ -83,6 +83,10 @@ Worker = WorkerEnvironment | Literal[False] | None
 Node = NodeEnvironment | Literal[False] | None
 
 
+def _no_worker(environ: Mapping[str, str]) -> bool:
+    return False
+
+
 def _no_node(at: Surroundings) -> Node:
     return None
 
@@ -98,10 +102,11 @@ class ClusterEnvironment:
     Attributes:
         name: `WorkerEnvironment.source` of its workers.
         worker: return the place of this process among the workers, None, or False (see `Worker`).
-        node: return this node among those that launch their processes themselves, None, or False.
+        node: return this node among those that launch their processes themselves, None, or False. Not called in a worker.
         listens: which ports its launcher opens to others, shown as a warning; "" for none.
         listens_with: an environment variable without which it opens none, or "".
         job: return a name that this start and its restarts have in common, and no other start, or "".
+        is_worker: return whether this process is a worker of its launcher and therefore launches no node.
     """
 
     name: str
@@ -110,6 +115,7 @@ class ClusterEnvironment:
     listens: str = ""
     listens_with: str = ""
     job: Callable[[Mapping[str, str]], str] = _no_job
+    is_worker: Callable[[Mapping[str, str]], bool] = _no_worker
 
 
 def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

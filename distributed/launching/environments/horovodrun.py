@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distributed.launching.environments.base import Node, Surroundings, Worker, WorkerEnvironment, derived_port, number
+from distributed.launching.environments.base import Surroundings, Worker, WorkerEnvironment, derived_port, number
 
 
-def is_here(environ: Mapping[str, str]) -> bool:
+def is_worker(environ: Mapping[str, str]) -> bool:
     """Return whether horovodrun started this process over Gloo."""
     return "HOROVOD_RANK" in environ and "HOROVOD_SIZE" in environ
-
-
-def node(at: Surroundings) -> Node:
-    """Return False in a process of horovodrun: it is a worker and launches no node."""
-    return False if is_here(at.environ) else None
 
 
 def worker(at: Surroundings) -> Worker:
     """Return this process among those of horovodrun. On several nodes the host of its rendezvous server is `master_addr`."""
     environ = at.environ
-    if not is_here(environ):
+    if not is_worker(environ):
         return None
     server = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") or "127.0.0.1"
     job = f"{server}:{environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT', '')}"

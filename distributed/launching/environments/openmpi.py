@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distributed.errors import ResourceError
-from distributed.launching.environments.base import Node, Surroundings, Worker, WorkerEnvironment, derived_port, number
+from distributed.launching.environments.base import Surroundings, Worker, WorkerEnvironment, derived_port, number
 
 
-def is_here(environ: Mapping[str, str]) -> bool:
+def is_worker(environ: Mapping[str, str]) -> bool:
     """Return whether Open MPI started this process."""
     return "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ
-
-
-def node(at: Surroundings) -> Node:
-    """Return False in a process of mpirun: it is a worker and launches no node."""
-    return False if is_here(at.environ) else None
 
 
 def worker(at: Surroundings) -> Worker:
     """Return this process among those of mpirun. Raises ResourceError on several nodes without MASTER_ADDR."""
     environ = at.environ
-    if not is_here(environ):
+    if not is_worker(environ):
         return None
     rank, world_size = number(environ, "OMPI_COMM_WORLD_RANK"), number(environ, "OMPI_COMM_WORLD_SIZE")
     local_world_size = number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", world_size)

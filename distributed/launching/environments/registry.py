@@ -13,13 +13,13 @@ from distributed.launching.environments.base import ClusterEnvironment, NodeEnvi
 # In the order in which they are asked: RANK and WORLD_SIZE win, and `mpirun` and `horovodrun` may stand in a step of `srun`.
 ENVIRONMENTS: list[ClusterEnvironment] = [
     ClusterEnvironment(
-        "environment", torchrun.worker, torchrun.node, job=torchrun.job, listens_with="TORCHELASTIC_RUN_ID",
+        "environment", torchrun.worker, is_worker=torchrun.is_worker, job=torchrun.job, listens_with="TORCHELASTIC_RUN_ID",
         listens="torchrun listens on all interfaces without a secret, and anyone who connects to its c10d rendezvous (the default"
         " on one node) can run code as you",
     ),
-    ClusterEnvironment("openmpi", openmpi.worker, openmpi.node, listens="mpirun listens on all interfaces"),
+    ClusterEnvironment("openmpi", openmpi.worker, is_worker=openmpi.is_worker, listens="mpirun listens on all interfaces"),
     ClusterEnvironment(
-        "horovodrun", horovodrun.worker, horovodrun.node,
+        "horovodrun", horovodrun.worker, is_worker=horovodrun.is_worker,
         listens="horovodrun listens on all interfaces without a secret, and anyone who connects while the run starts can take the"
         " place of a rank",
     ),
@@ -74,7 +74,7 @@ def node_environment(
     `environ` and `nproc_per_node` are as in `worker_environment`.
     """
     at = Surroundings(os.environ if environ is None else environ, nproc_per_node=nproc_per_node)
-    answers = (row.node(at) for row in ENVIRONMENTS)
+    answers = (False if row.is_worker(at.environ) else row.node(at) for row in ENVIRONMENTS)
     return next((answer for answer in answers if answer is not None), None) or None
 
 

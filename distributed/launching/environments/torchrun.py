@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.environments import horovodrun, openmpi, pod, slurm
-from distributed.launching.environments.base import Node, Surroundings, Worker, WorkerEnvironment, number
+from distributed.launching.environments.base import Surroundings, Worker, WorkerEnvironment, number
 
 
 def worker(at: Surroundings) -> Worker:
@@ -35,9 +35,9 @@ def worker(at: Surroundings) -> Worker:
     return None
 
 
-def node(at: Surroundings) -> Node:
-    """Return False if RANK makes this process a worker: it launches no node."""
-    return False if has_rank(at.environ) and not is_pods_number(at.environ) else None
+def is_worker(environ: Mapping[str, str]) -> bool:
+    """Return whether RANK makes this process a worker."""
+    return has_rank(environ) and not is_pods_number(environ)
 
 
 def job(environ: Mapping[str, str]) -> str:
@@ -149,7 +149,7 @@ def _local_rank_in(argv: Sequence[str], default: int) -> int:
 
 def _refuse_exported_rank(environ: Mapping[str, str]) -> None:
     """Raise ResourceError for an `export RANK=$SLURM_PROCID` in a batch script: it is 0 in every task of the `srun` that follows."""
-    if not slurm.is_task(environ) or openmpi.is_here(environ) or horovodrun.is_here(environ):
+    if not slurm.is_task(environ) or openmpi.is_worker(environ) or horovodrun.is_worker(environ):
         return
     if "TORCHELASTIC_RUN_ID" in environ or environ["WORLD_SIZE"] != environ.get("SLURM_NTASKS"):
         return
