@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distributed.cli.train import read_typed
+from distributed.cli.train import read_overrides
 from distributed.config.registry import REGISTRY, backend_row
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
@@ -50,7 +50,7 @@ def parity(
     """
     check_script(str(script))
     names = tuple(REGISTRY) if backends == "all" else tuple(_backend(name) for name in _words(backends, "backends"))
-    given = read_typed(None, {}, settings or (), None, ()).flag
+    given = read_overrides(None, {}, settings or (), None, ()).flag
     with _directory(keep) as directory:
         asked = Asked(
             str(script), tuple(arguments or ()), names, backends == "all", _worlds(world_sizes), steps, tolerance,

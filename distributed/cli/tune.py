@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distributed.cli.train import make_parser, read_flags, read_typed
+from distributed.cli.train import make_parser, read_flags, read_overrides
 from distributed.errors import ConfigError
 from distributed.tuning.plan import SCHEDULERS
 from distributed.tuning.proposals import SEARCHES
@@ -29,11 +29,11 @@ def tune(arguments: Sequence[str]) -> int:
     command, script_args = read_flags(_parser(), arguments)
     own = {name: command.pop(name) for name in ("script", "config", "set", "run_dir", "resume", "dry_run", *_OWN)}
     flags = {name: value for name, value in command.items() if value is not None}
-    typed = read_typed(own["config"], flags, own["set"], own["script"], script_args)
+    overrides = read_overrides(own["config"], flags, own["set"], own["script"], script_args)
     given: dict[str, Any] = {
         name: own[name] for name in ("search_space", "metric", "mode", "scheduler", "search", "run_dir", "resume")
     }
-    sweeping = Sweeping(typed, Asked(**given | _numbers(own), scheduler_options=_options(own["scheduler_option"])))
+    sweeping = Sweeping(overrides, Asked(**given | _numbers(own), scheduler_options=_options(own["scheduler_option"])))
     if own["dry_run"]:
         sys.stdout.write("\n".join(sweeping.dry_run_lines()) + "\n")
         return 0
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(own: Mapping[str, Any]) -> dict[str, int]:
-    """Return the typed flags whose values are whole numbers."""
+    """Return the flags on the command line whose values are whole numbers."""
     found: dict[str, int] = {}
     least = {"num_samples": 1, "max_concurrent": 1, "max_failures": 0, "cpus_per_trial": 1, "trials_per_gpu": 1}
     for name, minimum in least.items():

@@ -21,7 +21,7 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
-from distributed.launching.request import typed_for_script
+from distributed.launching.request import overrides_for_script
 
 if TYPE_CHECKING:
     from distributed.backends._torch.world import TorchWorld
@@ -76,8 +76,8 @@ def init_process_group(
         )
     found = _place(world_size, rank)
     code = {"communication_backend": _transport(backend), "timeout_s": timeout_s}
-    typed = typed_for_script("backend", "communication_backend", "device", "timeout_s", "start_timeout")
-    config = merge(typed, {name: value for name, value in code.items() if value is not None}).config
+    overrides = overrides_for_script("backend", "communication_backend", "device", "timeout_s", "start_timeout")
+    config = merge(overrides, {name: value for name, value in code.items() if value is not None}).config
     if is_initialized():
         world = _joined()
         joined = world.transport if world is not None else None  # a world of one has no transport
@@ -220,7 +220,7 @@ def _numbers(world: TorchWorld | None) -> dict[str, int]:
 
 def _usual_transport(device: str | None) -> str:
     """Return the transport that a group would use: as requested here or from the launcher, else by the device."""
-    config = merge(typed_for_script("communication_backend", "device"), {}).config
+    config = merge(overrides_for_script("communication_backend", "device"), {}).config
     if asked := _this.transport or config.communication_backend:
         return asked
     device = device or config.device or ("cuda" if visible_gpus() else "cpu")

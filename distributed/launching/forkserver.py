@@ -53,7 +53,7 @@ def serve(request: LaunchRequest) -> int:
     # With a store that torch shares between attempts, a restart can read stale addresses (pytorch issue 135712). This may go once
     # restarts have been tried without it on a torch that has pytorch pull request 135957.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if {**request.typed.file, **request.typed.flag}.get("profile"):
+    if {**request.overrides.file, **request.overrides.flag}.get("profile"):
         # torch (2.13) reads it once, at its import; its profiler else prints lines about its start and stop.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with Signals() as signals:

@@ -56,10 +56,10 @@ def is_on(merged: MergedConfig) -> bool:
 
 def check(merged: MergedConfig) -> None:
     """Raise ConfigError for a schedule without a profile."""
-    typed = [name for name in _SCHEDULE if merged.is_typed(name) and not merged.is_overruled(name, "profile")]
-    if typed and not merged.config.profile:
-        value = getattr(merged.config, typed[0])
-        raise ConfigError(f"{typed[0]}={value} has no effect without a profile: set profile=True (--profile) too")
+    given = [name for name in _SCHEDULE if merged.is_given(name) and not merged.is_overruled(name, "profile")]
+    if given and not merged.config.profile:
+        value = getattr(merged.config, given[0])
+        raise ConfigError(f"{given[0]}={value} has no effect without a profile: set profile=True (--profile) too")
 
 
 class Profiling(Callback):

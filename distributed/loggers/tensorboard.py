@@ -41,7 +41,7 @@ def make(fit: LoggedFit) -> list[Callback]:
 def is_on(merged: MergedConfig) -> bool:
     """Return whether event files are to be written: a `tensorboard_dir` alone asks for them too."""
     config = merged.config
-    return config.tensorboard or (config.tensorboard_dir is not None and not merged.is_typed("tensorboard"))
+    return config.tensorboard or (config.tensorboard_dir is not None and not merged.is_given("tensorboard"))
 
 
 def check(merged: MergedConfig) -> None:

@@ -120,10 +120,10 @@ def _command(asked: Asked, cell: Cell, start: Start | None, directory: Path) -> 
         }
     elif asked.global_batch_size is not None:
         flags["global-batch-size"] = asked.global_batch_size
-    typed = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    arguments = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     more = [word for setting in asked.settings if is_for(asked, setting, cell.backend) for word in ("--set", setting)]
     begin = ["--set", "checkpoint_at_start=true"] if start is None else ["--resume"]
-    return ["-m", "distributed.cli", "train", *typed, *more, *begin, "--", *asked.script_args]
+    return ["-m", "distributed.cli", "train", *arguments, *more, *begin, "--", *asked.script_args]
 
 
 def is_for(asked: Asked, setting: str, backend: str) -> bool:

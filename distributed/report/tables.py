@@ -98,11 +98,11 @@ def _number(value: Any) -> str:
 def _settings(run: RunData) -> str:
     if not run.settings:
         return '<p class="note">no config.yaml</p>'
-    typed = {name: value for name, value in run.settings.items() if name in run.sources}
+    given = {name: value for name, value in run.settings.items() if name in run.sources}
     rest = {name: value for name, value in run.settings.items() if name not in run.sources}
     text = (
-        table(("setting", "value", "from"), [(name, _value(v), run.sources[name]) for name, v in typed.items()])
-        if typed
+        table(("setting", "value", "from"), [(name, _value(v), run.sources[name]) for name, v in given.items()])
+        if given
         else ""
     )
     if run.hyperparameters:

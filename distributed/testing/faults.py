@@ -10,7 +10,7 @@ from typing import Any
 from distributed.backends import make_backend
 from distributed.backends.capabilities import SEVERAL
 from distributed.config.fields import Rule, rules
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import plan_processes
 from distributed.config.settings import DistributedConfig, canonical, group_options
 from distributed.errors import ConfigError
@@ -88,7 +88,7 @@ def check_refusals(adapter: Adapter) -> int:
     """Check that each setting in the adapter's table of refusals is refused with its reason. Return their number."""
     refuses = {name: why for name, why in adapter.capabilities.refuses.items() if name != SEVERAL}
     for name, why in refuses.items():
-        merged = merge(Typed(), _settings(adapter, name))
+        merged = merge(Overrides(), _settings(adapter, name))
         said = ""
         try:
             make_backend(merged, plan_processes(merged.config, count_gpus=lambda: 8))

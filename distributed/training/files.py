@@ -81,7 +81,7 @@ class TrainerFiles:
         context: WorkerContext,
         report: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._given, self._typed, self._is_search = setup.handover, setup.typed, setup.is_search
+        self._given, self._overrides, self._is_search = setup.handover, setup.overrides, setup.is_search
         self._worker, self._plan = setup.worker, setup.plan
         self._backend, self._context, self._report = backend, context, report
         self._agreement = Agreement(backend.world, setup.merged.config.timeout_s)
@@ -183,7 +183,7 @@ class TrainerFiles:
         run.path.mkdir(parents=True, exist_ok=True)
         if self._is_foreign():
             merged = _as_launched(merged, self._plan)
-        text = config_yaml(merged, self._typed.script, self._typed.script_args)
+        text = config_yaml(merged, self._overrides.script, self._overrides.script_args)
         replace_text(run.path / "config.yaml", text)
 
     def _claim(self, directory: Path, merged: MergedConfig) -> None:
@@ -205,7 +205,7 @@ def _as_launched(merged: MergedConfig, plan: ProcessPlan) -> MergedConfig:
 
     config.yaml then makes our launcher start the same number of processes.
     """
-    if any(merged.is_typed(name) for name in ("nproc_per_node", "gpus_per_node", "num_gpus")):
+    if any(merged.is_given(name) for name in ("nproc_per_node", "gpus_per_node", "num_gpus")):
         return merged
     processes: dict[str, Any] = {"num_nodes": plan.num_nodes, "nproc_per_node": plan.nproc_per_node}
     sources = {**merged.sources, **dict.fromkeys(processes, "launcher")}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.config.fields import rules
-from distributed.config.merging import Typed, merge, split_sweep
+from distributed.config.merging import Overrides, merge, split_sweep
 from distributed.config.plan import plan_processes
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError
@@ -76,8 +76,8 @@ class Asked:
 class Sweeping:
     """One sweep. The constructor raises ConfigError for what cannot run. Nothing is started or written before `run`."""
 
-    def __init__(self, typed: Typed, asked: Asked) -> None:
-        if typed.script is None:
+    def __init__(self, overrides: Overrides, asked: Asked) -> None:
+        if overrides.script is None:
             raise ConfigError("no script to run: add --script train.py")
         if asked.search_space is None:
             raise ConfigError("no search space: add --search-space space.yaml")
@@ -85,34 +85,34 @@ class Sweeping:
             raise ConfigError("--resume needs the sweep to go on with: add --run-dir DIR")
         self._asked = asked
         self.mode = mode_of(asked.metric, asked.mode)
-        check_script(typed.script)
+        check_script(overrides.script)
         self.space = read_space(asked.search_space)
         self.num_samples = check_search(asked.search, self.space, asked.num_samples)
         self.scheduler, self.scheduler_options = check_scheduler(asked.scheduler, asked.scheduler_options)
         check_pairing(self.scheduler, asked.search, asked.max_concurrent)
-        self._first, self._notices = check_names(self.space, typed)
-        check_libraries(merge(typed, {}))
-        self.typed, self._address = self._of_trials(typed)
+        self._first, self._notices = check_names(self.space, overrides)
+        check_libraries(merge(overrides, {}))
+        self.overrides, self._address = self._of_trials(overrides)
         self._is_here = engine().has_own_cluster(self._address)
-        self.directory = Path(asked.run_dir or choose_run_dir(f"tune-{Path(typed.script).stem}")).absolute()
-        self._job = script_job(self.typed, asked.metric, self.mode, self.directory)
-        self.typed = self._job.typed
+        self.directory = Path(asked.run_dir or choose_run_dir(f"tune-{Path(overrides.script).stem}")).absolute()
+        self._job = script_job(self.overrides, asked.metric, self.mode, self.directory)
+        self.overrides = self._job.overrides
         self.bundles = self._bundles()
         self.at_once = self._concurrency()
         if self._is_here:  # checks that would fail in every trial; they are unknown for other machines
-            launch_request(self._job.typed_with(self._first), None)
+            launch_request(self._job.overrides_with(self._first), None)
         engine().check_here(self._plan())
 
-    def _of_trials(self, typed: Typed) -> tuple[Typed, str | None]:
+    def _of_trials(self, overrides: Overrides) -> tuple[Overrides, str | None]:
         """Return what every trial is given, and the address of the cluster that runs the trials."""
-        address = {**typed.file, **typed.flag}.get("address")
-        file, flag = ({n: v for n, v in layer.items() if n != "address"} for layer in (typed.file, typed.flag))
-        return dataclasses.replace(typed, file=file, flag=flag), address
+        address = {**overrides.file, **overrides.flag}.get("address")
+        file, flag = ({n: v for n, v in layer.items() if n != "address"} for layer in (overrides.file, overrides.flag))
+        return dataclasses.replace(overrides, file=file, flag=flag), address
 
     def _bundles(self) -> tuple[Mapping[str, float], ...]:
         """Return the resources of a trial. They must be on one node, because its processes are children of the
         trial."""
-        plan = plan_processes(merge(self.typed, {}).config)
+        plan = plan_processes(merge(self.overrides, {}).config)
         if plan.num_nodes > 1:
             raise ConfigError(f"num_nodes={plan.num_nodes} is not for trials, which run on one node each: drop it")
         cpus = float(self._asked.cpus_per_trial or plan.nproc_per_node)
@@ -137,7 +137,7 @@ class Sweeping:
         return SearchPlan(
             self.directory, self._job, self.space, self._asked.metric, self.mode, self.num_samples, self.bundles,
             search=self._asked.search, scheduler=self.scheduler, scheduler_options=self.scheduler_options,
-            seed=merge(self.typed, {}).config.seed, max_concurrent=self._asked.max_concurrent,
+            seed=merge(self.overrides, {}).config.seed, max_concurrent=self._asked.max_concurrent,
             max_failures=self._asked.max_failures, address=self._address,
             earlier=tuple(record for record, _ in scores(sweep)) if sweep is not None else (),
             scratch=engine().new_scratch() if sweep is not None else None,
@@ -158,7 +158,7 @@ class Sweeping:
 
     def dry_run_lines(self) -> list[str]:
         """Return lines with the plan and its first proposals."""
-        proposals = make_proposals(self._asked.search, self.space, merge(self.typed, {}).config.seed)
+        proposals = make_proposals(self._asked.search, self.space, merge(self.overrides, {}).config.seed)
         lines = []
         for number in range(min(_SHOWN, self.num_samples)):
             settings, others, _ = split_sweep(proposals.ask())
@@ -171,18 +171,22 @@ class Sweeping:
     def run(self) -> int:
         """Run the sweep until it ends and return the exit code."""
         asked = {
-            "script": Path(str(self.typed.script)).name, "script_args": list(self.typed.script_args),
-            "settings": {**self.typed.file, **self.typed.flag}, "search_space": _space_text(str(self._asked.search_space)),
+            "script": Path(str(self.overrides.script)).name, "script_args": list(self.overrides.script_args),
+            "settings": {**self.overrides.file, **self.overrides.flag}, "search_space": _space_text(str(self._asked.search_space)),
             "search": self._asked.search, "scheduler": self.scheduler, "num_samples": self.num_samples,
             **({"scheduler_options": dict(self.scheduler_options)} if self.scheduler_options else {}),
         }  # fmt: skip
-        check_directories(merge(self.typed, {}))
+        check_directories(merge(self.overrides, {}))
         sweep = open_sweep(self.directory, self._asked.metric, self.mode, asked, self._asked.resume)
         sweep.recall(self.space)
         plan = self._plan(sweep)
         plan.stop_file.unlink(missing_ok=True)
         tracked = run_of_sweep(
-            sweep, merge(self.typed, {}), str(self.typed.script), asked, lambda text: table.say(f"warning: {text}")
+            sweep,
+            merge(self.overrides, {}),
+            str(self.overrides.script),
+            asked,
+            lambda text: table.say(f"warning: {text}"),
         )
         with Signals() as signals:
             subreaper = Subreaper(lambda report: _work(plan, report), self.directory / "search.log", plan.scratch)
@@ -197,7 +201,7 @@ class Sweeping:
                 plan.stop_file.unlink(missing_ok=True)
                 sweep.interrupt()
                 sweep.write()
-                best = sweep.write_best(self.typed)
+                best = sweep.write_best(self.overrides)
                 if tracked is not None:
                     tracked.close(end.status)
                 table.close(best)
@@ -208,7 +212,7 @@ class Sweeping:
         return end.exit_code
 
 
-def check_names(space: Space, typed: Typed) -> tuple[dict[str, Any], list[str]]:
+def check_names(space: Space, overrides: Overrides) -> tuple[dict[str, Any], list[str]]:
     """Check the names of a script's search space.
 
     Returns:
@@ -225,16 +229,18 @@ def check_names(space: Space, typed: Typed) -> tuple[dict[str, Any], list[str]]:
             raise ConfigError(
                 f"{name} cannot be searched, as trials differ in what they learn with: give it to all of them"
             )
-        if name in typed.flag and not isinstance(settings[name], Mapping):
-            raise ConfigError(f"{name} is in the search space and typed as {typed.flag[name]!r} too: drop one of them")
+        if name in overrides.flag and not isinstance(settings[name], Mapping):
+            raise ConfigError(
+                f"{name} is in the search space and set to {overrides.flag[name]!r} too: drop one of them"
+            )
     for name, each in space.items():
         _check_values(name, each)
     _check_argument_names(others)
     _check_once([split_sweep({name: value})[0] for name, value in first.items()], list(space))
-    if "checkpoint_dir" in {**typed.file, **typed.flag}:
+    if "checkpoint_dir" in {**overrides.file, **overrides.flag}:
         raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
     arguments = [f"{name} is no setting: the script gets it as --{name}" for name in others]
-    return first, [*typed.notices, *notices, *arguments]
+    return first, [*overrides.notices, *notices, *arguments]
 
 
 def _some(each: Dimension) -> tuple[Any, ...]:

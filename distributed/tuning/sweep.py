@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.checkpoints.durable import replace_text
-from distributed.config.merging import Typed, split_sweep
+from distributed.config.merging import Overrides, split_sweep
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
 from distributed.tuning.space import Space
@@ -194,8 +194,8 @@ class Sweep:
         """Write sweep.json atomically."""
         replace_text(self.directory / "sweep.json", json.dumps(self.summary(), indent=1, default=str) + "\n")
 
-    def write_best(self, typed: Typed) -> Path | None:
-        """Write best.yaml: the settings in `typed`, which all trials share, with the values of the best trial.
+    def write_best(self, overrides: Overrides) -> Path | None:
+        """Write best.yaml: the settings in `overrides`, which all trials share, with the values of the best trial.
 
         Returns:
             The path of the file, or None if no trial has a value.
@@ -206,14 +206,14 @@ class Sweep:
         if best is None:
             return None
         settings, others, _ = split_sweep(best.best_config(self.metric, self.mode))
-        flags = {**typed.file, **typed.flag, **settings}
+        flags = {**overrides.file, **overrides.flag, **settings}
         content: dict[str, Any] = {}
-        if typed.script is not None:
-            content = {"script": typed.script, "script_args": [*typed.script_args, *as_arguments(others)]}
+        if overrides.script is not None:
+            content = {"script": overrides.script, "script_args": [*overrides.script_args, *as_arguments(others)]}
         content |= flags
-        if others and typed.script is None:
+        if others and overrides.script is None:
             content["hyperparameters"] = others
-        content["sources"] = _sources(typed, settings)
+        content["sources"] = _sources(overrides, settings)
         head = f"# The best of {len(self.records)} trials: {self.metric} {_plain(self._best_value(best))}, trial {best.name}.\n"
         text = yaml.safe_dump(_as_yaml(content), sort_keys=False, default_flow_style=False, allow_unicode=True)
         path = self.directory / "best.yaml"
@@ -230,10 +230,10 @@ class Sweep:
                 self.note(record.number, "ended", status="interrupted")
 
 
-def _sources(typed: Typed, settings: Mapping[str, Any]) -> dict[str, str]:
+def _sources(overrides: Overrides, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the source of each setting, as in the config.yaml of a run. Values of the search space count as flags."""
     sources: dict[str, str] = {}
-    for layer, given in (("file", typed.file), ("flag", {**typed.flag, **settings})):
+    for layer, given in (("file", overrides.file), ("flag", {**overrides.flag, **settings})):
         for name, value in given.items():
             sources[name] = layer
             if isinstance(value, Mapping):
@@ -322,7 +322,7 @@ def _asked_before(file: Path) -> Mapping[str, Any]:
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
     """Raise ConfigError if a resumed sweep has another configuration. Its number of trials may only grow."""
-    # in the order in which they were typed, because later settings follow from earlier ones
+    # in the order of the command line, because later settings follow from earlier ones
     for name in {**now, **before}:
         one, other = before.get(name), now.get(name)
         if name == "num_samples":

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from distributed.config.gpus import visible_gpus
-from distributed.config.merging import MergedConfig, Typed, merge
+from distributed.config.merging import MergedConfig, Overrides, merge
 from distributed.config.settings import canonical
 from distributed.errors import ConfigError, ResourceError, TrainingInterrupted
 from distributed.launching.engines import seed_generators
@@ -170,7 +170,7 @@ class DistributedTuner:
         finally:
             sweep.interrupt()
             sweep.write()
-            sweep.write_best(job.typed if isinstance(job, ScriptJob) else Typed())
+            sweep.write_best(job.overrides if isinstance(job, ScriptJob) else Overrides())
             for each in listeners:
                 each.close(status)
             sweep.run.unlock()
@@ -181,11 +181,11 @@ class DistributedTuner:
     def _job(self, directory: Path) -> FunctionJob | ScriptJob:
         if callable(self.train_fn):
             return FunctionJob(self.train_fn, self._seed, self._settings, environ_of_trials(self._merged()))
-        typed = Typed(flag={"seed": self._seed, **self._settings}, script=os.fspath(self.train_fn))
-        return script_job(typed, self.metric, self.mode, directory)
+        overrides = Overrides(flag={"seed": self._seed, **self._settings}, script=os.fspath(self.train_fn))
+        return script_job(overrides, self.metric, self.mode, directory)
 
     def _merged(self) -> MergedConfig:
-        return merge(Typed(), {}, sweep=self._settings)
+        return merge(Overrides(), {}, sweep=self._settings)
 
     def _listeners(self, sweep: Sweep, number: int) -> list[SweepRun | CellProgress]:
         """Return the displays and logs that follow the search."""
@@ -291,7 +291,7 @@ def _checked(settings: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
     named, _ = canonical(settings, own)
     if "checkpoint_dir" in named:
         raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
-    check_libraries(merge(Typed(), {}, sweep=named))
+    check_libraries(merge(Overrides(), {}, sweep=named))
     return named
 
 
@@ -299,7 +299,7 @@ def _check_names(space: Space, settings: Mapping[str, Any]) -> None:
     """Apply the checks of the command line to the search space of a script."""
     from distributed.tuning.scripts import check_names
 
-    check_names(space, Typed(flag=settings))
+    check_names(space, Overrides(flag=settings))
 
 
 def _check_numbers(**given: Any) -> None:

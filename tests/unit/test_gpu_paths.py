@@ -22,7 +22,7 @@ from distributed.backends.out_of_memory import out_of_memory
 from distributed.backends.single import SingleBackend
 from distributed.backends.torch_base import NoOptions
 from distributed.config.data import DataOptions
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan, ProcessPlan, plan_processes
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ResourceError, TrainingError
@@ -129,7 +129,7 @@ def test_the_weights_of_targets_that_count_are_summed_up_alike_on_a_gpu():
 
 def prepared(**settings):
     """A backend of one process, for a net on the CPU."""
-    merged = merge(Typed(), {"epochs": 1, **settings})
+    merged = merge(Overrides(), {"epochs": 1, **settings})
     backend = SingleBackend(merged, NoOptions(), ProcessPlan(1, 1, "cpu", "single"))
     backend.setup()
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))

@@ -13,7 +13,7 @@ import pytest
 
 from distributed.callbacks import Callback, EarlyStopping, FitContext, bound
 from distributed.checkpoints.store import CheckpointStore
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError, TrainingError
 from distributed.loggers.files import MetricsFile
@@ -49,7 +49,7 @@ class Recorder(Callback):
 
 
 def make(samples=10, state=None, callbacks=(), val=None, saved=None, shuffle=True, **settings):
-    merged = merge(Typed(), {"epochs": 2, **settings})
+    merged = merge(Overrides(), {"epochs": 2, **settings})
     backend = FakeBackend(merged, FakeOptions(), ProcessPlan(1, 1, "cpu", "fake"))
     backend.setup()
     common = CommonStep(0, 1, None, "test")

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from distributed.cli.__main__ import run
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError, ResourceError
 from distributed.loggers._mlflow import tracking_uri
@@ -31,7 +31,7 @@ def _no_mlflow_variables(monkeypatch):
 
 
 def merged(**settings):
-    return merge(Typed(), settings)
+    return merge(Overrides(), settings)
 
 
 def test_an_experiment_or_a_name_for_the_model_asks_for_tracking_unless_it_is_switched_off():
@@ -53,7 +53,7 @@ def parameters(path, device, wanted=None, **settings):
     return MlflowLogger(fit)._params()
 
 
-def test_what_a_run_runs_on_is_logged_whether_it_was_typed_or_not(tmp_path):
+def test_what_a_run_runs_on_is_logged_whether_it_was_given_or_not(tmp_path):
     expected = {"backend": "pytorch-ddp", "num_nodes": "2", "nproc_per_node": "2", "world_size": "4"}
     for settings in ({}, {"nproc_per_node": 2}, {"num_gpus": 4}):
         assert (

@@ -20,7 +20,7 @@ from distributed.backends._ray.cluster import Cluster, check_cpus, check_place
 from distributed.backends._ray.starting import _connected
 from distributed.backends.ddp import DDPBackend
 from distributed.backends.fsdp import FSDPBackend
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import backend_row, groups_in_use, missing_libraries
 from distributed.errors import ConfigError, ResourceError
@@ -30,7 +30,7 @@ from tests.conftest import needs_backend
 
 
 def make(**settings):
-    merged = merge(Typed(), {"backend": "ray", **settings})
+    merged = merge(Overrides(), {"backend": "ray", **settings})
     return make_backend(merged, ProcessPlan(1, 2, "cpu", "ray")), merged.config
 
 
@@ -68,7 +68,7 @@ def test_what_ray_decides_is_refused(settings, said):
 def test_an_address_is_for_ray_alone():
     assert make(address="head:6379")[0].config.address == "head:6379"
     with pytest.raises(ConfigError, match="address='head:6379' does not work with backend='pytorch-ddp'"):
-        make_backend(merge(Typed(), {"address": "head:6379"}), ProcessPlan(1, 2, "cpu", "pytorch-ddp"))
+        make_backend(merge(Overrides(), {"address": "head:6379"}), ProcessPlan(1, 2, "cpu", "pytorch-ddp"))
 
 
 @pytest.mark.parametrize(

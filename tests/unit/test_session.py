@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distributed import Callback, EarlyStopping, Trainer
 from distributed.backends import checking
 from distributed.backends._torch import loading
-from distributed.config.merging import Typed
+from distributed.config.merging import Overrides
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.request import Handover
@@ -505,7 +505,7 @@ def attempt(run_dir, restart_count, *callbacks, **settings):
     """Fit as a worker does in this attempt of a launch with --resume."""
     _Taken.first, _Taken.count = None, 0
     runner = trainer(None, *callbacks, epochs=2, **settings)
-    runner.setup.handover = Handover(Typed(), str(run_dir), resume=run_dir.exists(), restart_count=restart_count)
+    runner.setup.handover = Handover(Overrides(), str(run_dir), resume=run_dir.exists(), restart_count=restart_count)
     session = runner._fits.open_session()
     session.context = session.files._context = dataclasses.replace(session.context, restart_count=restart_count)
     try:

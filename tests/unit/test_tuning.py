@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from distributed import DistributedTuner
-from distributed.config.merging import Typed, read_config_file
+from distributed.config.merging import Overrides, read_config_file
 from distributed.errors import ConfigError, ResourceError, TrainingError
 from distributed.runs.directory import RunDirectory
 from distributed.training.trial import Trial
@@ -392,7 +392,7 @@ def test_a_trial_of_a_script_has_a_cpu_for_each_of_its_processes(tmp_path, monke
         (
             {"learning_rate": [0.1, 0.2]},
             {"learning_rate": 3},
-            "learning_rate is in the search space and typed as 3 too",
+            "learning_rate is in the search space and set to 3 too",
         ),
     ],
 )
@@ -633,7 +633,7 @@ def test_the_best_values_are_those_that_gave_the_best_metric(tmp_path):
     sweep.note(0, "ended", status="finished")
     best = sweep.summary()["best"]
     assert best["config"] == {"learning_rate": 0.2} and best["metrics"] == {"val_loss": 0.25}
-    assert read_config_file(sweep.write_best(Typed())).flag == {"learning_rate": 0.2}
+    assert read_config_file(sweep.write_best(Overrides())).flag == {"learning_rate": 0.2}
     assert sweep.records[0].config == {"learning_rate": 0.4}  # what it goes on with
     sweep.run.unlock()
 
@@ -651,9 +651,9 @@ def test_the_best_of_a_script_from_code_can_be_run_again(tmp_path, monkeypatch):
     monkeypatch.setattr(tuner_module, "run_search", search)
     tuner = DistributedTuner("train.py", {"learning_rate": [0.1, 0.2]}, run_dir="s", num_gpus=0, seed=3)
     assert tuner.tune(2) == {"learning_rate": 0.2, "hidden": 8}
-    typed = read_config_file("s/best.yaml")
-    assert typed.script == "train.py" and typed.script_args == ("--hidden", "8")
-    assert typed.flag == {"seed": 3, "learning_rate": 0.2, "monitor": "val_loss", "monitor_mode": "min"}
+    overrides = read_config_file("s/best.yaml")
+    assert overrides.script == "train.py" and overrides.script_args == ("--hidden", "8")
+    assert overrides.flag == {"seed": 3, "learning_rate": 0.2, "monitor": "val_loss", "monitor_mode": "min"}
 
 
 def test_the_best_settings_are_as_strong_as_flags_and_the_rest_are_arguments(tmp_path):
@@ -661,12 +661,12 @@ def test_the_best_settings_are_as_strong_as_flags_and_the_rest_are_arguments(tmp
     sweep.note(0, "started", config={"lr": 0.25, "hidden": 8, "batch_size": 64})
     sweep.note(0, "row", row={"epoch": 1, "val_loss": 0.1})
     path = sweep.write_best(
-        Typed(file={"epochs": 3}, flag={"dtype": "float64"}, script="train.py", script_args=("-v",))
+        Overrides(file={"epochs": 3}, flag={"dtype": "float64"}, script="train.py", script_args=("-v",))
     )
-    typed = read_config_file(path)
-    assert typed.script == "train.py" and typed.script_args == ("-v", "--hidden", "8")
-    assert typed.file == {"epochs": 3}
-    assert typed.flag == {"dtype": "float64", "learning_rate": 0.25, "batch_size": 64}
+    overrides = read_config_file(path)
+    assert overrides.script == "train.py" and overrides.script_args == ("-v", "--hidden", "8")
+    assert overrides.file == {"epochs": 3}
+    assert overrides.flag == {"dtype": "float64", "learning_rate": 0.25, "batch_size": 64}
     sweep.run.unlock()
 
 
@@ -720,7 +720,7 @@ def test_a_sweep_without_a_number_has_no_best(tmp_path):
     sweep.note(0, "started", config={"lr": 1})
     sweep.note(0, "row", row={"epoch": 1, "val_loss": math.nan})
     sweep.interrupt()
-    assert sweep.best() is None and sweep.write_best(Typed()) is None
+    assert sweep.best() is None and sweep.write_best(Overrides()) is None
     assert sweep.summary()["best"] is None and sweep.records[0].status == "interrupted"
     sweep.run.unlock()
 
@@ -841,7 +841,7 @@ def test_trials_are_shown_as_they_end_and_the_best_at_last(tmp_path, monkeypatch
         ):
             note_line(sweep, line)
             table.show(line)
-    table.close(sweep.write_best(Typed()))
+    table.close(sweep.write_best(Overrides()))
     said = out.getvalue()
     assert said.startswith("3 trials") and "trial 00002  failed  1 epoch  lr=0.3  ValueError: no" in said
     assert "3 of 3 trials: 1 finished, 1 stopped, 1 failed; " in said

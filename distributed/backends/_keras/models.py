@@ -57,13 +57,13 @@ def check_engine(wanted: str, backend: str, *, here: bool, otherwise: str = "cho
     """
     import keras
 
-    typed = os.environ.get("KERAS_BACKEND")
-    found = keras.backend.backend() if here else typed or wanted
+    from_environ = os.environ.get("KERAS_BACKEND")
+    found = keras.backend.backend() if here else from_environ or wanted
     if found == wanted:
         return
-    if typed:
+    if from_environ:
         raise ConfigError(
-            f"KERAS_BACKEND={typed!r} does not fit backend={backend!r}, which needs Keras on {wanted!r}: set"
+            f"KERAS_BACKEND={from_environ!r} does not fit backend={backend!r}, which needs Keras on {wanted!r}: set"
             f" KERAS_BACKEND={wanted}, or {otherwise}"
         )
     raise ConfigError(

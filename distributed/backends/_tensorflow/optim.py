@@ -1,4 +1,4 @@
-"""Learning rate of a Keras optimizer: the typed rate, its scaling, its schedule, and a warm-up before both."""
+"""Learning rate of a Keras optimizer: the rate that the user set, its scaling, its schedule, and a warm-up before both."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Rates:
         if self._schedule is not None:
             self._check_schedule()
         factor = _scaling(merged.config.lr_scaling, batch)
-        full = 1.0 if self._schedule is not None else self._typed(notice)
+        full = 1.0 if self._schedule is not None else self._given_rate(notice)
         self._full = full * factor  # with a schedule: the factor of its rates
         if factor != 1.0:
             what = "the schedule's rates" if self._schedule is not None else f"learning rate {full:g}"
@@ -89,20 +89,20 @@ class Rates:
     def _check_schedule(self) -> None:
         if not is_schedule(self._schedule):
             raise ConfigError("the optimizer's learning_rate is a function: give a number or a LearningRateSchedule")
-        if self._merged.is_typed("learning_rate"):
+        if self._merged.is_given("learning_rate"):
             raise ConfigError(
                 f"learning_rate={self._merged.config.learning_rate:g} cannot replace the rates of"
                 f" {type(self._schedule).__name__}: drop it, or set them in the schedule"
             )
 
-    def _typed(self, notice: Callable[[str], None]) -> float:
+    def _given_rate(self, notice: Callable[[str], None]) -> float:
         """Return the rate to start from. Keras keeps it with seven digits."""
-        before, typed = float(fixed_rate(self._optimizer) or 0.0), self._merged.config.learning_rate
-        if not self._merged.is_typed("learning_rate"):
+        before, learning_rate = float(fixed_rate(self._optimizer) or 0.0), self._merged.config.learning_rate
+        if not self._merged.is_given("learning_rate"):
             return before
-        if not _equal(before, typed):
-            notice(f"learning_rate={typed:g} replaces the optimizer's {before:g}")
-        return typed
+        if not _equal(before, learning_rate):
+            notice(f"learning_rate={learning_rate:g} replaces the optimizer's {before:g}")
+        return learning_rate
 
     def before_update(self, step: int) -> None:
         """Set the rate of the update after `step` others. A schedule counts updates itself."""

@@ -71,12 +71,12 @@ def import_seeded(request: LaunchRequest) -> None:
     import_quietly()
     if request.device != "cpu":
         set_memory_growth()
-    options = {**request.typed.file.get("tensorflow", {}), **request.typed.flag.get("tensorflow", {})}
+    options = {**request.overrides.file.get("tensorflow", {}), **request.overrides.flag.get("tensorflow", {})}
     if request.device == "cpu" and options.get("num_devices") is not None:
         from distributed.backends._tensorflow.replicas import split_cpu
 
         split_cpu(options["num_devices"])
-    _seed(int(request.typed.flag.get("seed", request.typed.file.get("seed", 0))))
+    _seed(int(request.overrides.flag.get("seed", request.overrides.file.get("seed", 0))))
 
 
 def set_environment(found: WorkerEnvironment | None, device: str) -> None:

@@ -92,8 +92,8 @@ class KerasKind(TorchKind):
         rate = files.fixed_rate(chosen)
         self._schedule = None if rate is not None else chosen._learning_rate
         if self._schedule is None:
-            rate = _typed_rate(rate, merged, say)
-        elif merged.is_typed("learning_rate"):
+            rate = _given_rate(rate, merged, say)
+        elif merged.is_given("learning_rate"):
             raise ConfigError(
                 f"learning_rate={merged.config.learning_rate:g} cannot replace the rates of"
                 f" {type(self._schedule).__name__}: drop it, or set them in the schedule"
@@ -152,14 +152,14 @@ class KerasKind(TorchKind):
             files.export(self.model, path)
 
 
-def _typed_rate(rate: Any, merged: MergedConfig, say: Say) -> float:
+def _given_rate(rate: Any, merged: MergedConfig, say: Say) -> float:
     """Return the `learning_rate` that the user set, or the optimizer's own `rate`, which Keras keeps as float32."""
-    typed = merged.config.learning_rate
-    if not merged.is_typed("learning_rate"):
+    learning_rate = merged.config.learning_rate
+    if not merged.is_given("learning_rate"):
         return float(rate)
-    if numpy.float32(typed) != numpy.float32(rate):
-        say(f"learning_rate={typed:g} replaces the optimizer's {rate:g}")
-    return typed
+    if numpy.float32(learning_rate) != numpy.float32(rate):
+        say(f"learning_rate={learning_rate:g} replaces the optimizer's {rate:g}")
+    return learning_rate
 
 
 def _is_metric(value: Any) -> bool:

@@ -53,7 +53,7 @@ def replace_rate(
     The initial rate of a schedule given as an object is replaced too.
     """
     rate = merged.config.learning_rate
-    if not merged.is_typed("learning_rate"):
+    if not merged.is_given("learning_rate"):
         return
     rates = {full_rate(group) for group in optimizer.param_groups}
     if len(rates) > 1:
