@@ -19,7 +19,7 @@ Reduce = Callable[[Mapping[str, float]], dict[str, float]]
 
 def on_ranks(world: int, work: Callable[[int, Reduce], Any]) -> list[Any]:
     """`work(rank, reduce)` of every rank. Only one runs at a time, as the generators of a process are shared."""
-    meeting, turn = threading.Barrier(world, timeout=20), threading.Lock()
+    barrier, turn = threading.Barrier(world, timeout=20), threading.Lock()
     parts: list[Mapping[str, float]] = [{}] * world
 
     def run(rank: int) -> Any:
@@ -27,9 +27,9 @@ def on_ranks(world: int, work: Callable[[int, Reduce], Any]) -> list[Any]:
             parts[rank] = dict(sums)
             turn.release()
             try:
-                meeting.wait()
+                barrier.wait()
                 total = {name: sum(part[name] for part in parts) for name in sums}
-                meeting.wait()
+                barrier.wait()
             finally:
                 turn.acquire()
             return total

@@ -195,7 +195,7 @@ def test_one_rank_alone_stops_all_at_the_same_step():
 
 
 def stop_on_rank_1(callback, pause_s=0.0, **settings):
-    store, meeting, parts = Store(), threading.Barrier(2, timeout=20), [None, None]
+    store, barrier, parts = Store(), threading.Barrier(2, timeout=20), [None, None]
 
     def rank_of(rank):
         run = make(samples=20, callbacks=[callback] if rank else [], **{"log_every_n_steps": 1, **settings})
@@ -207,14 +207,14 @@ def stop_on_rank_1(callback, pause_s=0.0, **settings):
         def gather(value):
             called.append(sorted(value) if isinstance(value, dict) else "gather")
             parts[rank] = value
-            meeting.wait()
+            barrier.wait()
             both = list(parts)
-            meeting.wait()
+            barrier.wait()
             return both
 
         def train_step(group, step=run.backend.train_step):
             time.sleep(pause_s)
-            meeting.wait()
+            barrier.wait()
             return step(group)
 
         run.backend.train_step, world.gather = train_step, gather

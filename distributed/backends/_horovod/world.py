@@ -17,7 +17,7 @@ from distributed.backends import wire
 from distributed.backends._horovod.exchange import Reduction, finished, this_process
 from distributed.backends._horovod.rendezvous import ADDRESS, Rendezvous
 from distributed.backends._horovod.timeline import is_prepared
-from distributed.backends._torch.meeting import meet
+from distributed.backends._torch.rendezvous import rendezvous
 from distributed.backends._torch.world import OneProcess, Pending, TorchWorld
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
@@ -250,7 +250,7 @@ def _refuse_second() -> None:
 
 def _meet(found: WorkerEnvironment, config: DistributedConfig, warn: Callable[[str], None], call: str) -> Any:
     """Wait for all ranks, or name the missing ones. Rank 0 serves Horovod's rendezvous if no launcher does."""
-    store = meet(found, config.start_timeout, warn, call)
+    store = rendezvous(found, config.start_timeout, warn, call)
     if ADDRESS not in os.environ:
         told = messages(store, "horovod")
         if found.rank == 0:

@@ -129,12 +129,12 @@ def join(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
         ConfigError: TensorFlow was used in this process before.
     """
     if _ThisProcess.joined is None:
-        from distributed.backends._torch.meeting import meet
+        from distributed.backends._torch.rendezvous import rendezvous
 
         _refuse_late()
         for text in engine_warnings(backend_row("tensorflow").listens) if found.rank == 0 else ():
             warn(text)
-        store = meet(found, start_timeout, warn, "fit()")
+        store = rendezvous(found, start_timeout, warn, "fit()")
         with _addresses(found, messages(store, "tensorflow")):
             _ThisProcess.joined = Joined(_strategy(), store)
         _share_cluster()
