@@ -162,7 +162,7 @@ class TensorFlowBackend(Backend[Any]):
         from distributed.backends._tensorflow.step import Step
 
         notices: list[str] = []
-        self._given = job.model
+        self._original_model = job.model
         policy = models.policy_of(self.config, self.mixed_precision)
         replicas = self.world.replicas
         self.model = models.build_model(job.model, self.config, policy, replicas)
@@ -332,7 +332,7 @@ class TensorFlowBackend(Backend[Any]):
     def unwrap(self) -> None:
         from distributed.backends._tensorflow.models import give_back
 
-        give_back(self.model, self._given)
+        give_back(self.model, self._original_model)
 
     def rewrap(self) -> None:
         """Do nothing, as nothing is around the model."""

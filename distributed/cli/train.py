@@ -107,10 +107,10 @@ def read_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tup
         ConfigError: a flag is unknown.
     """
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
-    given, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments[:end]])
+    parsed, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments[:end]])
     if unknown:
         raise _unknown(unknown[0], parser)
-    return vars(given), tuple(arguments[end + 1 :])
+    return vars(parsed), tuple(arguments[end + 1 :])
 
 
 def train_parser() -> argparse.ArgumentParser:

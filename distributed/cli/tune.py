@@ -30,10 +30,12 @@ def tune(arguments: Sequence[str]) -> int:
     own = {name: command.pop(name) for name in ("script", "config", "set", "run_dir", "resume", "dry_run", *_OWN)}
     flags = {name: value for name, value in command.items() if value is not None}
     overrides = read_overrides(own["config"], flags, own["set"], own["script"], script_args)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         name: own[name] for name in ("search_space", "metric", "mode", "scheduler", "search", "run_dir", "resume")
     }
-    sweeping = Sweeping(overrides, Asked(**given | _numbers(own), scheduler_options=_options(own["scheduler_option"])))
+    sweeping = Sweeping(
+        overrides, Asked(**options | _numbers(own), scheduler_options=_options(own["scheduler_option"]))
+    )
     if own["dry_run"]:
         sys.stdout.write("\n".join(sweeping.dry_run_lines()) + "\n")
         return 0

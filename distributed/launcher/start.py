@@ -232,8 +232,8 @@ def _run_as_worker(
 
     for text in launcher_warnings(environment) if environment.rank == 0 else ():
         sys.stderr.write(f"warning: {text}\n")
-    given = Handover(overrides, run_dir, resume, environment.restart_count)
-    return run_here(given, environment, row.before_script)
+    handover = Handover(overrides, run_dir, resume, environment.restart_count)
+    return run_here(handover, environment, row.before_script)
 
 
 def _refuse(

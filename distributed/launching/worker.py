@@ -70,18 +70,18 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
     return code
 
 
-def run_here(given: Handover, environment: WorkerEnvironment, before_script: str = "") -> int:
+def run_here(handover: Handover, environment: WorkerEnvironment, before_script: str = "") -> int:
     """Run the script in this process, which another launcher started as a worker. Return its exit code."""
     os.environ.update({name: value for name, value in environment.to_environ().items() if not os.environ.get(name)})
-    set_this_worker(given)
+    set_this_worker(handover)
     request = LaunchRequest(
-        given.run_dir or "", overrides=given.overrides, script=given.overrides.script, script_args=given.overrides.script_args,
-        before_script=before_script, **_limits(given.overrides),
+        handover.run_dir or "", overrides=handover.overrides, script=handover.overrides.script,
+        script_args=handover.overrides.script_args, before_script=before_script, **_limits(handover.overrides),
     )  # fmt: skip
     if importlib.util.find_spec("torch") is not None:
         importlib.import_module("torch")  # its generator is seeded below, as in the workers that we start
         worker_store.use(None)
-    _seed(given.overrides)
+    _seed(handover.overrides)
 
     def report(event: dict[str, Any]) -> None:
         if event["kind"] == "warning":

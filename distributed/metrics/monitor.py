@@ -136,8 +136,8 @@ def uncertain(
         is_validated: whether `fit` got validation data.
         known: the names in earlier rows.
     """
-    given = ["loss", *metrics]
-    certain = {*given, *_ALWAYS, *known, *(f"val_{name}" for name in given if is_validated)}
+    names = ["loss", *metrics]
+    certain = {*names, *_ALWAYS, *known, *(f"val_{name}" for name in names if is_validated)}
     return [name for name in dict.fromkeys(monitors) if name not in certain]
 
 

@@ -72,22 +72,22 @@ class Setup:
         self.search_dir: Path | None = None  # the run directory of a search that starts workers
 
     def for_search(
-        self, given: Mapping[str, Any], *, job: Job, callbacks: Sequence[Callback] = (), **sweep: Any
+        self, settings: Mapping[str, Any], *, job: Job, callbacks: Sequence[Callback] = (), **sweep: Any
     ) -> Setup:
         """Return a setup for a search that trains `job`.
 
-        It has the settings of this setup without those for checkpoints, logging and schedules. `given` replaces settings in
+        It has the settings of this setup without those for checkpoints, logging and schedules. `settings` replaces settings in
         code. `sweep` replaces settings that also override the batch size of a DataLoader.
         """
         search = copy.copy(self)
         search.is_search = True
         search.job, search.callbacks = job, list(callbacks)
         dropped = {name for name, rule in rules(DistributedConfig).items() if rule.group in (MONITORING, CHECKPOINTS)}
-        dropped |= {*given, *sweep, "monitor", "monitor_mode", "early_stopping_patience", "scheduler_interval"}
+        dropped |= {*settings, *sweep, "monitor", "monitor_mode", "early_stopping_patience", "scheduler_interval"}
         file, flag = (_kept(layer, dropped) for layer in (self.overrides.file, self.overrides.flag))
         search.overrides = dataclasses.replace(self.overrides, file=file, flag=flag, notices=())
         search.sweep = {**_kept(self.sweep, dropped), **sweep}
-        search.code = {**_kept(self.code, dropped), **given}
+        search.code = {**_kept(self.code, dropped), **settings}
         search.merged = search.merge({})
         search.backend = make_backend(search.merged, search.plan)
         return search

@@ -168,10 +168,10 @@ def bundles_of(resources: Any, gpus: float = 0.0) -> tuple[Bundle, ...]:
         resources: a dict (one bundle), a list of dicts (several bundles), or a placement group factory.
         gpus: GPUs that are added to the first bundle.
     """
-    given = getattr(resources, "bundles", resources)
-    if not isinstance(given, (Mapping, list, tuple, type(None))):
-        raise ConfigError(f"resources_per_trial is a {type(given).__name__}: write {{'cpu': 1}}, or a list of such")
-    listed = [{"CPU": 1.0}] if given is None else [given] if isinstance(given, Mapping) else list(given)
+    value = getattr(resources, "bundles", resources)
+    if not isinstance(value, (Mapping, list, tuple, type(None))):
+        raise ConfigError(f"resources_per_trial is a {type(value).__name__}: write {{'cpu': 1}}, or a list of such")
+    listed = [{"CPU": 1.0}] if value is None else [value] if isinstance(value, Mapping) else list(value)
     bundles = tuple(_bundle(each) for each in listed)
     if not bundles or not any(total(bundles).values()):
         raise ConfigError(f"resources_per_trial={resources!r} is nothing: write {{'cpu': 1}}")

@@ -276,8 +276,8 @@ def _check_argument_names(names: Iterable[str]) -> None:
 def _check_once(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Raise ConfigError if two of `names` are the same setting, such as lr and learning_rate."""
     named: dict[str, str] = {}
-    for given, name in zip(settings, names, strict=True):
-        for setting, value in given.items():
+    for values, name in zip(settings, names, strict=True):
+        for setting, value in values.items():
             if not isinstance(value, Mapping) and (other := named.setdefault(setting, name)) != name:
                 raise ConfigError(f"{other} and {name} in the search space are one setting: drop one of them")
 

@@ -302,9 +302,9 @@ def _check_names(space: Space, settings: Mapping[str, Any]) -> None:
     check_names(space, Overrides(flag=settings))
 
 
-def _check_numbers(**given: Any) -> None:
+def _check_numbers(**counts: Any) -> None:
     """Raise ConfigError for a value that is no integer or too small. `num_gpus` and `max_concurrent` may be None."""
-    for name, value in given.items():
+    for name, value in counts.items():
         if value is None and name in ("num_gpus", "max_concurrent"):
             continue
         least = 1 if name == "max_concurrent" else 0

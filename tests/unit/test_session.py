@@ -294,7 +294,7 @@ def test_a_fit_on_inputs_alone_says_what_the_outputs_are_compared_with(capsys):
 @pytest.mark.parametrize(("world_size", "is_told"), [(1, False), (2, True)])
 def test_restarts_that_begin_anew_are_told_where_several_processes_were_started_by_hand(world_size, is_told):
     files = object.__new__(TrainerFiles)
-    files._run, files._given = object(), None
+    files._run, files._handover = object(), None
     files._context = WorkerContext(0, world_size, 0, world_size, 0, "cpu")
     files._worker = WorkerEnvironment(0, 0, world_size, world_size, 0, "localhost", 29500, 0, "environment")
     assert [line.startswith("this launcher's restarts begin at step 0") for line in files.notices()] == [True] * is_told

@@ -24,9 +24,9 @@ _FOREIGN_LOCK_S = 600.0  # in a directory of the user's own, a younger lock may 
 def directory() -> tuple[Path, bool]:
     """Return the directory of compiled operators, and whether it is ours. The user's TORCH_EXTENSIONS_DIR takes
     precedence."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if given and not given.endswith(_own_name()):
-        return Path(given), False
+    from_environ = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if from_environ and not from_environ.endswith(_own_name()):
+        return Path(from_environ), False
     return cache_home() / _own_name(), True
 
 

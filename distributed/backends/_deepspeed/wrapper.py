@@ -98,8 +98,8 @@ class DeepSpeedWrapper(Wrapper):
         }
         if own.mixed_precision != "no":
             ours[own.mixed_precision] = {"enabled": True}
-        given = {name: value for name, value in own.own_config.items() if name not in ("optimizer", "train_batch_size")}
-        config = config_file.merged(given, ours)
+        kept = {name: value for name, value in own.own_config.items() if name not in ("optimizer", "train_batch_size")}
+        config = config_file.merged(kept, ours)
         # A bucket is no larger than the model: DeepSpeed's default of two gigabytes is allocated at once.
         size = min(5 * 10**8, sum(p.numel() for p in own.plain.parameters()))
         zero = config["zero_optimization"]

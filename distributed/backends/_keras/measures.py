@@ -56,13 +56,13 @@ class SumsMeasure:
     training = True
 
     def __init__(self, metric: Any, scope: Scope) -> None:
-        self._given, self._scope = metric, scope
+        self._original, self._scope = metric, scope
         self._sums: list[Any] | None = None
 
     @functools.cached_property
     def _metric(self) -> Any:
         """Copy of the metric, made at its first use: a metric of `compile` is found while a graph is traced."""
-        return _copy(self._given)
+        return _copy(self._original)
 
     def absorb(self, part: Part) -> None:
         """Add one batch."""

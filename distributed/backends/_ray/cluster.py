@@ -66,10 +66,10 @@ class Cluster:
         first."""
         if self._address is None:
             return None
-        given = _host_and_port(self._address) if self._address.startswith("ray://") else None
+        client_address = _host_and_port(self._address) if self._address.startswith("ray://") else None
         # the address given to Ray's client; the client may reach no other
-        if given is not None and given[0] not in _LOOPBACK:
-            return given[0]
+        if client_address is not None and client_address[0] not in _LOOPBACK:
+            return client_address[0]
         found = _host_and_port(self._ray.get_runtime_context().gcs_address)
         return found[0] if found is not None else None
 

@@ -48,8 +48,8 @@ def _own_cluster() -> str:
     Ray 2.60 accepts a cluster that any user's process or file names, and unpickles its answers. This can go when Ray
     checks the owner. Raises ConnectionError if there is none.
     """
-    if (given := os.environ.get("RAY_ADDRESS", "auto")) != "auto":
-        return given
+    if (from_environ := os.environ.get("RAY_ADDRESS", "auto")) != "auto":
+        return from_environ
     running = {address for pid in _pids() if (address := _address_of(pid)) is not None}
     written = _written_address()
     if len(running) == 1 or (running and written not in running):

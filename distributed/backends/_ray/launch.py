@@ -67,11 +67,11 @@ def _threads(request: LaunchRequest) -> dict[str, str]:
     These are the variables that the user set and, on an existing cluster, the number of CPUs that Ray reserves for each
     worker.
     """
-    given = {name: value for name in THREAD_VARIABLES if (value := os.environ.get(name))}
+    from_environ = {name: value for name in THREAD_VARIABLES if (value := os.environ.get(name))}
     if request.launcher_options.get("address") is None:
-        return given
+        return from_environ
     kept = str(max(1, int(request.launcher_options["cpus"])))
-    return {**dict.fromkeys(THREAD_VARIABLES, given.get("OMP_NUM_THREADS", kept)), **given}
+    return {**dict.fromkeys(THREAD_VARIABLES, from_environ.get("OMP_NUM_THREADS", kept)), **from_environ}
 
 
 class _Launch:

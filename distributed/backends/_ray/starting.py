@@ -88,8 +88,8 @@ def _connected() -> str | None:
     if ray is not None and ray.is_initialized():
         address: str = ray.get_runtime_context().gcs_address
         return address
-    given = os.environ.get("RAY_ADDRESS")
-    return given if given and given != "local" else None
+    from_environ = os.environ.get("RAY_ADDRESS")
+    return from_environ if from_environ and from_environ != "local" else None
 
 
 def _trial() -> dict[str, Any] | None:

@@ -56,7 +56,7 @@ class Objective:
         """
         self._model, self._training_step, self._dtype, self._chosen = model, training_step, dtype, chosen
         self._comparison = Comparison(model, loss_fn, notice)
-        self._given = {n: f for n, f in metrics.items() if isinstance(f, keras.metrics.Metric)}
+        self._keras_metrics = {n: f for n, f in metrics.items() if isinstance(f, keras.metrics.Metric)}
         self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # in the form of `compiled_metrics`
 
     def __call__(self, batch: Any, num_samples: Any, training: bool) -> Measured:
@@ -118,13 +118,13 @@ class Objective:
 
     def _from_step(self, value: Any, num_samples: Any, split: str) -> Measured:
         metrics: Rows = {}
-        given: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+        returned: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
         calls = {}
         for name in filter(self._chosen.is_call, self._chosen.wholes.names(split)):
-            if name not in given:
+            if name not in returned:
                 raise no_arguments(name)
-            calls[name] = arguments(given[name])
-        for name in sorted(self._chosen.functions(split).keys() - given.keys()):
+            calls[name] = arguments(returned[name])
+        for name in sorted(self._chosen.functions(split).keys() - returned.keys()):
             raise not_called(name)
         if isinstance(value, Mapping):
             if "loss" not in value:
@@ -178,8 +178,8 @@ class Objective:
 
     def _choose_metrics(self, targets: Any, outputs: Any) -> dict[str, tuple[Any, Any, bool]]:
         if self._metrics is None:
-            given = {name: (metric, None, False) for name, metric in self._given.items()}
-            self._metrics = given | compiled_metrics(self._model, targets, outputs)
+            own = {name: (metric, None, False) for name, metric in self._keras_metrics.items()}
+            self._metrics = own | compiled_metrics(self._model, targets, outputs)
             for name, (metric, _, _) in self._metrics.items():
                 if not is_mean(metric):
                     self._chosen.wholes.add(name, functools.partial(measure_of, metric))

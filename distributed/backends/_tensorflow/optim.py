@@ -16,19 +16,21 @@ from distributed.config.plan import BatchPlan
 from distributed.errors import CheckpointError, ConfigError
 
 
-def build_optimizer(given: Any, scheduler: Any, model: Any, source: Any, merged: MergedConfig) -> Any:
+def build_optimizer(optimizer_or_factory: Any, scheduler: Any, model: Any, source: Any, merged: MergedConfig) -> Any:
     """Return a built optimizer: the user's, the one that `source` (the model as given) was compiled with, or AdamW.
 
     An optimizer is made again with the same settings if it was built for `source` and another model was made of that,
     or if it was made outside of the strategy's scope.
     """
-    if given is None and source.compiled:
-        given = source.optimizer
+    if optimizer_or_factory is None and source.compiled:
+        optimizer_or_factory = source.optimizer
     strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
-    is_outside = strategy is not None and getattr(given, "_distribution_strategy", strategy) is not strategy
-    if is_optimizer(given) and ((given.built and source is not model) or is_outside):
-        given = type(given).from_config(given.get_config())
-    optimizer = chosen_optimizer(given, model, merged.config.learning_rate)
+    is_outside = (
+        strategy is not None and getattr(optimizer_or_factory, "_distribution_strategy", strategy) is not strategy
+    )
+    if is_optimizer(optimizer_or_factory) and ((optimizer_or_factory.built and source is not model) or is_outside):
+        optimizer_or_factory = type(optimizer_or_factory).from_config(optimizer_or_factory.get_config())
+    optimizer = chosen_optimizer(optimizer_or_factory, model, merged.config.learning_rate)
     if scheduler is not None:
         set_schedule(optimizer, scheduler)
     if merged.config.dtype == "float64":

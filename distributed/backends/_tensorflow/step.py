@@ -58,8 +58,8 @@ class Graphs:
     def _trace(self, function: Callable[..., Any], args: Any, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
         outputs: list[Any] = []
 
-        def flat(*given: Any) -> Any:
-            found = function(*tf.nest.pack_sequence_as(args, given))
+        def flat(*flat_args: Any) -> Any:
+            found = function(*tf.nest.pack_sequence_as(args, flat_args))
             outputs[:] = [tf.nest.map_structure(lambda _: 0, found)]
             return tf.nest.flatten(found)
 

@@ -82,9 +82,11 @@ class KerasKind(TorchKind):
     def batch_dependent(self) -> list[str]:
         return models.batch_dependent(self.model)
 
-    def optimizer(self, given: Any, scheduler: Any, merged: MergedConfig, say: Say) -> torch.optim.Optimizer:
+    def optimizer(
+        self, optimizer_or_factory: Any, scheduler: Any, merged: MergedConfig, say: Say
+    ) -> torch.optim.Optimizer:
         with self._scope():
-            chosen = models.chosen_optimizer(given, self.model, merged.config.learning_rate)
+            chosen = models.chosen_optimizer(optimizer_or_factory, self.model, merged.config.learning_rate)
             if scheduler is not None:
                 models.set_schedule(chosen, scheduler)
             if self._dtype == "float64":

@@ -58,10 +58,12 @@ class TorchKind:
         """Return the names of parts whose output depends on how a batch is split."""
         return modules.batch_dependent(self.module)
 
-    def optimizer(self, given: Any, scheduler: Any, merged: MergedConfig, say: Say) -> torch.optim.Optimizer:
+    def optimizer(
+        self, optimizer_or_factory: Any, scheduler: Any, merged: MergedConfig, say: Say
+    ) -> torch.optim.Optimizer:
         """Return the given optimizer, or the default one. A `learning_rate` set by the user replaces its rate."""
-        optimizer = optim.build_optimizer(given, self.module, merged)
-        if given is not None:
+        optimizer = optim.build_optimizer(optimizer_or_factory, self.module, merged)
+        if optimizer_or_factory is not None:
             optim.replace_rate(optimizer, scheduler, merged, say)
         return optimizer
 

@@ -25,12 +25,12 @@ class Wrapper:
     def __init__(self, backend: TorchBackend[Any]) -> None:
         self._backend = backend
 
-    def build(self, given: Any) -> torch.nn.Module:
+    def build(self, model_or_factory: Any) -> torch.nn.Module:
         """Return the user's model on this rank's device."""
         from distributed.backends._torch import modules
 
         own = self._backend
-        return modules.build_model(given, own.config, own.device).to(own.device)
+        return modules.build_model(model_or_factory, own.config, own.device).to(own.device)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module to call in training. Called again for each further fit, after `release`."""

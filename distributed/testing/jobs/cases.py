@@ -152,12 +152,12 @@ class Fits:
             after["found"] = [history.rows[-1].get(name, 0.0) for name in EXPECTED]
         # the file is complete; trainer.model may hold only this rank's part
         trainer.save(self.out / f"{name}.safetensors")
-        given = watch.context_of_start
+        context = watch.context_of_start
         seen = {
             "context": [
-                given.model is trainer.model,
-                given.optimizer is not None,
-                given.run_dir.samefile(history.run_dir),
+                context.model is trainer.model,
+                context.optimizer is not None,
+                context.run_dir.samefile(history.run_dir),
             ],
             "logged": watch.logged,
             "skipped": watch.skipped,

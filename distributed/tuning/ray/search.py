@@ -83,8 +83,8 @@ def _address(plan: SearchPlan) -> str | None:
 
 
 def _named(address: str | None) -> str | None:
-    given = address or os.environ.get("RAY_ADDRESS") or None
-    return None if given == "local" else given
+    chosen = address or os.environ.get("RAY_ADDRESS") or None
+    return None if chosen == "local" else chosen
 
 
 def _is_connected() -> bool:

@@ -187,10 +187,10 @@ def _take_over(plan: SearchPlan, number: int) -> int | None:
     """
     from ray import tune
 
-    given = tune.get_checkpoint()
-    if given is None:
+    checkpoint = tune.get_checkpoint()
+    if checkpoint is None:
         return None
-    with given.as_directory() as directory:
+    with checkpoint.as_directory() as directory:
         source = int(json.loads(Path(directory, _SOURCE).read_text())["trial"])
     if source == number:  # the trial itself was paused: its own directory is complete
         return None
