@@ -31,7 +31,7 @@ from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums
 if TYPE_CHECKING:
     from distributed.backends._tensorflow.results import Results
     from distributed.backends._tensorflow.sources import Data
-    from distributed.backends._tensorflow.step import Pending
+    from distributed.backends._tensorflow.step import PendingUpdate
     from distributed.backends._tensorflow.world import TensorFlowWorld
     from distributed.backends.measured import Measured
 
@@ -240,7 +240,7 @@ class TensorFlowBackend(Backend[Any]):
         self.observer.see(group.micro_batches[0])
         from distributed.backends.over_all import Deferred
 
-        pending: Pending | None = None
+        pending: PendingUpdate | None = None
         deferred = Deferred("train", [], {})
         assert self._results is not None
         last = group.micro_batches[-1]
@@ -260,7 +260,7 @@ class TensorFlowBackend(Backend[Any]):
         self._step += 1
         return result
 
-    def _on_non_finite(self, group: Group, pending: Pending, result: StepResult) -> None:
+    def _on_non_finite(self, group: Group, pending: PendingUpdate, result: StepResult) -> None:
         """Apply `nan_policy`. All ranks call it together, because the summed gradients are the same on each. A collective."""
         votes = votes_of(self.world, [float(pending.rows["loss"][0])])
         self._nan_policy.apply(self._step, describe(self._step + 1, group, votes), result, can_be_made=True)

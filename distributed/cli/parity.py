@@ -20,7 +20,7 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching.script import check_script
 from distributed.parity.comparison import FIRST_LOSS, FLOORS, Compared, Report, measure
-from distributed.parity.runs import Asked, Cell, is_for
+from distributed.parity.runs import Cell, ParityOptions, is_for
 from distributed.runs.temporary import temporary_directory
 
 _WIDTH = 80
@@ -52,12 +52,12 @@ def parity(
     names = tuple(REGISTRY) if backends == "all" else tuple(_backend(name) for name in _words(backends, "backends"))
     given = read_overrides(None, {}, settings or (), None, ()).flag
     with _directory(keep) as directory:
-        asked = Asked(
+        options = ParityOptions(
             str(script), tuple(arguments or ()), names, backends == "all", _worlds(world_sizes), steps, tolerance,
             global_batch_size, tuple(settings or ()), DistributedConfig(**given), directory,
         )  # fmt: skip
-        _refuse_unused(asked)
-        report = measure(asked, _say)
+        _refuse_unused(options)
+        report = measure(options, _say)
     if as_json:
         print(json.dumps(_plain(dataclasses.asdict(report) | {"is_good": report.is_good}), indent=1))
     else:
@@ -66,11 +66,11 @@ def parity(
         raise typer.Exit(1)
 
 
-def _refuse_unused(asked: Asked) -> None:
-    for setting in asked.settings:
-        if not any(is_for(asked, setting, backend) for backend in asked.backends):
+def _refuse_unused(options: ParityOptions) -> None:
+    for setting in options.settings:
+        if not any(is_for(options, setting, backend) for backend in options.backends):
             raise ConfigError(
-                f"--set {setting} has no effect on {', '.join(asked.backends)}: drop it, or add its backend"
+                f"--set {setting} has no effect on {', '.join(options.backends)}: drop it, or add its backend"
             )
 
 

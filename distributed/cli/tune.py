@@ -11,7 +11,7 @@ from distributed.cli.train import make_parser, read_flags, read_overrides
 from distributed.errors import ConfigError
 from distributed.tuning.plan import SCHEDULERS
 from distributed.tuning.proposals import SEARCHES
-from distributed.tuning.scripts import Asked, Sweeping
+from distributed.tuning.scripts import SearchOptions, Sweeping
 
 _ABOUT = """\
 Run a script many times, each time with other values, and keep the best.
@@ -34,7 +34,7 @@ def tune(arguments: Sequence[str]) -> int:
         name: own[name] for name in ("search_space", "metric", "mode", "scheduler", "search", "run_dir", "resume")
     }
     sweeping = Sweeping(
-        overrides, Asked(**options | _numbers(own), scheduler_options=_options(own["scheduler_option"]))
+        overrides, SearchOptions(**options | _numbers(own), scheduler_options=_options(own["scheduler_option"]))
     )
     if own["dry_run"]:
         sys.stdout.write("\n".join(sweeping.dry_run_lines()) + "\n")

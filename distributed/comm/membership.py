@@ -93,11 +93,11 @@ def init_process_group(
 
 
 def _join(config: DistributedConfig, found: WorkerEnvironment | None) -> TorchWorld:
-    from distributed.backends._torch.world import OneProcess
+    from distributed.backends._torch.world import OneTorchProcess
 
     plan = _plan(config, found)
     if found is None or found.world_size == 1:
-        return OneProcess(plan)
+        return OneTorchProcess(plan)
     starting = starting_of(choose_backend(config, found.world_size))
     world: TorchWorld = starting.join(plan, config, _log.warning, found, _CALL)
     _end_in_order()
@@ -255,6 +255,6 @@ def current_world() -> TorchWorld:
         raise ConfigError(
             f"rank {get_rank()} of {get_world_size()} has not joined the others: call {_CALL} first, on every rank"
         )
-    from distributed.backends._torch.world import OneProcess
+    from distributed.backends._torch.world import OneTorchProcess
 
-    return OneProcess(ProcessPlan(1, 1, "cpu", "torch.distributed"))
+    return OneTorchProcess(ProcessPlan(1, 1, "cpu", "torch.distributed"))

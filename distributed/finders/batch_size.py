@@ -149,7 +149,7 @@ class Attempt(RemoteFit):
 
     def fit(self, trainer: FittedTrainer) -> None:
         setup = trainer.setup
-        setup.callbacks, setup.keeps_checkpoints = [_Watch(self.num_samples)], False
+        setup.callbacks, setup.keeps_checkpoints = [_SizeCheck(self.num_samples)], False
         try:
             trainer.fit(self.train_data)
         except Exception as error:  # each engine raises its own class when memory runs out
@@ -159,7 +159,7 @@ class Attempt(RemoteFit):
             raise
 
 
-class _Watch(Callback):
+class _SizeCheck(Callback):
     """Raise NotThatSize, on all ranks alike, if the first update has another number of samples."""
 
     def __init__(self, num_samples: int) -> None:

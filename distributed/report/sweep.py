@@ -22,7 +22,7 @@ _FEW = 5  # up to so many values of a parameter are all written beside its axis
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
+class TrialData:
     """One trial. `value` is the sweep's metric, NaN if the trial reported none."""
 
     id: str
@@ -35,16 +35,16 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sweep:
+class SweepData:
     """The content of a sweep.json."""
 
     path: Path
     metric: str
     mode: str
-    trials: Sequence[Trial]
+    trials: Sequence[TrialData]
 
     @property
-    def done(self) -> list[Trial]:
+    def done(self) -> list[TrialData]:
         """Trials with a value, the best first."""
         sign = -1.0 if self.mode == "max" else 1.0
         return sorted(
@@ -58,13 +58,13 @@ class Sweep:
         return [name for name in names if len({repr(trial.config.get(name)) for trial in self.trials}) > 1]
 
 
-def read_sweep(directory: Path) -> Sweep:
+def read_sweep(directory: Path) -> SweepData:
     """Return the sweep in `directory`. Raises ConfigError if its file cannot be read or lists no trials."""
     path = directory / FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         trials = [_trial(each, content["metric"], directory) for each in content["trials"]]
-        sweep = Sweep(directory, str(content["metric"]), str(content.get("mode", "min")), trials)
+        sweep = SweepData(directory, str(content["metric"]), str(content.get("mode", "min")), trials)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read ({error.strerror}): check its permissions") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -74,11 +74,11 @@ def read_sweep(directory: Path) -> Sweep:
     return sweep
 
 
-def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> Trial:
+def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> TrialData:
     metrics = content.get("metrics") or {}
     value = metrics.get(metric)
     run_dir = content.get("run_dir")
-    return Trial(
+    return TrialData(
         id=str(content["id"]), config=dict(content["config"]), metrics=metrics,
         value=float(value) if isinstance(value, (int, float)) else math.nan,
         status=str(content.get("status", "")), epochs=content.get("epochs"),
@@ -86,13 +86,13 @@ def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> Trial:
     )  # fmt: skip
 
 
-def sweep_panels(sweep: Sweep) -> list[Panel]:
+def sweep_panels(sweep: SweepData) -> list[Panel]:
     """Return the panels of a sweep: trials in order, their curves, parallel coordinates, importance."""
     panels = [_trials(sweep), _curves(sweep), _parallel(sweep), _importance(sweep)]
     return [dataclasses.replace(panel, group="Sweep") for panel in panels if panel.lines or panel.more]
 
 
-def _trials(sweep: Sweep) -> Panel:
+def _trials(sweep: SweepData) -> Panel:
     """Return the panel of each trial's metric in the order of the sweep, and of the best so far."""
     found = [(number, trial) for number, trial in enumerate(sweep.trials, 1) if math.isfinite(trial.value)]
     numbers = [number for number, _ in found]
@@ -122,7 +122,7 @@ def _trials(sweep: Sweep) -> Panel:
     )
 
 
-def _curves(sweep: Sweep) -> Panel:
+def _curves(sweep: SweepData) -> Panel:
     """Return the panel of the metric over the steps, for trials with a run directory. The best one is coloured."""
     lines = []
     for place, trial in reversed(list(enumerate(sweep.done[:_MAX_CURVES]))):
@@ -138,7 +138,7 @@ def _curves(sweep: Sweep) -> Panel:
     return Panel("lines", "Curves of the trials", sweep.metric, lines=lines, note=note)
 
 
-def _curve(metric: str, trial: Trial) -> dict[str, list[float | None]] | None:
+def _curve(metric: str, trial: TrialData) -> dict[str, list[float | None]] | None:
     if trial.run_dir is None:
         return None
     try:
@@ -153,7 +153,7 @@ def _curve(metric: str, trial: Trial) -> dict[str, list[float | None]] | None:
 # ------------------------------------------------------------------ parallel coordinates
 
 
-def _parallel(sweep: Sweep) -> Panel:
+def _parallel(sweep: SweepData) -> Panel:
     """Return the panel with one line per trial through one axis per parameter. The colour is the metric."""
     trials = sweep.done
     if not trials or not sweep.varied:
@@ -220,7 +220,7 @@ def _value_text(value: Any) -> str:
 # ------------------------------------------------------------------ importance
 
 
-def _importance(sweep: Sweep) -> Panel:
+def _importance(sweep: SweepData) -> Panel:
     """Return the panel of each parameter's permutation importance under a random forest that predicts the metric."""
     names, trials = sweep.varied, sweep.done
     title = "Importance of the parameters"
@@ -249,7 +249,7 @@ def _importance(sweep: Sweep) -> Panel:
     return Panel("bars", title, x="share", lines=[line], note=note, more={"rows": [name for name, _ in ordered]})
 
 
-def _importances(names: Sequence[str], trials: Sequence[Trial]) -> dict[str, float]:
+def _importances(names: Sequence[str], trials: Sequence[TrialData]) -> dict[str, float]:
     """Return the importance of each parameter. They sum to 1, or are all 0 if no parameter matters."""
     from sklearn.ensemble import RandomForestRegressor
     from sklearn.inspection import permutation_importance

@@ -13,7 +13,7 @@ from distributed.report.curves import readable
 from distributed.report.page import Section, escape, facts, folded, page, table
 from distributed.report.panels import EVENTS, mean_times, run_panels
 from distributed.report.runs import RunData
-from distributed.report.sweep import Sweep, Trial, sweep_panels
+from distributed.report.sweep import SweepData, TrialData, sweep_panels
 
 _FIT = {"finished": "good", "failed": "bad", "interrupted": "bad"}
 _PLACES = ("checkpoint_dir", "tensorboard_dir", "run_dir")
@@ -36,7 +36,7 @@ def compare_page(runs: Sequence[RunData]) -> str:
     )  # fmt: skip
 
 
-def sweep_page(sweep: Sweep) -> str:
+def sweep_page(sweep: SweepData) -> str:
     """Return the page of a sweep."""
     return page(
         f"Sweep {sweep.path.resolve().name}", f"{sweep.metric}, {sweep.mode} is best; {_written()}",
@@ -169,7 +169,7 @@ def _differences(runs: Sequence[RunData]) -> str:
 # ------------------------------------------------------------------ a sweep
 
 
-def _sweep_facts(sweep: Sweep) -> str:
+def _sweep_facts(sweep: SweepData) -> str:
     done = sweep.done
     states: dict[str, int] = {}
     for trial in sweep.trials:
@@ -184,9 +184,9 @@ def _sweep_facts(sweep: Sweep) -> str:
     return facts(values)
 
 
-def _trials(sweep: Sweep) -> str:
+def _trials(sweep: SweepData) -> str:
     """Return the table of all trials. Those without a value come last."""
-    order: list[Trial] = [*sweep.done, *(trial for trial in sweep.trials if not math.isfinite(trial.value))]
+    order: list[TrialData] = [*sweep.done, *(trial for trial in sweep.trials if not math.isfinite(trial.value))]
     names = sweep.varied
     rows = [
         (trial.id, _number(trial.value) if math.isfinite(trial.value) else "-", trial.status, trial.epochs or "",

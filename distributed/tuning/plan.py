@@ -14,7 +14,7 @@ from distributed.errors import ConfigError, ResourceError, nearest
 from distributed.metrics.direction import is_larger_better
 from distributed.training.trial import Trial
 from distributed.tuning.space import Space
-from distributed.tuning.sweep import Record
+from distributed.tuning.sweep import TrialRecord
 
 MODES = ("min", "max")
 CHANCE = ("random", "grid")  # searches that do not learn from results
@@ -29,7 +29,7 @@ SCHEDULERS: Mapping[str, Mapping[str, float]] = {
 Bundle = Mapping[str, float]
 
 
-class Job(Protocol):
+class TrialJob(Protocol):
     """Job that every trial runs. It is pickled and sent to the process of the trial."""
 
     needs_rows: bool  # whether each reported row must have the metric
@@ -44,7 +44,7 @@ class SearchPlan:
     """Checked plan of one search."""
 
     directory: Path  # absolute
-    job: Job
+    job: TrialJob
     space: Space
     metric: str
     mode: str
@@ -58,7 +58,7 @@ class SearchPlan:
     max_concurrent: int | None = None
     max_failures: int = 0
     address: str | None = None
-    earlier: Sequence[Record] = ()
+    earlier: Sequence[TrialRecord] = ()
     scratch: Path | None = None  # directory for the files of the search's own cluster; the caller removes it
 
     @property

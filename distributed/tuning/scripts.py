@@ -55,7 +55,7 @@ _BETWEEN = math.sqrt(2) - 1  # position within a range that is no integer if the
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class SearchOptions:
     """Flags of the search on the command line."""
 
     search_space: str | None
@@ -76,26 +76,26 @@ class Asked:
 class Sweeping:
     """One sweep. The constructor raises ConfigError for what cannot run. Nothing is started or written before `run`."""
 
-    def __init__(self, overrides: Overrides, asked: Asked) -> None:
+    def __init__(self, overrides: Overrides, options: SearchOptions) -> None:
         if overrides.script is None:
             raise ConfigError("no script to run: add --script train.py")
-        if asked.search_space is None:
+        if options.search_space is None:
             raise ConfigError("no search space: add --search-space space.yaml")
-        if asked.resume and asked.run_dir is None:
+        if options.resume and options.run_dir is None:
             raise ConfigError("--resume needs the sweep to go on with: add --run-dir DIR")
-        self._asked = asked
-        self.mode = mode_of(asked.metric, asked.mode)
+        self._options = options
+        self.mode = mode_of(options.metric, options.mode)
         check_script(overrides.script)
-        self.space = read_space(asked.search_space)
-        self.num_samples = check_search(asked.search, self.space, asked.num_samples)
-        self.scheduler, self.scheduler_options = check_scheduler(asked.scheduler, asked.scheduler_options)
-        check_pairing(self.scheduler, asked.search, asked.max_concurrent)
+        self.space = read_space(options.search_space)
+        self.num_samples = check_search(options.search, self.space, options.num_samples)
+        self.scheduler, self.scheduler_options = check_scheduler(options.scheduler, options.scheduler_options)
+        check_pairing(self.scheduler, options.search, options.max_concurrent)
         self._first, self._notices = check_names(self.space, overrides)
         check_libraries(merge(overrides, {}))
         self.overrides, self._address = self._of_trials(overrides)
         self._is_here = engine().has_own_cluster(self._address)
-        self.directory = Path(asked.run_dir or choose_run_dir(f"tune-{Path(overrides.script).stem}")).absolute()
-        self._job = script_job(self.overrides, asked.metric, self.mode, self.directory)
+        self.directory = Path(options.run_dir or choose_run_dir(f"tune-{Path(overrides.script).stem}")).absolute()
+        self._job = script_job(self.overrides, options.metric, self.mode, self.directory)
         self.overrides = self._job.overrides
         self.bundles = self._bundles()
         self.at_once = self._concurrency()
@@ -115,8 +115,8 @@ class Sweeping:
         plan = plan_processes(merge(self.overrides, {}).config)
         if plan.num_nodes > 1:
             raise ConfigError(f"num_nodes={plan.num_nodes} is not for trials, which run on one node each: drop it")
-        cpus = float(self._asked.cpus_per_trial or plan.nproc_per_node)
-        per_gpu = self._asked.trials_per_gpu
+        cpus = float(self._options.cpus_per_trial or plan.nproc_per_node)
+        per_gpu = self._options.trials_per_gpu
         if plan.device != "cuda":
             if per_gpu > 1:
                 raise ConfigError(f"trials_per_gpu={per_gpu} has no effect on {plan.device}: drop it")
@@ -131,14 +131,14 @@ class Sweeping:
         there, needs = here(), total(self.bundles)
         check_fits(needs, there, "this machine")
         fit = min(int(there[name] / amount + 1e-9) for name, amount in needs.items() if amount)
-        return min(fit, self.num_samples, self._asked.max_concurrent or fit)
+        return min(fit, self.num_samples, self._options.max_concurrent or fit)
 
     def _plan(self, sweep: Sweep | None = None) -> SearchPlan:
         return SearchPlan(
-            self.directory, self._job, self.space, self._asked.metric, self.mode, self.num_samples, self.bundles,
-            search=self._asked.search, scheduler=self.scheduler, scheduler_options=self.scheduler_options,
-            seed=merge(self.overrides, {}).config.seed, max_concurrent=self._asked.max_concurrent,
-            max_failures=self._asked.max_failures, address=self._address,
+            self.directory, self._job, self.space, self._options.metric, self.mode, self.num_samples, self.bundles,
+            search=self._options.search, scheduler=self.scheduler, scheduler_options=self.scheduler_options,
+            seed=merge(self.overrides, {}).config.seed, max_concurrent=self._options.max_concurrent,
+            max_failures=self._options.max_failures, address=self._address,
             earlier=tuple(record for record, _ in scores(sweep)) if sweep is not None else (),
             scratch=engine().new_scratch() if sweep is not None else None,
         )  # fmt: skip
@@ -151,14 +151,14 @@ class Sweeping:
         once = "" if self.at_once is None else f", {self.at_once} at once"
         scheduler = f", scheduler {self.scheduler}" if self.scheduler else ""
         return [
-            *self._notices, f"{self.num_samples} trials{once}, {each} each; search {self._asked.search}{scheduler};"
-            f" best is the {'smallest' if self.mode == 'min' else 'largest'} {self._asked.metric}",
+            *self._notices, f"{self.num_samples} trials{once}, {each} each; search {self._options.search}{scheduler};"
+            f" best is the {'smallest' if self.mode == 'min' else 'largest'} {self._options.metric}",
             f"run directory: {os.path.relpath(self.directory)}",
         ]  # fmt: skip
 
     def dry_run_lines(self) -> list[str]:
         """Return lines with the plan and its first proposals."""
-        proposals = make_proposals(self._asked.search, self.space, merge(self.overrides, {}).config.seed)
+        proposals = make_proposals(self._options.search, self.space, merge(self.overrides, {}).config.seed)
         lines = []
         for number in range(min(_SHOWN, self.num_samples)):
             settings, others, _ = split_sweep(proposals.ask())
@@ -170,14 +170,14 @@ class Sweeping:
 
     def run(self) -> int:
         """Run the sweep until it ends and return the exit code."""
-        asked = {
+        configuration = {
             "script": Path(str(self.overrides.script)).name, "script_args": list(self.overrides.script_args),
-            "settings": {**self.overrides.file, **self.overrides.flag}, "search_space": _space_text(str(self._asked.search_space)),
-            "search": self._asked.search, "scheduler": self.scheduler, "num_samples": self.num_samples,
+            "settings": {**self.overrides.file, **self.overrides.flag}, "search_space": _space_text(str(self._options.search_space)),
+            "search": self._options.search, "scheduler": self.scheduler, "num_samples": self.num_samples,
             **({"scheduler_options": dict(self.scheduler_options)} if self.scheduler_options else {}),
         }  # fmt: skip
         check_directories(merge(self.overrides, {}))
-        sweep = open_sweep(self.directory, self._asked.metric, self.mode, asked, self._asked.resume)
+        sweep = open_sweep(self.directory, self._options.metric, self.mode, configuration, self._options.resume)
         sweep.recall(self.space)
         plan = self._plan(sweep)
         plan.stop_file.unlink(missing_ok=True)
@@ -185,7 +185,7 @@ class Sweeping:
             sweep,
             merge(self.overrides, {}),
             str(self.overrides.script),
-            asked,
+            configuration,
             lambda text: table.say(f"warning: {text}"),
         )
         with Signals() as signals:
@@ -195,7 +195,7 @@ class Sweeping:
             try:
                 if tracked is not None:
                     tracked.start()
-                end = _Watch(plan, sweep, subreaper, signals, table, tracked).run()
+                end = _SearchWatch(plan, sweep, subreaper, signals, table, tracked).run()
             finally:
                 subreaper.end()
                 plan.stop_file.unlink(missing_ok=True)
@@ -316,7 +316,7 @@ class _End:
         return "KILLED" if self.signum else "FINISHED" if self.exit_code == 0 else "FAILED"
 
 
-class _Watch:
+class _SearchWatch:
     """Read the reports of the search, and pass a stop request on to it."""
 
     def __init__(

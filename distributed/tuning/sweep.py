@@ -29,7 +29,7 @@ OPEN = ("running", "waiting")  # states of a trial that has not ended
 
 
 @dataclasses.dataclass
-class Record:
+class TrialRecord:
     """State of one trial, as the journal describes it."""
 
     number: int
@@ -86,7 +86,7 @@ class Sweep:
 
     def __init__(self, directory: Path, metric: str, mode: str) -> None:
         self.directory, self.metric, self.mode = directory, metric, mode
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, TrialRecord] = {}
         self.run = RunDirectory(directory)  # locked while trials run
 
     @property
@@ -94,7 +94,7 @@ class Sweep:
         return self.directory / "trials.jsonl"
 
     @property
-    def all(self) -> list[Record]:
+    def all(self) -> list[TrialRecord]:
         """Copy of the list of trials. A thread that displays them can iterate over it while trials are added."""
         return list(self.records.values())
 
@@ -115,7 +115,7 @@ class Sweep:
         """Apply one line of the journal. Ignore a line of a trial whose "started" line was lost."""
         number, event = line["trial"], line["event"]
         if event == "started":
-            record = self.records.setdefault(number, Record(number, dict(line["config"])))
+            record = self.records.setdefault(number, TrialRecord(number, dict(line["config"])))
             record.config, record.status, record.error = dict(line["config"]), "running", None
             record.since = line["time"]
         if number not in self.records:
@@ -154,11 +154,11 @@ class Sweep:
 
     # ------------------------------------------------------------------ what came of it
 
-    def score(self, record: Record) -> float:
+    def score(self, record: TrialRecord) -> float:
         """Return the best score of a trial. Smaller is better; it is infinity if the trial reported no finite value."""
         return min((score_of(row, self.metric, self.mode) for row in record.rows), default=math.inf)
 
-    def best(self) -> Record | None:
+    def best(self) -> TrialRecord | None:
         """Return the trial with the best value. A failed trial counts only if no other trial has a value."""
         known = [record for record in self.records.values() if self.score(record) < math.inf]
         return min(
@@ -181,7 +181,7 @@ class Sweep:
             "best": next((trial for trial in trials if best is not None and trial["id"] == best.name), None),
         }  # fmt: skip
 
-    def _summary_of(self, record: Record) -> dict[str, Any]:
+    def _summary_of(self, record: TrialRecord) -> dict[str, Any]:
         row = record.best_row(self.metric, self.mode) or (record.rows[-1] if record.rows else {})
         content = {
             "id": record.name, "config": record.best_config(self.metric, self.mode),
@@ -220,7 +220,7 @@ class Sweep:
         replace_text(path, head + text)
         return path
 
-    def _best_value(self, record: Record) -> Any:
+    def _best_value(self, record: TrialRecord) -> Any:
         return (record.best_row(self.metric, self.mode) or {}).get(self.metric)
 
     def interrupt(self) -> None:
@@ -268,14 +268,14 @@ def _as_yaml(value: Any) -> Any:
 # ------------------------------------------------------------------ a sweep that goes on
 
 
-def open_sweep(directory: Path, metric: str, mode: str, asked: Mapping[str, Any], resume: bool) -> Sweep:
+def open_sweep(directory: Path, metric: str, mode: str, configuration: Mapping[str, Any], resume: bool) -> Sweep:
     """Open the sweep in `directory` and lock the directory. With `resume`, read the journal of an earlier process.
 
     Args:
         directory: run directory of the sweep.
         metric: name of the metric that is optimised.
         mode: "min" or "max".
-        asked: configuration of the search. A resume must have the same one.
+        configuration: settings, search space and flags of the search. A resume must have the same one.
         resume: whether to continue a sweep that was cut off.
 
     Raises:
@@ -293,9 +293,9 @@ def open_sweep(directory: Path, metric: str, mode: str, asked: Mapping[str, Any]
     if resume and others and not file.exists():
         raise ConfigError(f"run directory {str(directory)!r} holds no sweep to resume: name another with --run-dir")
     sweep.run.check(resume=resume)
-    text = yaml.safe_dump(_as_yaml({"metric": metric, "mode": mode, **asked}), sort_keys=False)
+    text = yaml.safe_dump(_as_yaml({"metric": metric, "mode": mode, **configuration}), sort_keys=False)
     if resume and file.exists():
-        _check_same(_asked_before(file), yaml.safe_load(text), directory)
+        _check_same(_configuration_before(file), yaml.safe_load(text), directory)
     sweep.run.lock()
     sweep.read()
     (directory / "trials").mkdir(exist_ok=True)
@@ -308,7 +308,7 @@ def open_sweep(directory: Path, metric: str, mode: str, asked: Mapping[str, Any]
     return sweep
 
 
-def _asked_before(file: Path) -> Mapping[str, Any]:
+def _configuration_before(file: Path) -> Mapping[str, Any]:
     import yaml
 
     try:
@@ -342,7 +342,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def scores(sweep: Sweep) -> Sequence[tuple[Record, float | None]]:
+def scores(sweep: Sweep) -> Sequence[tuple[TrialRecord, float | None]]:
     """Return every trial in order of its number, with its score, or with None if it has not ended."""
     records = [sweep.records[number] for number in sorted(sweep.records)]
     return [(record, None if record.status in OPEN else sweep.score(record)) for record in records]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.loggers.wording import duration, number
-from distributed.tuning.sweep import Record, Sweep
+from distributed.tuning.sweep import Sweep, TrialRecord
 
 _GAP = "  "
 _ROOM = 8  # lines of the terminal that are reserved for other output
@@ -55,17 +55,17 @@ class Table:
         elif line["event"] == "ended" and (self._live is None or record.status == "failed"):
             self.say(self.line_of(record))
 
-    def line_of(self, record: Record) -> str:
+    def line_of(self, record: TrialRecord) -> str:
         """Return text such as `trial 00003  finished  12 epochs  val_loss 0.041  learning_rate=0.003`."""
         epochs = f"{record.epochs} epoch{'s' * (record.epochs != 1)}"
         parts = [f"trial {record.name}", record.status, epochs, *self._metric(record), in_words(self._config(record))]
         return _GAP.join([*parts, *([record.error] if record.error else [])])
 
-    def _metric(self, record: Record) -> list[str]:
+    def _metric(self, record: TrialRecord) -> list[str]:
         row = record.best_row(self._sweep.metric, self._sweep.mode)
         return [] if row is None else [f"{self._sweep.metric} {number(row[self._sweep.metric])}"]
 
-    def _config(self, record: Record) -> dict[str, Any]:
+    def _config(self, record: TrialRecord) -> dict[str, Any]:
         return record.best_config(self._sweep.metric, self._sweep.mode)
 
     def _table(self, caption: bool = True) -> Any:
@@ -87,7 +87,7 @@ class Table:
             table.add_row(*row[:num_shown])
         return table
 
-    def _row(self, record: Record, names: Sequence[str]) -> list[str]:
+    def _row(self, record: TrialRecord, names: Sequence[str]) -> list[str]:
         row = record.best_row(self._sweep.metric, self._sweep.mode) or {}
         config = self._config(record)
         metric = number(row[self._sweep.metric]) if row else ""

@@ -32,7 +32,7 @@ from distributed.tuning.proposals import check_search
 from distributed.tuning.results import checkpoint_of, taken_up
 from distributed.tuning.search import engine, run_search
 from distributed.tuning.space import Space, make_space
-from distributed.tuning.sweep import Record, Sweep, open_sweep, scores
+from distributed.tuning.sweep import Sweep, TrialRecord, open_sweep, scores
 
 if TYPE_CHECKING:
     from distributed.tuning.mlflow_run import SweepRun
@@ -155,7 +155,7 @@ class DistributedTuner:
         )  # fmt: skip
         engine().check_here(plan)  # before the directory is created, which would refuse the corrected call
         check_directories(self._merged())
-        sweep = open_sweep(directory, self.metric, self.mode, self._asked(number), self._resume)
+        sweep = open_sweep(directory, self.metric, self.mode, self._configuration(number), self._resume)
         sweep.recall(self.space)
         self._sweep = sweep
         plan = dataclasses.replace(plan, earlier=tuple(record for record, _ in scores(sweep)))
@@ -191,10 +191,10 @@ class DistributedTuner:
         """Return the displays and logs that follow the search."""
         cell = CellProgress(sweep, number) if in_notebook() else None
         script = script_name() if callable(self.train_fn) else os.fspath(self.train_fn)
-        tracked = run_of_sweep(sweep, self._merged(), script, self._asked(number), logger.warning)
+        tracked = run_of_sweep(sweep, self._merged(), script, self._configuration(number), logger.warning)
         return [each for each in (cell, tracked) if each is not None]
 
-    def _asked(self, number: int) -> dict[str, Any]:
+    def _configuration(self, number: int) -> dict[str, Any]:
         space = {name: _written(each) for name, each in self.space.items()}
         return {
             "search": self._search, "scheduler": self.scheduler, "seed": self._seed, "num_samples": number,
@@ -262,7 +262,7 @@ class DistributedTuner:
             raise ConfigError("there are results after tune(): call it first")
         return self._sweep
 
-    def _best(self) -> Record:
+    def _best(self) -> TrialRecord:
         best = self._done().best()
         if best is None:
             raise ConfigError(f"no trial reported a finite {self.metric}: see {self._done().directory / 'sweep.json'}")
@@ -355,7 +355,7 @@ def _trials_on(num_gpus: int, each: float) -> int:
     return int(num_gpus / each + 1e-9)
 
 
-def _row(sweep: Sweep, record: Record) -> dict[str, Any]:
+def _row(sweep: Sweep, record: TrialRecord) -> dict[str, Any]:
     metrics = record.best_row(sweep.metric, sweep.mode) or {}
     config = record.best_config(sweep.metric, sweep.mode)
     first = {"trial": record.name, "status": record.status}

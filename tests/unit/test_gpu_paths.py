@@ -235,7 +235,7 @@ def test_a_gpu_that_torch_cannot_use_is_said_in_one_line():
     with pytest.raises(
         ResourceError, match=r"torch \S+ cannot use \(.+\): install a torch for it, or add --device cpu"
     ):
-        world.OneProcess(CUDA)
+        world.OneTorchProcess(CUDA)
 
 
 def test_ranks_share_the_gpus_that_are_there(monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 
 from distributed.backends._ray import listener as listener_module
 from distributed.backends._ray import seal
-from distributed.backends._ray.listener import HELLO, Listener
+from distributed.backends._ray.listener import HELLO, WorkerListener
 from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, connect, seals
 from distributed.backends._ray.seal import Seal
 from distributed.backends._ray.worker import _report_end
@@ -143,7 +143,7 @@ def test_strangers_are_sent_away_and_counted_and_the_worker_is_heard(run_python,
 def listener(monkeypatch):
     monkeypatch.setattr(listener_module, "_LINE_S", 0.5)
     with selectors.DefaultSelector() as selector:
-        made = Listener(selector, "secret", lambda connection, hello: admitted.append((connection, hello)))
+        made = WorkerListener(selector, "secret", lambda connection, hello: admitted.append((connection, hello)))
         admitted = made.admitted = []
         made.listen("127.0.0.1")
         made.open()
@@ -314,7 +314,7 @@ def test_the_end_is_said_when_the_output_has_been_read():
 def test_a_child_may_open_the_port_for_its_parent(listener):
     """Ray's process does: it alone knows at which address the cluster sees this machine."""
     with selectors.DefaultSelector() as selector:
-        made = Listener(selector, "secret", lambda connection, hello: connection.close())
+        made = WorkerListener(selector, "secret", lambda connection, hello: connection.close())
         child = os.fork()
         if child == 0:
             made.listen("127.0.0.1")

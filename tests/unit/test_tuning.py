@@ -45,7 +45,7 @@ from distributed.tuning.ray.schedulers import make_scheduler
 from distributed.tuning.ray.trial import Order, Reports
 from distributed.tuning.search import note_line
 from distributed.tuning.space import make_space, read_space
-from distributed.tuning.sweep import Record, Sweep, open_sweep, scores
+from distributed.tuning.sweep import Sweep, TrialRecord, open_sweep, scores
 from distributed.tuning.table import Table
 from distributed.tuning.tuner import _row
 from tests.conftest import needs_backend
@@ -522,7 +522,7 @@ def test_a_stop_before_any_trial_waits_for_nobody(tmp_path):
     sweep = sweep_of(tmp_path / "s")
 
     def waits():
-        watch = scripts._Watch(plan_of(tmp_path), sweep, None, None, types.SimpleNamespace(say=print), None)
+        watch = scripts._SearchWatch(plan_of(tmp_path), sweep, None, None, types.SimpleNamespace(say=print), None)
         return not watch._stops([signal.SIGINT])
 
     assert not waits()
@@ -601,7 +601,7 @@ def test_numbers_that_a_killed_search_did_not_begin_are_given_again(tmp_path):
     """The first trial had not begun when the second had: both have the values that were proposed to them."""
     proposals = make_proposals("random", make_space(SPACE), 0)
     first, second, third = (proposals.ask() for _ in range(3))
-    earlier = (Record(1, second, status="waiting"),)
+    earlier = (TrialRecord(1, second, status="waiting"),)
     again, waiting = primed(plan_of(tmp_path, space=make_space(SPACE), num_samples=3, earlier=earlier))
     assert waiting == [(0, first), (1, second)]
     assert again.ask() == third
@@ -687,7 +687,7 @@ def test_a_damaged_sweep_is_one_line_or_does_no_harm(tmp_path):
 
 def test_a_resume_with_other_options_of_the_scheduler_is_refused(tmp_path):
     first, other = (
-        DistributedTuner(bowl, SPACE, scheduler="asha", scheduler_options={"grace_period": epochs})._asked(4)
+        DistributedTuner(bowl, SPACE, scheduler="asha", scheduler_options={"grace_period": epochs})._configuration(4)
         for epochs in (1, 2)
     )
     open_sweep(tmp_path / "s", "val_loss", "min", first, False).run.unlock()
@@ -878,14 +878,14 @@ def test_a_terminal_that_has_gone_ends_no_search(tmp_path, monkeypatch):
     sweep.run.unlock()
 
 
-class Growing(Record):
+class Growing(TrialRecord):
     """A record that the search adds another to while it is looked at."""
 
     sweep: Sweep
 
     @property
     def since(self):
-        self.sweep.records[len(self.sweep.records)] = Record(len(self.sweep.records), {"lr": 1})
+        self.sweep.records[len(self.sweep.records)] = TrialRecord(len(self.sweep.records), {"lr": 1})
 
     @since.setter
     def since(self, value):

@@ -18,7 +18,7 @@ from distributed.backends._horovod.exchange import Reduction, finished, this_pro
 from distributed.backends._horovod.rendezvous import ADDRESS, Rendezvous
 from distributed.backends._horovod.timeline import is_prepared
 from distributed.backends._torch.rendezvous import rendezvous
-from distributed.backends._torch.world import OneProcess, Pending, TorchWorld
+from distributed.backends._torch.world import OneTorchProcess, Pending, TorchWorld
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
@@ -191,7 +191,7 @@ def join(
     """Return the world of a run of Horovod. One process needs no Horovod, but must be able to load it."""
     if plan.world_size == 1:
         load()
-        return OneProcess(plan)
+        return OneTorchProcess(plan)
     return HorovodWorld(plan, config, warn, found, call)
 
 

@@ -28,7 +28,7 @@ def join(ray: Any, address: str, **settings: Any) -> None:
         ray.init(_own_cluster() if address == "auto" else address, **settings)
         return
     for _ in range(_TRIES):
-        watch = _Watch()
+        watch = _ConnectionWatch()
         try:
             ray.init(address, **settings)
             return
@@ -85,7 +85,7 @@ def _written_address() -> str | None:
     return None
 
 
-class _Watch:
+class _ConnectionWatch:
     """Close the connection of Ray's client when no answer is to be expected.
 
     If the server has no process for the client, the client waits for an answer; after an error it still waits for the

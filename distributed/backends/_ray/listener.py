@@ -25,7 +25,7 @@ class _Stranger:
     line: bytes = b""
 
 
-class Listener:
+class WorkerListener:
     """Accept connections in the thread that runs `selector`.
 
     `admit` is called with each connection whose first line is sealed with `secret`, and with the message in that line. All other

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from distributed.backends._ray.listener import HELLO, Listener
+from distributed.backends._ray.listener import HELLO, WorkerListener
 from distributed.backends._ray.seal import LINE_BYTES, Seal
 from distributed.launching.output import WorkerOutput
 from distributed.launching.stopping import Signals, Stop
@@ -71,7 +71,7 @@ class RendezvousServer:
         self._is_over = False  # if True, workers that Ray still starts are refused
         self.token = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
-        self.listener = Listener(self._selector, self.token, self._admit)
+        self.listener = WorkerListener(self._selector, self.token, self._admit)
         self._selector.register(signals, selectors.EVENT_READ, self._read_signals)
         self._thread = threading.Thread(target=self._serve, name="workers of Ray", daemon=True)
 

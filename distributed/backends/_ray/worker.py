@@ -77,7 +77,7 @@ def work(order: Mapping[str, Any], rank: int, report: Callable[[Mapping[str, Any
     if start["op"] != "start":
         return
     process = _start(order, start, [launcher.sockets[kind] for kind in STREAMS])
-    verdict = _Verdict(process)
+    verdict = _Orders(process)
     threads = [threading.Thread(target=verdict.listen, args=(orders,), daemon=True)]
     if report is not None:
         threads.append(threading.Thread(target=verdict.pass_on, args=(report,), daemon=True))
@@ -106,7 +106,7 @@ def _report_end(launcher: LauncherConnections, status: int) -> None:
     launcher.send(status=status)
 
 
-class _Verdict:
+class _Orders:
     """Execute the launcher's orders until the last one."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:

@@ -25,7 +25,7 @@ Rows = dict[str, tuple[Any, Any]]  # name -> (sum, count)
 
 
 @dataclasses.dataclass
-class Measured:
+class MeasuredBatch:
     """Result of one micro-batch: a differentiable sum over its samples, and its divisor."""
 
     total: Any
@@ -59,7 +59,7 @@ class Objective:
         self._keras_metrics = {n: f for n, f in metrics.items() if isinstance(f, keras.metrics.Metric)}
         self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # in the form of `compiled_metrics`
 
-    def __call__(self, batch: Any, num_samples: Any, training: bool) -> Measured:
+    def __call__(self, batch: Any, num_samples: Any, training: bool) -> MeasuredBatch:
         """Measure a batch. `num_samples` is a scalar, the number of samples that count."""
         split = "train" if training else "val"
         if self._training_step is not None:
@@ -116,7 +116,7 @@ class Objective:
             value += more if count is None else more * tf.cast(count, value.dtype)
         return value, count
 
-    def _from_step(self, value: Any, num_samples: Any, split: str) -> Measured:
+    def _from_step(self, value: Any, num_samples: Any, split: str) -> MeasuredBatch:
         metrics: Rows = {}
         returned: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
         calls = {}
@@ -139,12 +139,12 @@ class Objective:
             raise ConfigError("training_step returned None: return the loss")
         return dataclasses.replace(self._measured(_as_loss(value), num_samples), metrics=metrics, calls=calls)
 
-    def _measured(self, loss: tuple[Any, Any], num_samples: Any) -> Measured:
+    def _measured(self, loss: tuple[Any, Any], num_samples: Any) -> MeasuredBatch:
         if not loss[0].dtype.is_floating:
             raise ConfigError(
                 f"the loss is {loss[0].dtype.name}, which has no gradient: return a floating-point tensor"
             )
-        return Measured(*_row(loss, num_samples), loss[1] is not None, {}, {})
+        return MeasuredBatch(*_row(loss, num_samples), loss[1] is not None, {}, {})
 
     # metrics
 

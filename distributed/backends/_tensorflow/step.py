@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import tensorflow as tf
 
-from distributed.backends._tensorflow.objective import Measured, Objective
+from distributed.backends._tensorflow.objective import MeasuredBatch, Objective
 from distributed.backends._tensorflow.world import TensorFlowWorld, heard
 from distributed.errors import ConfigError
 
@@ -22,7 +22,7 @@ Update = Callable[[list[Any], list[Any]], None]  # (gradients, variables)
 
 
 @dataclasses.dataclass
-class Pending:
+class PendingUpdate:
     """Gradients and counts of the micro-batches of an update so far, for each replica. `rows` are sums over all
     replicas."""
 
@@ -96,8 +96,8 @@ class Step:
     # the update
 
     def forward_backward(
-        self, batch: Any, num_samples: int, of_update: int, before: Pending | None, is_last: bool
-    ) -> Pending:
+        self, batch: Any, num_samples: int, of_update: int, before: PendingUpdate | None, is_last: bool
+    ) -> PendingUpdate:
         """Add one micro-batch to an update.
 
         With the last micro-batch the gradients of all ranks are summed, divided by the true count and clipped, which is
@@ -124,7 +124,7 @@ class Step:
         gradients, counts, rows, norm, calls = self._graphs(name, call, parts, numpy.float64(of_update), *carried)
         if before is not None:
             rows = _added([before.rows, rows])
-        return Pending(gradients, counts, rows, norm if is_last else None, _counted(calls, cut))
+        return PendingUpdate(gradients, counts, rows, norm if is_last else None, _counted(calls, cut))
 
     def _cut(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
         """Return the slice of each replica. Before the first one, create all variables, because replicas cannot."""
@@ -263,6 +263,6 @@ def _added(rows: Sequence[Mapping[str, tuple[Any, Any]]]) -> dict[str, tuple[Any
     return total
 
 
-def _rows(measured: Measured) -> dict[str, tuple[Any, Any]]:
+def _rows(measured: MeasuredBatch) -> dict[str, tuple[Any, Any]]:
     rows = {"loss": (measured.total, measured.count), **measured.metrics}
     return {name: (tf.cast(a, tf.float64), tf.cast(b, tf.float64)) for name, (a, b) in rows.items()}

@@ -33,7 +33,7 @@ from distributed.state import Group, MicroBatch, StepResult, Sums
 # Outputs of up to this many elements are kept until the next log line, when metrics are computed on all of them.
 _SMALL_OUTPUTS = 1 << 16
 
-Kept = tuple[Any, Any, int]  # (outputs, targets, samples)
+KeptOutputs = tuple[Any, Any, int]  # (outputs, targets, samples)
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
@@ -53,7 +53,7 @@ class Averages:
         functions = {name: metric for name, metric in metrics.items() if not is_whole(metric)}
         self._metrics, self._device, self._dtype = functions, device, dtype
         self.measured = Measured(functions, wholes, ENGINE, measure_of_function, _pair, on_host, notice)
-        self._large: list[Kept] = []  # The large outputs of the newest update.
+        self._large: list[KeptOutputs] = []  # The large outputs of the newest update.
         if (check := self.measured.check("train")) is not None:
             check.parts_of = self._parts_of_updates
         self._has_accuracy = "accuracy" in metrics  # otherwise it is added for class indices
@@ -122,7 +122,7 @@ class Averages:
         and the check keeps only those.
         """
         check = self.measured.check("train")
-        kept: list[tuple[list[int], Kept]] = []
+        kept: list[tuple[list[int], KeptOutputs]] = []
         for position, result in updates if check is not None else ():
             for number, (outputs, targets, n) in enumerate(result.deferred.kept if result.deferred else ()):
                 assert check is not None
@@ -195,7 +195,7 @@ class Averages:
             self._has_accuracy = self._has_accuracy or "accuracy" in loss.metrics
         return rows
 
-    def _keep(self, outputs: Any, targets: Any, n: int, kept: list[Kept]) -> None:
+    def _keep(self, outputs: Any, targets: Any, n: int, kept: list[KeptOutputs]) -> None:
         if not self._metrics:
             if self._has_accuracy:
                 return
@@ -211,12 +211,12 @@ class Averages:
             self._large = kept
         kept.append((outputs, targets, n))
 
-    def _measure(self, kept: list[Kept], split: str) -> list[Row]:
+    def _measure(self, kept: list[KeptOutputs], split: str) -> list[Row]:
         """Return the metrics of kept outputs. A rank without samples returns the same names with zero weight."""
         with torch.no_grad(), self.measured.wholes.keeping_generators():
             return self._rows_of(kept, self.measured.functions(split), split, default=not self._has_accuracy)
 
-    def _measure_each(self, kept: list[tuple[int, Kept]]) -> list[tuple[int, *Row]]:
+    def _measure_each(self, kept: list[tuple[int, KeptOutputs]]) -> list[tuple[int, *Row]]:
         """Return the metrics of training updates, given as (place, outputs). The default accuracy is computed at once."""
         functions, rows = self.measured.functions("train"), []
         with torch.no_grad(), self.measured.wholes.keeping_generators():
@@ -227,7 +227,7 @@ class Averages:
         return rows
 
     def _rows_of(
-        self, kept: list[Kept], functions: Mapping[str, Callable[..., Any]], split: str, *, default: bool
+        self, kept: list[KeptOutputs], functions: Mapping[str, Callable[..., Any]], split: str, *, default: bool
     ) -> list[Row]:
         rows: list[Row] = []
         counted = [entry for entry in kept if entry[2]]
@@ -272,7 +272,7 @@ def _is_small(outputs: Any) -> bool:
     return isinstance(outputs, torch.Tensor) and outputs.numel() <= _SMALL_OUTPUTS
 
 
-def _parts_of(kept: list[tuple[list[int], Kept]]) -> list[Part]:
+def _parts_of(kept: list[tuple[list[int], KeptOutputs]]) -> list[Part]:
     """Return kept outputs as one part with the [position, number, samples] of each micro-batch.
 
     If the outputs cannot be joined, return one part per micro-batch.
@@ -296,7 +296,7 @@ def _parts_of(kept: list[tuple[list[int], Kept]]) -> list[Part]:
     )
 
 
-def _joined(kept: list[Kept]) -> list[Kept]:
+def _joined(kept: list[KeptOutputs]) -> list[KeptOutputs]:
     if len(kept) < 2:
         return kept
     outputs, targets, counts = zip(*kept, strict=True)

@@ -33,7 +33,7 @@ class DDPWrapper(Wrapper):
         super().__init__(backend)
         self._options = backend.options
         self.hook: CommHook | None = None
-        self._watched: _Watch | None = None  # set during the first update
+        self._watched: _TwiceWatch | None = None  # set during the first update
         self._sparse: list[torch.nn.Parameter] = []
         self._is_first_group = False
         self._is_unused = False
@@ -141,7 +141,7 @@ class DDPWrapper(Wrapper):
                 parameter.grad = None
         self._watch_first_call()
         # A static graph waits for all pieces of a gradient.
-        self._watched = None if self._options.static_graph else _Watch(own.plain)
+        self._watched = None if self._options.static_graph else _TwiceWatch(own.plain)
         return super().before_first_update(group)
 
     def backward(self, value: torch.Tensor) -> None:
@@ -213,7 +213,7 @@ class DDPObserver(TorchObserver):
         return super().waited_s() if self._wrapped is None else self._waits.take(self._wrapped._get_ddp_logging_data())
 
 
-class _Watch:
+class _TwiceWatch:
     """Detect parameters whose gradient arrives twice in one backward pass of the first update.
 
     DDP averages only the first of the two pieces and silently loses the second (torch 2.13).

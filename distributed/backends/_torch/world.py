@@ -101,7 +101,7 @@ class _Done:
         return None
 
 
-class OneProcess(world.OneProcess, TorchWorld):
+class OneTorchProcess(world.OneProcess, TorchWorld):
     """Represent a world of one process."""
 
     def __init__(self, plan: ProcessPlan) -> None:

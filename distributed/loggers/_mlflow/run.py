@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.loggers._mlflow.database import make_whole
-from distributed.loggers._mlflow.spool import Record
+from distributed.loggers._mlflow.spool import RunRecord
 from distributed.loggers._mlflow.tracking_uri import beside, default_uri
 
 KEY = "distributed.key"  # the tag that names the run directory whose run it is
@@ -39,7 +39,7 @@ class Later(Exception):
 class TrackedRun:
     """The MLflow run of one run directory. It updates `record`, which the caller writes."""
 
-    def __init__(self, run_dir: Path, record: Record, uri: str, on_request: Callable[[int], None]) -> None:
+    def __init__(self, run_dir: Path, record: RunRecord, uri: str, on_request: Callable[[int], None]) -> None:
         """Create it. `on_request` is called before each request, with the bytes of files that it sends."""
         from mlflow import MlflowClient
 
@@ -76,7 +76,7 @@ class TrackedRun:
 
     def _own(self) -> Any:
         """Return the run of this run directory, in the recorded experiment. That of a trial is below its sweep's."""
-        sweep = Record.of_sweep(self._run_dir)
+        sweep = RunRecord.of_sweep(self._run_dir)
         if sweep is not None and sweep.run_id is None:
             raise Later("the run of the sweep is not there yet")
         experiment = self._experiment() if sweep is None else str(sweep.experiment_id)

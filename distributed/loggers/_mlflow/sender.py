@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distributed.loggers._mlflow.run import Entry, Kept, Later, Refused, TrackedRun, grouped
-from distributed.loggers._mlflow.spool import Record, Spool
+from distributed.loggers._mlflow.spool import RunRecord, Spool
 from distributed.loggers._mlflow.tracking_uri import shown
 
 _EVERY_S = 5.0  # between two sendings: a request costs some ten milliseconds of a core
@@ -37,7 +37,7 @@ class Sender:
     def __init__(
         self,
         run_dir: Path,
-        record: Record,
+        record: RunRecord,
         spool: Spool,
         uri: str,
         warn: Callable[[str], None],

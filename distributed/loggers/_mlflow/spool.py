@@ -30,7 +30,7 @@ SPOOL, RECORD = "mlflow.jsonl", "mlflow.json"
 
 
 @dataclasses.dataclass
-class Record:
+class RunRecord:
     """The content of RUN/mlflow.json."""
 
     key: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))  # of this run directory
@@ -46,7 +46,7 @@ class Record:
     sent: int = 0  # bytes of the spool
 
     @classmethod
-    def read(cls, run_dir: Path) -> Record | None:
+    def read(cls, run_dir: Path) -> RunRecord | None:
         """Return the record of a run directory, or None if there is none, or one of another kind."""
         try:
             content = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ class Record:
             return None
 
     @classmethod
-    def of_sweep(cls, run_dir: Path) -> Record | None:
+    def of_sweep(cls, run_dir: Path) -> RunRecord | None:
         """Return the record of the sweep of which the run is a trial, or None.
 
         It is None also if the sweep is not logged.
@@ -65,7 +65,7 @@ class Record:
         return None if sweep is None else cls.read(sweep)
 
     @classmethod
-    def chosen(cls, run_dir: Path, experiment: str | None, otherwise: str) -> tuple[Record, str]:
+    def chosen(cls, run_dir: Path, experiment: str | None, otherwise: str) -> tuple[RunRecord, str]:
         """Return (the record of the run at `run_dir`, its tracking URI).
 
         The record is new if there is none, and if the user has another run open or names another store. `otherwise`

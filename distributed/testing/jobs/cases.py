@@ -114,7 +114,7 @@ class Watch(Callback):
         self.is_deterministic = self._parts.is_deterministic()
 
 
-class Fits:
+class Cases:
     """Train cases and write their results."""
 
     def __init__(self, parts: Any, out: Path, dtype: str) -> None:
@@ -237,7 +237,7 @@ def main(out: Path, asked: dict[str, Any]) -> None:
     freeze()
     for dtype in asked["dtypes"]:
         (out / dtype).mkdir(exist_ok=True)
-        fits = Fits(parts, out / dtype, dtype)
+        fits = Cases(parts, out / dtype, dtype)
         for number, (name, case) in enumerate(cases(parts).items()):
             if name not in asked["refused"]:
                 fits(name, **case)
@@ -257,7 +257,7 @@ def main(out: Path, asked: dict[str, Any]) -> None:
     fits.in_float32(asked["reference"])
     if "float32" not in asked["dtypes"]:  # for backends without float64
         (out / "float32").mkdir(exist_ok=True)
-        Fits(parts, out / "float32", "float32").cut_off()
+        Cases(parts, out / "float32", "float32").cut_off()
 
 
 if __name__ == "__main__":

@@ -370,7 +370,7 @@ def _searcher(plan: SearchPlan, num_live: int) -> Any:
     """Return our proposals as a searcher of Ray Tune."""
     from ray.tune.search import Searcher
 
-    class Ours(Searcher):  # type: ignore[misc]
+    class OurSearcher(Searcher):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self._proposals, self._waiting = primed(plan)
@@ -405,7 +405,7 @@ def _searcher(plan: SearchPlan, num_live: int) -> Any:
         def save_to_dir(self, *args: Any, **kwargs: Any) -> None:
             """Do nothing: the journal has all."""
 
-    return Ours()
+    return OurSearcher()
 
 
 def _listener(made: _Search) -> Any:
