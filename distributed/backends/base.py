@@ -320,12 +320,12 @@ def check_refusals(backend: Backend[Any]) -> None:
         meant = backend.mixed_precision if name == "mixed_precision" else value
         if not (str(meant) == wanted if wanted else meant != default):
             continue
-        said = f"{name}={value!r} does not work with backend={backend.plan.backend!r}"
+        text = f"{name}={value!r} does not work with backend={backend.plan.backend!r}"
         if isinstance(why, str):
-            raise ConfigError(f"{said}: {why}")
+            raise ConfigError(f"{text}: {why}")
         for each in why:
             if each.holds(backend):
-                raise ConfigError(f"{said} {each.when}: {each.reason}")
+                raise ConfigError(f"{text} {each.when}: {each.reason}")
 
 
 def _value(config: DistributedConfig, name: str) -> tuple[Any, Any]:

@@ -266,9 +266,9 @@ class Wholes:
                 for name, part in sent if self._rank == 0 else ():
                     piece = RankedPart(part.key, rank + part.replica, part.num_samples, part.value)
                     self._pieces[split].setdefault(name, []).append(piece)
-        self._say_size(split)
+        self._warn_of_size(split)
 
-    def _say_size(self, split: str) -> None:
+    def _warn_of_size(self, split: str) -> None:
         size = self._kept_bytes[split]
         if size > _WARN_BYTES and not self._has_warned and self._rank == 0:
             self._has_warned = True

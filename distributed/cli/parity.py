@@ -57,7 +57,7 @@ def parity(
             global_batch_size, tuple(settings or ()), DistributedConfig(**given), directory,
         )  # fmt: skip
         _refuse_unused(options)
-        report = measure(options, _say)
+        report = measure(options, _print_run)
     if as_json:
         print(json.dumps(_plain(dataclasses.asdict(report) | {"is_good": report.is_good}), indent=1))
     else:
@@ -105,7 +105,7 @@ def _directory(keep: Path | None) -> Iterator[Path]:
     yield keep
 
 
-def _say(cell: Cell) -> None:
+def _print_run(cell: Cell) -> None:
     print(f"running {cell}", file=sys.stderr, flush=True)
 
 

@@ -126,13 +126,13 @@ class MlflowLogger(Logger):
         record.write(self._dir)
         return record, uri
 
-    def _log_start(self, told: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        now = {name: value for name, value in self._params().items() if told.get(name) != value}
+    def _log_start(self, logged: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        now = {name: value for name, value in self._params().items() if logged.get(name) != value}
         step = self._fit.state.step
         if now:  # MLflow changes no parameter: values that a resume changed get a name of their own
             self._put({
                 "kind": "params",
-                "values": {f"{name}.from_step_{step}" if name in told else name: value for name, value in now.items()},
+                "values": {f"{name}.from_step_{step}" if name in logged else name: value for name, value in now.items()},
             })  # fmt: skip
         self._put({"kind": "tags", "values": tags})
         self._put({"kind": "status", "status": "RUNNING", "time": _now()})

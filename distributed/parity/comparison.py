@@ -70,18 +70,18 @@ class Report:
         return not any(each.verdict == "FAR" for each in self.compared) and not any(s.is_failure for s in self.skipped)
 
 
-def measure(options: ParityOptions, say: Callable[[Cell], None]) -> Report:
+def measure(options: ParityOptions, on_start: Callable[[Cell], None]) -> Report:
     """Make all runs and return the report.
 
     Args:
         options: what to run.
-        say: called with the run that is about to start.
+        on_start: called with the run that is about to start.
 
     Raises:
         DistributedError: no reference can run.
     """
     report = Report(options.script, options.steps, options.tolerance)
-    runs = _Runs(options, say)
+    runs = _Runs(options, on_start)
     backends = list(_usable(options, report))
     references = _references(options, backends, runs, report)
     for name, own in references.items():
@@ -96,14 +96,14 @@ def measure(options: ParityOptions, say: Callable[[Cell], None]) -> Report:
 class _Runs:
     """Make each run once. All runs start from the weights of the first one."""
 
-    def __init__(self, options: ParityOptions, say: Callable[[Cell], None]) -> None:
-        self._options, self._say = options, say
+    def __init__(self, options: ParityOptions, on_start: Callable[[Cell], None]) -> None:
+        self._options, self._on_start = options, on_start
         self._start: Start | None = None
         self._done: dict[Cell, Trained] = {}
 
     def of(self, cell: Cell) -> Trained:
         if cell not in self._done:
-            self._say(cell)
+            self._on_start(cell)
             self._done[cell] = run(self._options, cell, self._start)
             self._start = self._start or self._done[cell].start
         return self._done[cell]
@@ -139,7 +139,7 @@ def _references(
     errors: dict[str, DistributedError] = {}
     for name in dict.fromkeys([REFERENCE, *(REGISTRY[backend].alone for backend in backends)]):
         try:
-            found[name] = {cell.dtype: _said(cell, runs) for cell in reversed(list(cells_of(name, (1,))))}
+            found[name] = {cell.dtype: _trained(cell, runs) for cell in reversed(list(cells_of(name, (1,))))}
         except DistributedError as error:
             errors[name] = error
     if not found:
@@ -155,7 +155,7 @@ def _references(
     return found
 
 
-def _said(cell: Cell, runs: _Runs) -> Trained:
+def _trained(cell: Cell, runs: _Runs) -> Trained:
     try:
         return runs.of(cell)
     except TrainingError as error:
@@ -171,7 +171,7 @@ def _add_floors(options: ParityOptions, name: str, own: Mapping[str, Trained], r
     moved = [_compared(Cell(name, 1, "float32", 0), name, own["float64"], reference)] if "float64" in own else []
     for cut in sorted({max(2, world) for world in options.world_sizes}):
         cell = Cell(name, 1, "float32", cut)
-        moved.append(_compared(cell, name, _said(cell, runs), reference))
+        moved.append(_compared(cell, name, _trained(cell, runs), reference))
     largest = max((float(abs(value).max()) for value in reference.weights.values() if value.size), default=1.0)
     by_rounding = [each.weights for each in moved if each.cell.cut == 0 or not report.batch_dependent]
     report.floors[name] = max([_SPACING * largest, *by_rounding])

@@ -137,8 +137,8 @@ def is_for(options: ParityOptions, setting: str, backend: str) -> bool:
 def _failure(code: int, text: str) -> DistributedError:
     """Return the error with the run's own message, and the last line of a traceback."""
     lines = [line for line in text.splitlines() if line.strip()]
-    said = [line for line in lines if line.startswith("error: ")]
-    words = said[-1].removeprefix("error: ").partition(" (whole log")[0] if said else f"exit code {code}"
+    errors = [line for line in lines if line.startswith("error: ")]
+    words = errors[-1].removeprefix("error: ").partition(" (whole log")[0] if errors else f"exit code {code}"
     if lines and not lines[-1].startswith("error: "):
         words += f": {lines[-1]}"
     return {2: ConfigError, 3: ResourceError}.get(code, TrainingError)(words)

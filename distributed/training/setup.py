@@ -133,12 +133,12 @@ class Setup:
             raise ConfigError(
                 f"config is a {type(config).__name__}: pass a DistributedConfig, the path of a file or a dict of settings"
             )
-        direct, said = canonical(self._flat_options(settings), self._own_options())
+        direct, more_notices = canonical(self._flat_options(settings), self._own_options())
         code = joined(code, direct)
         if self._pinned is not None:
             self._pinned, option = pinned_backend(self._pinned, code)
-            said += [] if option is None else [f"{option} selects backend {self._pinned}"]
-        return code, sweep, others, notices + said
+            more_notices += [] if option is None else [f"{option} selects backend {self._pinned}"]
+        return code, sweep, others, notices + more_notices
 
     def _flat_options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return `settings` with the options of a pinned backend, which may be given without its name, under full names."""

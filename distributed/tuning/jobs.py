@@ -175,16 +175,16 @@ def cause_of(code: int, run: RunDirectory, events_before: int, log: Path) -> str
     """Return in one line why a launcher ended with `code`: from its journal, otherwise from the last line of its
     log."""
     if (event := run.last_failure(events_before)) is not None:
-        return _told(event, run)
-    said = list(_words(log))
-    return said[-1].removeprefix("error: ") if said else f"the launcher ended with code {code}"
+        return _cause_in(event, run)
+    lines = list(_words(log))
+    return lines[-1].removeprefix("error: ") if lines else f"the launcher ended with code {code}"
 
 
-def _told(event: Mapping[str, Any], run: RunDirectory) -> str:
+def _cause_in(event: Mapping[str, Any], run: RunDirectory) -> str:
     """Return the cause of a failure event. If a process just exited, append its last line of output."""
     cause = str(event["cause"])
-    said = list(_words(run.logs / f"rank-{event['rank']}.log")) if " exited with code " in cause else []
-    return f"{cause}: {re.sub(_STAMP, '', said[-1])}" if said else cause
+    lines = list(_words(run.logs / f"rank-{event['rank']}.log")) if " exited with code " in cause else []
+    return f"{cause}: {re.sub(_STAMP, '', lines[-1])}" if lines else cause
 
 
 def _words(log: Path) -> Iterator[str]:

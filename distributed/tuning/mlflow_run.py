@@ -58,12 +58,12 @@ class SweepRun:
         mlflow.import_quietly()
         self._before = mlflow.retry_once()
         self._is_started = True
-        told = logged_params(self._spool.open())
+        logged = logged_params(self._spool.open())
         now = {metric_name(name): str(value) for name, value in self._configuration.items()}
-        new = {name: value for name, value in now.items() if told.get(name) != value}
+        new = {name: value for name, value in now.items() if logged.get(name) != value}
         if new:  # MLflow does not let a parameter change, so a value that a resume changed is logged under another name
             step = self._num_ended
-            values = {f"{name}.from_step_{step}" if name in told else name: value for name, value in new.items()}
+            values = {f"{name}.from_step_{step}" if name in logged else name: value for name, value in new.items()}
             self._put({"kind": "params", "values": values})
         self._put({"kind": "tags", "values": self._record.tags})
         self._put({"kind": "status", "status": "RUNNING", "time": _now()})

@@ -41,7 +41,7 @@ from distributed.tuning.plan import (
     total,
 )
 from distributed.tuning.proposals import check_search, make_proposals
-from distributed.tuning.search import engine, note_line
+from distributed.tuning.search import engine, record_line
 from distributed.tuning.space import Dimension, Space, read_space
 from distributed.tuning.sweep import Sweep, as_arguments, open_sweep, scores
 from distributed.tuning.table import Table
@@ -186,7 +186,7 @@ class Sweeping:
             merge(self.overrides, {}),
             str(self.overrides.script),
             configuration,
-            lambda text: table.say(f"warning: {text}"),
+            lambda text: table.print_line(f"warning: {text}"),
         )
         with Signals() as signals:
             subreaper = Subreaper(lambda report: _work(plan, report), self.directory / "search.log", plan.scratch)
@@ -297,8 +297,8 @@ def _work(plan: SearchPlan, report: Report) -> None:
         report({"end": error.exit_code, "error": str(error)})
     except BaseException as error:  # the top frame of a process: the parent must receive every error
         lines = [line for line in str(error).splitlines() if line.strip()]
-        said = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
-        report({"end": 3, "error": f"the search failed ({said}): see {plan.directory / 'search.log'}"})
+        text = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
+        report({"end": 3, "error": f"the search failed ({text}): see {plan.directory / 'search.log'}"})
         raise
 
 
@@ -357,7 +357,7 @@ class _SearchWatch:
                 return True
             self._deadline = time.monotonic() + _LEAVING_S
             self._plan.stop_file.touch()
-            self._table.say("stopping: trials save and leave; once more to end at once")
+            self._table.print_line("stopping: trials save and leave; once more to end at once")
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def _hear(self) -> bool:
@@ -365,7 +365,7 @@ class _SearchWatch:
         reports = self._subreaper.read()
         for report in reports or ():
             if "line" in report:
-                note_line(self._sweep, report["line"])
+                record_line(self._sweep, report["line"])
                 if self._tracked is not None:
                     self._tracked.hear(report["line"])
                 self._table.show(report["line"])

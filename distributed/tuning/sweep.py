@@ -104,7 +104,7 @@ class Sweep:
 
     # ------------------------------------------------------------------ what happens
 
-    def note(self, number: int, event: str, **detail: Any) -> None:
+    def record_event(self, number: int, event: str, **detail: Any) -> None:
         """Apply an event of a trial and append it to the journal. `event` is "started", "row", "retried" or "ended"."""
         line = {"trial": number, "event": event, "time": time.time(), **detail}
         self.apply(line)
@@ -227,7 +227,7 @@ class Sweep:
         """Mark trials that did not end as interrupted."""
         for record in self.records.values():
             if record.status in OPEN:
-                self.note(record.number, "ended", status="interrupted")
+                self.record_event(record.number, "ended", status="interrupted")
 
 
 def _sources(overrides: Overrides, settings: Mapping[str, Any]) -> dict[str, str]:

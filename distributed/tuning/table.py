@@ -24,7 +24,7 @@ class Table:
         self._began = time.monotonic()
         self._live: Any = None
         for line in lines:
-            self.say(line)
+            self.print_line(line)
         if sys.stdout.isatty():
             self._open()
 
@@ -39,7 +39,7 @@ class Table:
         )  # fmt: skip
         self._live.start()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line that stays above the live table."""
         with contextlib.suppress(OSError):  # the terminal or the pipe was closed: the search continues
             if self._live is not None:
@@ -51,9 +51,9 @@ class Table:
         """Show the event of a journal line. The sweep must already contain it."""
         record = self._sweep.records[line["trial"]]
         if line["event"] == "retried":
-            self.say(f"trial {record.name}  failed and goes on: {line['error']}")
+            self.print_line(f"trial {record.name}  failed and goes on: {line['error']}")
         elif line["event"] == "ended" and (self._live is None or record.status == "failed"):
-            self.say(self.line_of(record))
+            self.print_line(self.line_of(record))
 
     def line_of(self, record: TrialRecord) -> str:
         """Return text such as `trial 00003  finished  12 epochs  val_loss 0.041  learning_rate=0.003`."""
@@ -117,10 +117,10 @@ class Table:
             self._live.stop()
             self._live = None
             self._console.print(self._table(caption=False))
-        self.say(self._counts())
+        self.print_line(self._counts())
         if best is not None and (record := self._sweep.best()) is not None:
-            self.say(f"best: {self.line_of(record)}")
-            self.say(f"its settings, for train --config: {best}")
+            self.print_line(f"best: {self.line_of(record)}")
+            self.print_line(f"its settings, for train --config: {best}")
 
 
 def _num_fitting(rows: Sequence[Sequence[str]], width: int) -> int:

@@ -70,7 +70,7 @@ def test_the_launcher_over_ray_says_whether_workers_are_still_missing(is_startin
     with Signals() as signals:
         server = object.__new__(RendezvousServer)
         server._signals, server._stop, server._lock = signals, Stop(10.0), threading.RLock()
-        server._tell, server._note = lambda **message: told.append(message), lambda news: None
+        server._send, server._add_news = lambda **message: told.append(message), lambda news: None
         server._joined = {} if is_starting else {0: types.SimpleNamespace(send=lambda **_: None)}
         signal.raise_signal(signal.SIGINT)
         server._read_signals(None)

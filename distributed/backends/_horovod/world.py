@@ -252,12 +252,12 @@ def _meet(found: WorkerEnvironment, config: DistributedConfig, warn: Callable[[s
     """Wait for all ranks, or name the missing ones. Rank 0 serves Horovod's rendezvous if no launcher does."""
     store = rendezvous(found, config.start_timeout, warn, call)
     if ADDRESS not in os.environ:
-        told = messages(store, "horovod")
+        shared = messages(store, "horovod")
         if found.rank == 0:
             this_process.server = Rendezvous()  # listens until this process ends
             is_alone = found.local_world_size == found.world_size
-            told.set("port", str(this_process.server.open(found.master_addr, is_alone=is_alone)))
-        os.environ.update(Rendezvous.environ(found, int(told.get("port"))))
+            shared.set("port", str(this_process.server.open(found.master_addr, is_alone=is_alone)))
+        os.environ.update(Rendezvous.environ(found, int(shared.get("port"))))
     return store
 
 

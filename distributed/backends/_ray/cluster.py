@@ -289,14 +289,14 @@ def _setting(address: str) -> str:
     return f"{name}={address!r}"
 
 
-def _unreached(address: str, said: str) -> ResourceError:
+def _unreached(address: str, output: str) -> ResourceError:
     """Return the error for a cluster that Ray cannot reach."""
     if address == "auto":
         return ResourceError(
             f"{_setting(address)} finds no Ray cluster on this machine: start one with 'ray start --head', name one as HOST:PORT, or"
             " drop it to use one of its own"
         )
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in output.splitlines() if line.strip()]
     return ResourceError(
         f"the Ray cluster at {address} was not joined ({lines[-1] if lines else 'no answer'}): 'ray status' there shows whether"
         " it is well; both sides must have one version of Ray and one RAY_AUTH_MODE"

@@ -88,7 +88,7 @@ class _Launch:
         self._output = WorkerOutput(run, display, side, self._verdicts.add, Epochs(self._report))
         self._stop = Stop(request.timeout_s)
         self._server = RendezvousServer(
-            request.nproc_per_node, signals, self._stop, self._tell, self._begin, self._note
+            request.nproc_per_node, signals, self._stop, self._send, self._begin, self._add_news
         )
         self._attempt, self._threads = 0, threads
         self._run_id = uuid.uuid4().hex
@@ -108,7 +108,7 @@ class _Launch:
                 self._wait_for_ray()
         finally:
             ray.end()
-        self._tell_of_strangers()
+        self._warn_of_strangers()
         return self._verdicts.finish() if is_judged else self._never_begun()
 
     def _notices(self) -> list[str]:
@@ -152,7 +152,7 @@ class _Launch:
             while self._news.get(timeout=_RAY_ENDS_S) == "begun":
                 continue
 
-    def _tell_of_strangers(self) -> None:
+    def _warn_of_strangers(self) -> None:
         count = self._server.listener.num_refused
         if count:
             self._run.event("strangers_refused", count=count)
@@ -189,9 +189,9 @@ class _Launch:
         except BaseException as error:  # the top frame of a process: the parent must receive every error
             logging.getLogger(__name__).exception("Ray failed")
             lines = [line for line in str(error).splitlines() if line.strip()]
-            said = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
+            text = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
             report(
-                {"news": "failed", "error": f"Ray failed ({said}): see {self._run.logs / 'ray.log'}", "exit_code": 3}
+                {"news": "failed", "error": f"Ray failed ({text}): see {self._run.logs / 'ray.log'}", "exit_code": 3}
             )
         finally:
             self._cluster.leave()
@@ -215,13 +215,13 @@ class _Launch:
 
     # ------------------------------------------------------------------ the rendezvous server's thread
 
-    def _note(self, news: str, error: str | None = None, exit_code: int = 3) -> None:
+    def _add_news(self, news: str, error: str | None = None, exit_code: int = 3) -> None:
         """Record the news from Ray's process or a stop, with an error if there is one."""
         if error is not None and self._error is None:
             self._error = ConfigError(error) if exit_code == ConfigError.exit_code else ResourceError(error)
         self._news.put(news)
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         self._channel.send(json.dumps(message).encode())
 
     def _begin(self, workers: dict[int, WorkerConnections]) -> None:

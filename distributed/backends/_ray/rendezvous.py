@@ -50,8 +50,8 @@ class WorkerConnections:
 class RendezvousServer:
     """A thread that accepts the workers, starts an attempt when all have connected, and passes orders and signals on to them.
 
-    `tell` is called when a stop is requested and when a worker ends. `on_complete` is called with the workers of an attempt by
-    rank, when all of them have connected. `note` is called when a stop is requested and with the reports of Ray's process.
+    `send` is called when a stop is requested and when a worker ends. `on_complete` is called with the workers of an attempt by
+    rank, when all of them have connected. `add_news` is called when a stop is requested and with the reports of Ray's process.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class RendezvousServer:
         world_size: int,
         signals: Signals,
         stop: Stop,
-        tell: Callable[..., None],
+        send: Callable[..., None],
         on_complete: Callable[[dict[int, WorkerConnections]], None],
-        note: Callable[..., None],
+        add_news: Callable[..., None],
     ) -> None:
         self._world_size, self._signals, self._stop = world_size, signals, stop
-        self._tell, self._on_complete, self._note = tell, on_complete, note
+        self._send, self._on_complete, self._add_news = send, on_complete, add_news
         self._lock = threading.RLock()
         self._joining: dict[str, WorkerConnections] = {}  # by the name that each has drawn
         self._joined: dict[int, WorkerConnections] = {}  # the workers of a complete attempt, by rank
@@ -109,12 +109,12 @@ class RendezvousServer:
                 if self._stop.is_due():
                     self.order(op="kill")
         except BaseException as error:  # the top frame of a thread: report its end to the thread that waits
-            self._note(
+            self._add_news(
                 "failed", error=f"the launcher stopped listening to its workers ({type(error).__name__}: {error})"
             )
             self.order(op="kill")
             for worker in [*self._joined.values()]:
-                self._note_end(worker, -9)
+                self._end_worker(worker, -9)
             raise
 
     def _patience_s(self) -> float | None:
@@ -129,21 +129,21 @@ class RendezvousServer:
             if is_first := self._stop.add(number):
                 self.order(op="signal", signum=self._stop.signum)
             if is_first or number == signal.SIGINT:
-                self._tell(
+                self._send(
                     op="stop", signum=self._stop.signum, is_first=is_first, interrupts=self._stop.interrupts,
                     is_starting=not self._joined,
                 )  # fmt: skip
-            self._note("stop")
+            self._add_news("stop")
 
     def _read_reports(self, ray: Subreaper) -> None:
         reports = ray.read()
         for report in reports or ():
             if report["news"] == "joined":
                 self.listener.open()
-            self._note(**report)
+            self._add_news(**report)
         if reports is None:
             self._selector.unregister(ray.reports)
-            self._note("left")
+            self._add_news("left")
 
     # ------------------------------------------------------------------ arrivals
 
@@ -179,22 +179,22 @@ class RendezvousServer:
         *lines, worker.rest = (worker.rest + data).split(b"\n")
         answers = [worker.answers.open(line) for line in lines]
         for answer in filter(None, answers):
-            self._note_end(worker, int(answer["status"]))
+            self._end_worker(worker, int(answer["status"]))
         # the worker has gone, or the seal of a line is wrong
         if not data or None in answers or len(worker.rest) > LINE_BYTES:
             self._drop(worker)
 
     def _drop(self, worker: WorkerConnections) -> None:
         self._selector.unregister(worker.sockets["orders"])
-        self._note_end(worker, -9)  # a worker that reports no exit status was killed together with its process
+        self._end_worker(worker, -9)  # a worker that reports no exit status was killed together with its process
         self._joining = {key: other for key, other in self._joining.items() if other is not worker}
         worker.sockets["orders"].close()
 
-    def _note_end(self, worker: WorkerConnections, status: int) -> None:
+    def _end_worker(self, worker: WorkerConnections, status: int) -> None:
         if worker.has_ended or worker not in self._joined.values():
             return
         worker.has_ended = True
-        self._tell(op="exit", local_rank=worker.hello["rank"], status=status, time=time.time())
+        self._send(op="exit", local_rank=worker.hello["rank"], status=status, time=time.time())
 
 
 def attach(output: WorkerOutput, workers: Mapping[int, WorkerConnections]) -> None:

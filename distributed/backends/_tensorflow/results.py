@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from distributed.backends._tensorflow.world import TensorFlowWorld
 
 Rows = Mapping[str, tuple[Any, Any]]  # name -> (sum, count)
-Say = Callable[[str], None]
 
 
 class Results:
@@ -34,8 +33,8 @@ class Results:
         job: Job,
         world: TensorFlowWorld,
         keeping_generators: Callable[[], contextlib.AbstractContextManager[None]],
-        warn: Say,
-        notice: Say,
+        warn: Callable[[str], None],
+        notice: Callable[[str], None],
     ) -> None:
         self._world = world
         self._unasked: Part | None = None

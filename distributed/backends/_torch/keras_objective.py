@@ -41,7 +41,7 @@ class KerasObjective(Objective):
     ) -> None:
         super().__init__(None if is_of_keras(loss_fn) else loss_fn, training_step, module, notice)
         self._module, self._model, self._scope = module, module.keras, scope
-        self._comparison = Comparison(module.keras, loss_fn, self._say)
+        self._comparison = Comparison(module.keras, loss_fn, self._notice_once)
         self._keras_metrics = metrics
         self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # as `compiled_metrics` returns them
 

@@ -143,12 +143,12 @@ class TrackedRun:
     def _metrics(self, entries: Sequence[Entry]) -> None:
         from mlflow.entities import Metric
 
-        told = [
+        entities = [
             Metric(name, value, entry["time"], entry["step"])
             for entry in entries
             for name, value in entry["values"].items()
         ]
-        self._ask(self._client.log_batch, self.id, metrics=told)
+        self._ask(self._client.log_batch, self.id, metrics=entities)
 
     def _params(self, entry: Entry) -> None:
         """Log the parameters of which the run has no other value: MLflow changes none."""
@@ -156,9 +156,9 @@ class TrackedRun:
 
         there = self._ask(self._client.get_run, self.id).data.params
         new = {name: value for name, value in entry["values"].items() if name not in there}
-        told = list(new.items())
-        for start in range(0, len(told), 100):
-            self._ask(self._client.log_batch, self.id, params=[Param(*each) for each in told[start : start + 100]])
+        entities = list(new.items())
+        for start in range(0, len(entities), 100):
+            self._ask(self._client.log_batch, self.id, params=[Param(*each) for each in entities[start : start + 100]])
         other = sorted(name for name, value in entry["values"].items() if there.get(name, value) != value)
         if other:
             raise Kept(f"the run has {', '.join(f'{name}={there[name]}' for name in other)}, and keeps it")

@@ -241,28 +241,28 @@ class _Search:
 
     def started(self, trial: Any) -> None:
         self._started.add(trial.config["trial"])
-        self._note(trial, "started", config=trial.config["values"])
+        self._pass_on(trial, "started", config=trial.config["values"])
 
     def result(self, trial: Any, result: Mapping[str, Any]) -> None:
         if result.get("row"):
             self._num_rows += 1
             cloned = {} if result["cloned"] is None else {"cloned": result["cloned"]}
-            self._note(trial, "row", row=dict(result["row"]), **cloned)
+            self._pass_on(trial, "row", row=dict(result["row"]), **cloned)
         if result.get("end"):
             self._ended.add(trial.config["trial"])
 
     def complete(self, trial: Any) -> None:
-        self._note(trial, "ended", status="finished" if trial.config["trial"] in self._ended else "stopped")
+        self._pass_on(trial, "ended", status="finished" if trial.config["trial"] in self._ended else "stopped")
 
     def recovers(self, trial: Any) -> None:
-        self._note(trial, "retried", error=self._cause(trial)["error"])
+        self._pass_on(trial, "retried", error=self._cause(trial)["error"])
 
     def failed(self, trial: Any) -> None:
         if self._plan.stop_file.exists():  # it left because of the stop file, before Ray Tune stopped it
             return
         cause = self._cause(trial)
         self._failures.setdefault(trial.config["trial"], cause["error"])
-        self._note(trial, "ended", status="failed", error=cause["error"])
+        self._pass_on(trial, "ended", status="failed", error=cause["error"])
         if cause["is_fatal"]:
             self._error = self._error or ConfigError(cause["error"])
         elif self._is_hopeless():
@@ -280,7 +280,7 @@ class _Search:
         """Return True if all trials are to stop now."""
         return self._error is not None or self._plan.stop_file.exists()
 
-    def _note(self, trial: Any, event: str, **detail: Any) -> None:
+    def _pass_on(self, trial: Any, event: str, **detail: Any) -> None:
         if trial.config["trial"] not in self._started:  # its actor did not start
             self.started(trial)
         self._listen({"trial": trial.config["trial"], "event": event, **detail})

@@ -101,7 +101,7 @@ class Reports:
         self._rows += 1
         if self._plan.metric in row:
             self._last = row
-            self._tell(row)
+            self._send(row)
         elif self._plan.job.needs_rows:
             raise self._unknown()
 
@@ -127,9 +127,9 @@ class Reports:
         self._names |= last
         if self._plan.metric not in last:
             raise self._unknown()
-        self._tell(last if metrics is not None else None, end=True)
+        self._send(last if metrics is not None else None, end=True)
 
-    def _tell(self, row: Mapping[str, Any] | None, end: bool = False) -> None:
+    def _send(self, row: Mapping[str, Any] | None, end: bool = False) -> None:
         from ray import tune
 
         shown = self._last if row is None else row
