@@ -26,7 +26,7 @@ from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
-from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
+from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, UpdateBatch, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends._tensorflow.results import Results
@@ -235,24 +235,26 @@ class TensorFlowBackend(Backend[Any]):
 
     # ------------------------------------------------------------------ the step
 
-    def train_step(self, group: Group) -> StepResult:
+    def train_step(self, update_batch: UpdateBatch) -> StepResult:
         self._is_training = True
-        self.observer.see(group.micro_batches[0])
+        self.observer.see(update_batch.micro_batches[0])
         from distributed.backends.over_all import Deferred
 
         pending: PendingUpdate | None = None
         deferred = Deferred("train", [], {})
         assert self._results is not None
-        last = group.micro_batches[-1]
-        for number, micro in enumerate(group.micro_batches):
+        last = update_batch.micro_batches[-1]
+        for number, micro in enumerate(update_batch.micro_batches):
             batch = self.cast(micro.batch)
-            pending = self.steps.forward_backward(batch, micro.num_samples, group.num_samples, pending, micro is last)
-            self._results.keep(deferred, pending.calls, (group.position, number))
+            pending = self.steps.forward_backward(
+                batch, micro.num_samples, update_batch.num_samples, pending, micro is last
+            )
+            self._results.keep(deferred, pending.calls, (update_batch.position, number))
         assert pending is not None
-        result = self._results.of_training(pending.rows, group.num_samples, deferred)
+        result = self._results.of_training(pending.rows, update_batch.num_samples, deferred)
         self.observer.norm = float(pending.norm)
         if not math.isfinite(self.observer.norm):
-            self._on_non_finite(group, pending, result)
+            self._on_non_finite(update_batch, pending, result)
         if not result.skipped:
             self._rates.before_update(self._step)
             self.steps.apply(pending.gradients)
@@ -260,10 +262,10 @@ class TensorFlowBackend(Backend[Any]):
         self._step += 1
         return result
 
-    def _on_non_finite(self, group: Group, pending: PendingUpdate, result: StepResult) -> None:
+    def _on_non_finite(self, update_batch: UpdateBatch, pending: PendingUpdate, result: StepResult) -> None:
         """Apply `nan_policy`. All ranks call it together, because the summed gradients are the same on each. A collective."""
         votes = votes_of(self.world, [float(pending.rows["loss"][0])])
-        self._nan_policy.apply(self._step, describe(self._step + 1, group, votes), result, can_be_made=True)
+        self._nan_policy.apply(self._step, describe(self._step + 1, update_batch, votes), result, can_be_made=True)
 
     # ------------------------------------------------------------------ results and evaluation
 

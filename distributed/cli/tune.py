@@ -11,7 +11,7 @@ from distributed.cli.train import make_parser, read_flags, read_overrides
 from distributed.errors import ConfigError
 from distributed.tuning.plan import SCHEDULERS
 from distributed.tuning.proposals import SEARCHES
-from distributed.tuning.scripts import SearchOptions, Sweeping
+from distributed.tuning.scripts import ScriptSweep, SearchOptions
 
 _ABOUT = """\
 Run a script many times, each time with other values, and keep the best.
@@ -33,13 +33,13 @@ def tune(arguments: Sequence[str]) -> int:
     options: dict[str, Any] = {
         name: own[name] for name in ("search_space", "metric", "mode", "scheduler", "search", "run_dir", "resume")
     }
-    sweeping = Sweeping(
+    sweep = ScriptSweep(
         overrides, SearchOptions(**options | _numbers(own), scheduler_options=_options(own["scheduler_option"]))
     )
     if own["dry_run"]:
-        sys.stdout.write("\n".join(sweeping.dry_run_lines()) + "\n")
+        sys.stdout.write("\n".join(sweep.dry_run_lines()) + "\n")
         return 0
-    return sweeping.run()
+    return sweep.run()
 
 
 def _parser() -> argparse.ArgumentParser:

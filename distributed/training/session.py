@@ -399,8 +399,8 @@ class Session:
             backend.as_trained(),
             contextlib.closing(self._sharded(data, DataRole.PREDICTION)) as sharded,
         ):
-            for number, group in enumerate(sharded.epoch(0)):
-                (micro,) = group.micro_batches
+            for number, update_batch in enumerate(sharded.epoch(0)):
+                (micro,) = update_batch.micro_batches
                 outputs = self.backend.predict_step(micro)
                 if micro.num_samples:
                     mine.append((number, self.context.rank, outputs))

@@ -73,8 +73,8 @@ class SearchOptions:
     scheduler_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-class Sweeping:
-    """One sweep. The constructor raises ConfigError for what cannot run. Nothing is started or written before `run`."""
+class ScriptSweep:
+    """A sweep whose trials run a script. The constructor raises ConfigError for what cannot run. Nothing is started or written before `run`."""
 
     def __init__(self, overrides: Overrides, options: SearchOptions) -> None:
         if overrides.script is None:

@@ -26,7 +26,7 @@ from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan, ProcessPlan, plan_processes
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ResourceError, TrainingError
-from distributed.state import DataRole, Group, Job, StepResult, WorkerContext
+from distributed.state import DataRole, Job, StepResult, UpdateBatch, WorkerContext
 from tests.unit.fake_gpu import HostWaits, fake_gpu
 
 BATCH = BatchPlan(4, 1, 1, 4)
@@ -154,11 +154,11 @@ def test_what_follows_a_backward_pass_makes_nobody_wait(clipping):
         loss = Loss(torch.ones((), device=gpu), None)
         passes.start_counting([Loss(loss.value, 4.0), Loss(loss.value, 2.0)])
         assert passes._total.is_cuda
-        update.finish(Group([], 4, 0), [loss], StepResult([]))
+        update.finish(UpdateBatch([], 4, 0), [loss], StepResult([]))
         assert update._unread is not None
         update._looks_later = False
         with pytest.raises(HostWaits):
-            update.finish(Group([], 4, 4), [loss], StepResult([]))
+            update.finish(UpdateBatch([], 4, 4), [loss], StepResult([]))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from distributed.backends.non_finite import Row, without_weight
 from distributed.backends.over_all import Deferred, Wholes
 from distributed.backends.parts import JOINED, Arguments, Part, arguments, mapped, num_bytes
 from distributed.backends.sums import added
-from distributed.state import Group, MicroBatch, StepResult, Sums
+from distributed.state import MicroBatch, StepResult, Sums, UpdateBatch
 
 # Outputs of up to this many elements are kept until the next log line, when metrics are computed on all of them.
 _SMALL_OUTPUTS = 1 << 16
@@ -65,7 +65,9 @@ class Averages:
         """Compute `metric` over all samples. A metric that is already known is not added again."""
         self.measured.wholes.add(name, lambda: measure_of(metric, self._device, self._dtype))
 
-    def of_training(self, micros: Sequence[MicroBatch], losses: Sequence[Loss], group: Group) -> StepResult:
+    def of_training(
+        self, micros: Sequence[MicroBatch], losses: Sequence[Loss], update_batch: UpdateBatch
+    ) -> StepResult:
         """Return the result of one update. Large outputs are kept only for the newest update."""
         rows: list[Row] = []
         deferred = Deferred("train", [], {})
@@ -73,10 +75,10 @@ class Averages:
             rows += self._rows(loss, micro.num_samples)
             if loss.targets is not None:
                 self._keep(loss.outputs, loss.targets, micro.num_samples, deferred.kept)
-            self._keep_parts(deferred, (group.position, number), micro.num_samples, loss)
-        result = StepResult(rows, group.num_samples, deferred)
+            self._keep_parts(deferred, (update_batch.position, number), micro.num_samples, loss)
+        result = StepResult(rows, update_batch.num_samples, deferred)
         if self._metrics and (check := self.measured.check("train")) is not None:
-            check.wait((group.position, result))
+            check.wait((update_batch.position, result))
         self.measured.wholes.keep("train", result)
         return result
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from distributed.backends._torch.precision import Precision
     from distributed.backends._torch.update import Update
     from distributed.backends.torch_base import TorchBackend
-    from distributed.state import Group
+    from distributed.state import UpdateBatch
 
 
 class Wrapper:
@@ -63,7 +63,7 @@ class Wrapper:
 
         return Update(self._backend, optimizer, schedule)
 
-    def before_first_update(self, group: Group) -> torch.nn.Module:
+    def before_first_update(self, update_batch: UpdateBatch) -> torch.nn.Module:
         """Return the module to call from now on. Called once after each `wrap`, when the first batch is known."""
         wrapped: torch.nn.Module = self._backend.wrapped
         return wrapped
