@@ -10,12 +10,12 @@ from distributed.backends.world import World
 from distributed.errors import TrainingError
 from distributed.state import StepResult, UpdateBatch
 
-Row = tuple[str, Any, float, Any]  # (name, value, scale, count) as in StepResult.averages
+Average = tuple[str, Any, float, Any]  # (name, value, scale, count) as in StepResult.averages
 
 
-def without_weight(rows: list[Row]) -> list[Row]:
-    """Return `rows` with the same names and zeros for everything else."""
-    return [(name, 0.0, 0.0, 0.0) for name, _, _, _ in rows]
+def without_weight(averages: list[Average]) -> list[Average]:
+    """Return `averages` with the same names and zeros for everything else."""
+    return [(name, 0.0, 0.0, 0.0) for name, _, _, _ in averages]
 
 
 class NanPolicy:

@@ -251,7 +251,7 @@ class TensorFlowBackend(Backend[Any]):
             )
             self._results.keep(deferred, pending.calls, (update_batch.position, number))
         assert pending is not None
-        result = self._results.of_training(pending.rows, update_batch.num_samples, deferred)
+        result = self._results.of_training(pending.sums, update_batch.num_samples, deferred)
         self.observer.norm = float(pending.norm)
         if not math.isfinite(self.observer.norm):
             self._on_non_finite(update_batch, pending, result)
@@ -264,7 +264,7 @@ class TensorFlowBackend(Backend[Any]):
 
     def _on_non_finite(self, update_batch: UpdateBatch, pending: PendingUpdate, result: StepResult) -> None:
         """Apply `nan_policy`. All ranks call it together, because the summed gradients are the same on each. A collective."""
-        votes = votes_of(self.world, [float(pending.rows["loss"][0])])
+        votes = votes_of(self.world, [float(pending.sums["loss"][0])])
         self._nan_policy.apply(self._step, describe(self._step + 1, update_batch, votes), result, can_be_made=True)
 
     # ------------------------------------------------------------------ results and evaluation
@@ -276,8 +276,8 @@ class TensorFlowBackend(Backend[Any]):
     def eval_step(self, micro: MicroBatch) -> StepResult:
         self._enter_evaluation()
         assert self._results is not None
-        rows, calls = self.steps.evaluate(self.cast(micro.batch), micro.num_samples)
-        return self._results.of_evaluation(rows, micro.num_samples, calls)
+        sums, calls = self.steps.evaluate(self.cast(micro.batch), micro.num_samples)
+        return self._results.of_evaluation(sums, micro.num_samples, calls)
 
     def predict_step(self, micro: MicroBatch) -> Any:
         self._enter_evaluation()

@@ -21,7 +21,7 @@ from distributed.backends.parts import Arguments, arguments
 from distributed.errors import ConfigError
 from distributed.metrics.monitor import check_names
 
-Rows = dict[str, tuple[Any, Any]]  # name -> (sum, count)
+MetricSums = dict[str, tuple[Any, Any]]  # name -> (sum, count)
 
 
 @dataclasses.dataclass
@@ -31,7 +31,7 @@ class MeasuredBatch:
     total: Any
     count: Any
     is_counted: bool  # whether the loss returned the count itself
-    metrics: Rows
+    metrics: MetricSums
     calls: Calls  # arguments of the metrics over all samples
 
 
@@ -67,9 +67,9 @@ class Objective:
         parts = unpacked(batch)
         outputs = tf.nest.map_structure(self._widened, self._model(parts.x, training=training))
         loss = self._compare(parts, outputs, training)
-        rows = self._measure(parts, outputs, num_samples, split)
+        sums = self._measure(parts, outputs, num_samples, split)
         return dataclasses.replace(
-            self._measured(loss, num_samples), metrics=rows, calls=self._calls(parts, outputs, split)
+            self._measured(loss, num_samples), metrics=sums, calls=self._calls(parts, outputs, split)
         )
 
     def build(self, batch: Any) -> None:
@@ -117,7 +117,7 @@ class Objective:
         return value, count
 
     def _from_step(self, value: Any, num_samples: Any, split: str) -> MeasuredBatch:
-        metrics: Rows = {}
+        metrics: MetricSums = {}
         returned: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
         calls = {}
         for name in filter(self._chosen.is_call, self._chosen.wholes.names(split)):
@@ -131,7 +131,7 @@ class Objective:
                 raise ConfigError(f"training_step returned a dict without 'loss' ({', '.join(value)}): add the loss")
             check_names(name for name in value if name != "loss")
             means = {name: each for name, each in value.items() if name != "loss" and not self._chosen.is_call(name)}
-            metrics = {name: _row(_as_loss(each, name), num_samples) for name, each in means.items()}
+            metrics = {name: _sum_and_count(_as_loss(each, name), num_samples) for name, each in means.items()}
             value = value["loss"]
         elif hasattr(value, "loss"):
             value = value.loss
@@ -144,26 +144,26 @@ class Objective:
             raise ConfigError(
                 f"the loss is {loss[0].dtype.name}, which has no gradient: return a floating-point tensor"
             )
-        return MeasuredBatch(*_row(loss, num_samples), loss[1] is not None, {}, {})
+        return MeasuredBatch(*_sum_and_count(loss, num_samples), loss[1] is not None, {}, {})
 
     # metrics
 
-    def _measure(self, parts: KerasBatch, outputs: Any, num_samples: Any, split: str) -> Rows:
+    def _measure(self, parts: KerasBatch, outputs: Any, num_samples: Any, split: str) -> MetricSums:
         if parts.y is None:
             return {}
-        rows: Rows = {}
+        sums: MetricSums = {}
         for name, (metric, place, is_weighted) in self._choose_metrics(parts.y, outputs).items():
             weight = parts.weight if is_weighted else None
             if not is_mean(metric):
                 continue
-            rows[name] = metric_value(metric, of_output(parts.y, place), of_output(outputs, place), weight)
+            sums[name] = metric_value(metric, of_output(parts.y, place), of_output(outputs, place), weight)
         for name, function in self._chosen.functions(split).items():
             values = function(parts.y, outputs) if is_of_keras(function) else function(outputs, parts.y)
-            rows[name] = _row(_as_loss(values, name), num_samples)
-        if "accuracy" not in rows and not self._chosen.wholes.has("accuracy") and _is_class_index(outputs, parts.y):
+            sums[name] = _sum_and_count(_as_loss(values, name), num_samples)
+        if "accuracy" not in sums and not self._chosen.wholes.has("accuracy") and _is_class_index(outputs, parts.y):
             hits = tf.argmax(outputs, axis=1, output_type=tf.int64) == tf.cast(parts.y, tf.int64)
-            rows["accuracy"] = tf.reduce_sum(tf.cast(hits, tf.float64)), num_samples
-        return rows
+            sums["accuracy"] = tf.reduce_sum(tf.cast(hits, tf.float64)), num_samples
+        return sums
 
     def _calls(self, parts: KerasBatch, outputs: Any, split: str) -> Calls:
         if parts.y is None:
@@ -202,11 +202,11 @@ def _as_loss(value: Any, metric: str | None = None) -> tuple[Any, Any]:
 def pair(function: Callable[..., Any], outputs: Any, targets: Any, num_samples: int) -> tuple[float, float]:
     """Return (sum, count) of a metric function, outside of a graph."""
     values = function(targets, outputs) if is_of_keras(function) else function(outputs, targets)
-    total, count = _row(_as_loss(values), num_samples)
+    total, count = _sum_and_count(_as_loss(values), num_samples)
     return float(total), float(count)
 
 
-def _row(loss: tuple[Any, Any], num_samples: Any) -> tuple[Any, Any]:
+def _sum_and_count(loss: tuple[Any, Any], num_samples: Any) -> tuple[Any, Any]:
     """Return (sum, count). A floating-point value keeps its type; the count is float64."""
     value, count = loss
     value = value if value.dtype.is_floating else tf.cast(value, tf.float64)

@@ -359,12 +359,12 @@ def evaluate_metrics(
     metrics: Mapping[str, Callable[..., Any]], outputs: Any, targets: Any, num_samples: int, *, default: bool
 ) -> list[tuple[str, Any, float, Any]]:
     """Return (name, value, scale, count) of every metric, as in `StepResult.averages`. `default` adds the accuracy."""
-    rows: list[tuple[str, Any, float, Any]] = []
+    averages: list[tuple[str, Any, float, Any]] = []
     for name, function in metrics.items():
-        rows.append((name, *weighted(as_loss(function(outputs, targets), name), num_samples, name)))
+        averages.append((name, *weighted(as_loss(function(outputs, targets), name), num_samples, name)))
     if default and is_class_index(scores(outputs), targets):
-        rows.append(("accuracy", *weighted(as_loss(accuracy(scores(outputs), targets)), num_samples, "accuracy")))
-    return rows
+        averages.append(("accuracy", *weighted(as_loss(accuracy(scores(outputs), targets)), num_samples, "accuracy")))
+    return averages
 
 
 def weighted(loss: Loss, num_samples: int, name: str) -> tuple[Any, float, Any]:
