@@ -148,12 +148,12 @@ def _lines(report: Report) -> Iterator[str]:
 
 def _rows(report: Report, reference: str) -> Iterator[tuple[str, ...]]:
     """Yield a row for each backend and number of processes, with both element types side by side."""
-    places: dict[tuple[str, int, int], dict[str, Compared]] = {}
+    cells: dict[tuple[str, int, int], dict[str, Compared]] = {}
     for each in report.compared:
         if each.reference == reference:
             cell = each.cell
-            places.setdefault((cell.backend, cell.world_size, cell.cut), {})[cell.dtype] = each
-    for (backend, world, cut), found in sorted(places.items(), key=lambda item: _order(*item[0])):
+            cells.setdefault((cell.backend, cell.world_size, cell.cut), {})[cell.dtype] = each
+    for (backend, world, cut), found in sorted(cells.items(), key=lambda item: _order(*item[0])):
         verdicts = {each.verdict for each in found.values()}
         word = next(word for word in ("FAR", "floor", "reference", "split", "ok") if word in verdicts)
         numbers = [_text(found.get(dtype), name) for dtype in ("float64", "float32") for name in ("weights", "losses")]

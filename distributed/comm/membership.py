@@ -74,7 +74,7 @@ def init_process_group(
         raise ConfigError(
             f"init_method={init_method!r} is not used: set MASTER_ADDR and MASTER_PORT, or start with a launcher"
         )
-    found = _place(world_size, rank)
+    found = _own_environment(world_size, rank)
     code = {"communication_backend": _transport(backend), "timeout_s": timeout_s}
     overrides = overrides_for_script("backend", "communication_backend", "device", "timeout_s", "start_timeout")
     config = merge(overrides, {name: value for name, value in code.items() if value is not None}).config
@@ -104,8 +104,8 @@ def _join(config: DistributedConfig, found: WorkerEnvironment | None) -> TorchWo
     return world
 
 
-def _place(world_size: int | None, rank: int | None) -> WorkerEnvironment | None:
-    """Return the ranks of this process, from the launcher or the arguments. None for a process on its own."""
+def _own_environment(world_size: int | None, rank: int | None) -> WorkerEnvironment | None:
+    """Return the environment of this process, from the launcher or the arguments. None for a process on its own."""
     found = worker_environment()
     if found is not None:
         for name, value in (("world_size", world_size), ("rank", rank)):
@@ -213,8 +213,8 @@ def get_distributed_info() -> dict[str, Any]:
 
 def _numbers(world: TorchWorld | None) -> dict[str, int]:
     names = ("world_size", "rank", "local_rank", "local_world_size", "node_rank")
-    place: Any = world.context if world is not None else worker_environment()
-    values = (1, 0, 0, 1, 0) if place is None else [getattr(place, name) for name in names]
+    ranks: Any = world.context if world is not None else worker_environment()
+    values = (1, 0, 0, 1, 0) if ranks is None else [getattr(ranks, name) for name in names]
     return dict(zip(names, values, strict=True))
 
 

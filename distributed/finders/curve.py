@@ -117,9 +117,9 @@ def fit_line(losses: Sequence[float]) -> FittedLine:
     """Return the least-squares line through an odd number of losses, one per update."""
     half = len(losses) // 2
     mean = math.fsum(losses) / len(losses)
-    places = range(-half, half + 1)
-    slope = math.fsum(i * loss for i, loss in zip(places, losses, strict=True)) / sum(i * i for i in places)
-    rest = math.fsum((loss - mean - slope * i) ** 2 for i, loss in zip(places, losses, strict=True))
+    offsets = range(-half, half + 1)
+    slope = math.fsum(i * loss for i, loss in zip(offsets, losses, strict=True)) / sum(i * i for i in offsets)
+    rest = math.fsum((loss - mean - slope * i) ** 2 for i, loss in zip(offsets, losses, strict=True))
     return FittedLine(mean, slope, rest / (len(losses) - 2))
 
 

@@ -62,7 +62,7 @@ def start(
         DistributedError: before anything starts.
     """
     this = None if rank is None else _this_worker(overrides, world_size, rank)
-    overrides = _without_place(overrides) if this is not None else _without_stale_rank(overrides, world_size)
+    overrides = _without_address(overrides) if this is not None else _without_stale_rank(overrides, world_size)
     overrides = _with_processes(overrides, world_size)
     merged = merge(overrides, {})
     asked = _asked_processes(merged.config)
@@ -95,11 +95,11 @@ def _again(words: Sequence[str], request: LaunchRequest) -> str:
 def _python() -> str:
     """Return `python` if a shell finds the running interpreter by that name, else the path of the interpreter."""
     found = shutil.which("python")
-    is_found = found is not None and _place(found) == _place(sys.executable)
+    is_found = found is not None and _location(found) == _location(sys.executable)
     return "python" if is_found else sys.executable
 
 
-def _place(python: str) -> tuple[Path, Path]:
+def _location(python: str) -> tuple[Path, Path]:
     """Return what tells interpreters apart. That of a virtual environment is a link to another, in a directory of its own."""
     return Path(python).parent.resolve(), Path(python).resolve()
 
@@ -148,7 +148,7 @@ def _without_stale_rank(overrides: Overrides, world_size: int | None) -> Overrid
     return overrides if line is None else dataclasses.replace(overrides, notices=(*overrides.notices, line))
 
 
-def _without_place(overrides: Overrides) -> Overrides:
+def _without_address(overrides: Overrides) -> Overrides:
     """Return `overrides` without the address of rank 0.
 
     It is in the environment of a worker that was started by hand.
@@ -197,16 +197,16 @@ def _this_worker(overrides: Overrides, world_size: int | None, rank: int) -> Wor
             raise ConfigError(
                 f"--rank {rank} makes this command one worker, and {flag} is for starting several: drop one"
             )
-    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    for name, value in place.items():
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    for name, value in variables.items():
         if os.environ.get(name, value) not in (value, ""):
             flag = f"--{name.lower().replace('_', '-')} {value}"
             raise ConfigError(f"{flag} contradicts {name}={os.environ[name]} in the environment: drop one of them")
     if given.get("master_addr"):
-        place["MASTER_ADDR"] = str(given["master_addr"])
+        variables["MASTER_ADDR"] = str(given["master_addr"])
     if given.get("master_port"):
-        place["MASTER_PORT"] = str(given["master_port"])
-    found = worker_environment({**os.environ, **place})
+        variables["MASTER_PORT"] = str(given["master_port"])
+    found = worker_environment({**os.environ, **variables})
     assert found is not None  # RANK and WORLD_SIZE are set
     return found
 

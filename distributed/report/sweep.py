@@ -125,14 +125,14 @@ def _trials(sweep: SweepData) -> Panel:
 def _curves(sweep: SweepData) -> Panel:
     """Return the panel of the metric over the steps, for trials with a run directory. The best one is coloured."""
     lines = []
-    for place, trial in reversed(list(enumerate(sweep.done[:_MAX_CURVES]))):
+    for index, trial in reversed(list(enumerate(sweep.done[:_MAX_CURVES]))):
         data = _curve(sweep.metric, trial)
         if data is not None:
-            name = "best trial" if place == 0 else "other trials"
+            name = "best trial" if index == 0 else "other trials"
             text = f"{trial.id}, {sweep.metric} {trial.value:.4g}"
             lines.append(Line(
-                name, 1 if place == 0 else -1, {**data, "text": [text] * len(data["y"])}, is_faint=place > 0,
-                label=trial.id if place == 0 else "", has_points=len(data["y"]) < 3,
+                name, 1 if index == 0 else -1, {**data, "text": [text] * len(data["y"])}, is_faint=index > 0,
+                label=trial.id if index == 0 else "", has_points=len(data["y"]) < 3,
             ))  # fmt: skip
     note = f"the {_MAX_CURVES} best of {len(sweep.done)}" if len(sweep.done) > _MAX_CURVES else ""
     return Panel("lines", "Curves of the trials", sweep.metric, lines=lines, note=note)
@@ -160,15 +160,15 @@ def _parallel(sweep: SweepData) -> Panel:
         return Panel("parallel", "Parameters")
     axes = [_axis(name, [trial.config.get(name) for trial in trials]) for name in sweep.varied]
     axes.append(_axis(sweep.metric, [trial.value for trial in trials]))
-    places = list(zip(*(axis.pop("places") for axis in axes), strict=True))
+    heights = list(zip(*(axis.pop("heights") for axis in axes), strict=True))
     values = [trial.value for trial in trials]
     lines = [
         {
-            "y": list(place),
+            "y": list(height),
             "value": short(trial.value),
             "text": f"{trial.id}: {_config_text(trial.config, sweep.varied)}",
         }
-        for trial, place in zip(trials, places, strict=True)
+        for trial, height in zip(trials, heights, strict=True)
     ]
     # The worst trials of a sweep are often outliers, so the colour follows the rank of the metric.
     more = {"axes": axes, "trials": lines, "metric": sweep.metric, "best": short(values[0]), "worst": short(values[-1])}
@@ -181,10 +181,10 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
     numbers = [value for value in values if _is_finite(value)]  # if one is missing, all are treated as words
     if len(numbers) < len(values) or len(set(numbers)) <= 1:
         words = sorted({str(value) for value in values})
-        places = [_between(words.index(str(value)), 0, len(words) - 1) for value in values]
+        heights = [_between(words.index(str(value)), 0, len(words) - 1) for value in values]
         return {
             "name": name,
-            "places": places,
+            "heights": heights,
             "ticks": [(_between(i, 0, len(words) - 1), w) for i, w in enumerate(words)],
         }
     low, high = min(numbers), max(numbers)
@@ -195,10 +195,10 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
         ticks = sorted(
             {(_between(each, low, high), f"{number:g}") for each, number in zip(scaled, numbers, strict=True)}
         )
-        return {"name": name, "places": [_between(each, low, high) for each in scaled], "ticks": ticks}
+        return {"name": name, "heights": [_between(each, low, high) for each in scaled], "ticks": ticks}
     ends = [low + (high - low) * part / 4 for part in range(5)]
     ticks = [(part / 4, f"{10**end if is_log else end:.3g}") for part, end in enumerate(ends)]
-    return {"name": name, "places": [_between(each, low, high) for each in scaled], "ticks": ticks}
+    return {"name": name, "heights": [_between(each, low, high) for each in scaled], "ticks": ticks}
 
 
 def _is_finite(value: Any) -> bool:
@@ -254,7 +254,7 @@ def _importances(names: Sequence[str], trials: Sequence[TrialData]) -> dict[str,
     from sklearn.ensemble import RandomForestRegressor
     from sklearn.inspection import permutation_importance
 
-    table = [_axis(name, [trial.config.get(name) for trial in trials])["places"] for name in names]
+    table = [_axis(name, [trial.config.get(name) for trial in trials])["heights"] for name in names]
     inputs = [list(row) for row in zip(*table, strict=True)]
     order = sorted(range(len(trials)), key=lambda each: trials[each].value)
     ranks = [0.0] * len(trials)

@@ -16,7 +16,7 @@ from distributed.report.runs import RunData
 from distributed.report.sweep import SweepData, TrialData, sweep_panels
 
 _FIT = {"finished": "good", "failed": "bad", "interrupted": "bad"}
-_PLACES = ("checkpoint_dir", "tensorboard_dir", "run_dir")
+_DIRECTORIES = ("checkpoint_dir", "tensorboard_dir", "run_dir")
 _SHORT = ".4g"
 
 
@@ -158,7 +158,7 @@ def _results(runs: Sequence[RunData]) -> str:
 def _differences(runs: Sequence[RunData]) -> str:
     """Return a table with one row per setting or hyperparameter that is not the same in all runs."""
     every = [{**run.settings, **run.hyperparameters, "script": run.script} for run in runs]
-    names = [name for name in dict.fromkeys(name for each in every for name in each) if name not in _PLACES]
+    names = [name for name in dict.fromkeys(name for each in every for name in each) if name not in _DIRECTORIES]
     rows = [(name, *(_value(each.get(name)) for each in every)) for name in names]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     if not rows:

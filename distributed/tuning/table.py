@@ -79,8 +79,8 @@ class Table:
         rows = [self._row(record, names) for record in ordered[: max(3, self._console.height - _ROOM)]]
         heads = ["trial", "status", "epochs", sweep.metric, *names]
         num_shown = _num_fitting([heads, *rows], self._console.width)
-        for place, head in enumerate(heads[:num_shown]):
-            table.add_column(head, no_wrap=True, justify="left" if place < 2 else "right")
+        for column, head in enumerate(heads[:num_shown]):
+            table.add_column(head, no_wrap=True, justify="left" if column < 2 else "right")
         if num_shown < len(heads):
             table.add_column("…")
         for row in rows:

@@ -165,36 +165,36 @@ class Cluster:
 
         ray = self._ray
         group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(str(self._group))))
-        places = self._places(group.bundle_specs)
+        bundle_indices = self._bundle_indices(group.bundle_specs)
         task = ray.remote(max_retries=0)(work)
         is_wanted = True
         while is_wanted:
             tasks = [
                 task.options(
                     num_cpus=self._cpus, num_gpus=int(self._request.device == "cuda"),
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_index),
                 ).remote(order, rank)
-                for rank, place in enumerate(places)
+                for rank, bundle_index in enumerate(bundle_indices)
             ]  # fmt: skip
             failed = [_has_failed(ray, each, Restart) for each in tasks]  # the list waits for all tasks
             is_wanted = any(failed)
 
-    def _places(self, bundles: list[dict[str, float]]) -> list[int]:
+    def _bundle_indices(self, bundles: list[dict[str, float]]) -> list[int]:
         """Return the bundle of each rank. Raises ResourceError if the ranks do not fit."""
         wanted = {"CPU": self._cpus, **({"GPU": 1.0} if self._request.device == "cuda" else {})}
-        places = [
+        bundle_indices = [
             index
             for index, bundle in enumerate(bundles)
             for _ in range(int(min(bundle.get(name, 0.0) / amount for name, amount in wanted.items())))
             if index > 0
         ]
         processes = self._request.nproc_per_node
-        if len(places) < processes:
+        if len(bundle_indices) < processes:
             raise ResourceError(
-                f"nproc_per_node={processes} is more than the {len(places)} that fit into the trial's placement group beside the"
+                f"nproc_per_node={processes} is more than the {len(bundle_indices)} that fit into the trial's placement group beside the"
                 f" trial: give it tune.PlacementGroupFactory([{{'CPU': 1}}] + [{wanted}] * {processes})"
             )
-        return places[:processes]
+        return bundle_indices[:processes]
 
 
 def own_token() -> dict[str, str]:
@@ -237,7 +237,7 @@ def new_scratch() -> Path:
     return Path(usual if len(usual) <= _LONGEST_DIRECTORY else "/tmp", f"ray-{secrets.token_hex(4)}")
 
 
-def check_place(address: str | None, processes: int, cpus: float) -> None:
+def check_placement(address: str | None, processes: int, cpus: float) -> None:
     """Raise ResourceError if the workers have no place, as far as that is known without Ray."""
     if address is None:
         check_cpus(processes, cpus, _local_cpus(), "this machine")

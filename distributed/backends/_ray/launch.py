@@ -225,7 +225,7 @@ class _Launch:
         self._channel.send(json.dumps(message).encode())
 
     def _begin(self, workers: dict[int, WorkerConnections]) -> None:
-        """Start the workers of an attempt with their places, after all have connected."""
+        """Start the workers of an attempt with their ranks, after all have connected."""
         blind = [worker for worker in workers.values() if not worker.hello["sees_run"]]
         if blind:
             self._error = ResourceError(
@@ -236,12 +236,12 @@ class _Launch:
             return
         attach(self._output, workers)
         self._verdicts.begin({rank: rank for rank in workers}, self._attempt)
-        places = self._places(workers)
-        num_nodes = 1 + max(place.node_rank for place in places)
-        for place, worker in zip(places, workers.values(), strict=True):
+        environments = self._environments(workers)
+        num_nodes = 1 + max(environment.node_rank for environment in environments)
+        for environment, worker in zip(environments, workers.values(), strict=True):
             own = loopback_environ() if self._cluster.scratch is not None else {}
             environ = {
-                **self._environ(place, num_nodes),
+                **self._environ(environment, num_nodes),
                 **own,
                 **gpus_beside(worker, workers.values()),
                 **self._threads,
@@ -256,25 +256,25 @@ class _Launch:
         scratch = self._cluster.scratch
         return str(scratch / f"store-{self._attempt}") if scratch is not None else None
 
-    def _places(self, workers: dict[int, WorkerConnections]) -> list[WorkerEnvironment]:
-        """Return the place of every rank. Ranks of one node are consecutive, as Ray Train numbers them."""
+    def _environments(self, workers: dict[int, WorkerConnections]) -> list[WorkerEnvironment]:
+        """Return the environment of every rank. Ranks of one node are consecutive, as Ray Train numbers them."""
         nodes = list(dict.fromkeys(worker.hello["node"] for worker in workers.values()))
         first = workers[0].hello
-        places: list[WorkerEnvironment] = []
+        environments: list[WorkerEnvironment] = []
         for rank, worker in workers.items():
             beside = [other for other, one in workers.items() if one.hello["node"] == worker.hello["node"]]
-            places.append(
+            environments.append(
                 WorkerEnvironment(
                     rank, beside.index(rank), len(workers), len(beside), nodes.index(worker.hello["node"]),
                     first["address"], self._request.master_port or first["port"], self._attempt, "environment",
                 )
             )  # fmt: skip
-        return places
+        return environments
 
-    def _environ(self, place: WorkerEnvironment, num_nodes: int) -> dict[str, str]:
-        error_file = self._run.logs / f"rank-{place.rank}.error.json"
+    def _environ(self, environment: WorkerEnvironment, num_nodes: int) -> dict[str, str]:
+        error_file = self._run.logs / f"rank-{environment.rank}.error.json"
         error_file.unlink(missing_ok=True)
-        return place.to_torchrun_environ(
+        return environment.to_torchrun_environ(
             num_nodes=num_nodes, max_restarts=self._request.max_restarts, run_id=self._run_id, error_file=error_file
         )
 

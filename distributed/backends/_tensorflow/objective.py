@@ -152,11 +152,11 @@ class Objective:
         if parts.y is None:
             return {}
         sums: MetricSums = {}
-        for name, (metric, place, is_weighted) in self._choose_metrics(parts.y, outputs).items():
+        for name, (metric, position, is_weighted) in self._choose_metrics(parts.y, outputs).items():
             weight = parts.weight if is_weighted else None
             if not is_mean(metric):
                 continue
-            sums[name] = metric_value(metric, of_output(parts.y, place), of_output(outputs, place), weight)
+            sums[name] = metric_value(metric, of_output(parts.y, position), of_output(outputs, position), weight)
         for name, function in self._chosen.functions(split).items():
             values = function(parts.y, outputs) if is_of_keras(function) else function(outputs, parts.y)
             sums[name] = _sum_and_count(_as_loss(values, name), num_samples)
@@ -171,9 +171,9 @@ class Objective:
         calls: dict[str, Arguments] = {}
         chosen = self._choose_metrics(parts.y, outputs)
         for name in self._chosen.wholes.names(split):
-            _, place, is_weighted = chosen.get(name, (None, None, False))
+            _, position, is_weighted = chosen.get(name, (None, None, False))
             weight = {"sample_weight": parts.weight} if is_weighted and parts.weight is not None else {}
-            calls[name] = Arguments((of_output(outputs, place), of_output(parts.y, place)), weight)
+            calls[name] = Arguments((of_output(outputs, position), of_output(parts.y, position)), weight)
         return calls
 
     def _choose_metrics(self, targets: Any, outputs: Any) -> dict[str, tuple[Any, Any, bool]]:

@@ -106,10 +106,10 @@ class Replicas:
         if self.number == 1:
             return [(batch, num_samples)]
         counts = [len(range(replica, num_samples, self.number)) for replica in range(self.number)]
-        places = [slice(replica, None, self.number) if n else slice(0, 1) for replica, n in enumerate(counts)]
+        slices = [slice(replica, None, self.number) if n else slice(0, 1) for replica, n in enumerate(counts)]
         return [
             (tf.nest.map_structure(lambda leaf, where=where: leaf[where] if leaf.ndim else leaf, batch), n)
-            for where, n in zip(places, counts, strict=True)
+            for where, n in zip(slices, counts, strict=True)
         ]
 
     def holds(self, model: Any) -> bool:

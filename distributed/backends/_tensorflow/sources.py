@@ -96,16 +96,20 @@ class MapData(Data):
         for start in range(skip, count, size):
             number = min(size, count - start)
             own = self._full if number == size else slices(number, self.batch, self._rank)
-            micros = [self._micro(epoch, order, start, places) for places in own]
+            micros = [self._micro(epoch, order, start, positions) for positions in own]
             yield UpdateBatch(micros, number, start)
 
     def example(self) -> Any:
         """Return a batch of one sample."""
         return self._fetch(0, range(1), [0])
 
-    def _micro(self, epoch: int, order: Any, start: int, places: range) -> MicroBatch:
-        where = range(places.start + start, places.stop + start, places.step) if places else range(start, start + 1)
-        return MicroBatch(self._fetch(epoch, where, order[where.start : where.stop : where.step]), len(places))
+    def _micro(self, epoch: int, order: Any, start: int, positions: range) -> MicroBatch:
+        where = (
+            range(positions.start + start, positions.stop + start, positions.step)
+            if positions
+            else range(start, start + 1)
+        )
+        return MicroBatch(self._fetch(epoch, where, order[where.start : where.stop : where.step]), len(positions))
 
 
 class StreamData(Data):
@@ -137,7 +141,9 @@ class StreamData(Data):
             number = len(tf.nest.flatten(update)[0])
             self._check(update)
             yield UpdateBatch(
-                [self._micro(update, places) for places in slices(number, self.batch, self._rank)], number, position
+                [self._micro(update, positions) for positions in slices(number, self.batch, self._rank)],
+                number,
+                position,
             )
             position += number
         if position == 0:
@@ -158,9 +164,9 @@ class StreamData(Data):
             data = self._samples.skip(skip).batch(size)
         return iter(data.prefetch(1).as_numpy_iterator())
 
-    def _micro(self, update: Any, places: range) -> MicroBatch:
-        where = slice(places.start, places.stop, places.step) if places else slice(0, 1)
-        return MicroBatch(tf.nest.map_structure(lambda leaf: leaf[where], update), len(places))
+    def _micro(self, update: Any, positions: range) -> MicroBatch:
+        where = slice(positions.start, positions.stop, positions.step) if positions else slice(0, 1)
+        return MicroBatch(tf.nest.map_structure(lambda leaf: leaf[where], update), len(positions))
 
     def _check(self, update: Any) -> None:
         """Refuse streams that differ between ranks. Otherwise most samples would never be used. A collective: every

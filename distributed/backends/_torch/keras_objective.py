@@ -90,8 +90,8 @@ class KerasObjective(Objective):
             self._metrics = self._chosen(parts, outputs)
         measured: dict[str, Any] = {}
         with torch.no_grad():
-            for name, (metric, place, is_weighted) in self._metrics.items():
-                targets, chosen = of_output(parts.y, place), of_output(outputs, place)
+            for name, (metric, position, is_weighted) in self._metrics.items():
+                targets, chosen = of_output(parts.y, position), of_output(outputs, position)
                 weight = parts.weight if is_weighted else None
                 if is_mean(metric):
                     measured[name] = metric_value(metric, targets, chosen, weight)

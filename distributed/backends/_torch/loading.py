@@ -205,7 +205,7 @@ class MapData(ShardedData):
         usual = self.batch.global_batch_size if self._source.batch_sampler is None else -1
         for start, end in zip(starts, ends, strict=False):
             own = self._full if end - start == usual else self._cut(end - start)
-            yield start, end - start, [_placed(places, start) for places in own]
+            yield start, end - start, [_positions_in_epoch(positions, start) for positions in own]
 
     def _cut(self, count: int) -> list[range]:
         micro_batches = None
@@ -289,14 +289,14 @@ def _as_fetched(batch: Any) -> Any:
     return batch
 
 
-def _placed(places: range, start: int) -> tuple[range, int]:
+def _positions_in_epoch(positions: range, start: int) -> tuple[range, int]:
     """Return (positions in the epoch, number of samples that count).
 
     An empty slice runs the update's first sample with weight 0.
     """
-    if not places:
+    if not positions:
         return range(start, start + 1), 0
-    return range(places.start + start, places.stop + start, places.step), len(places)
+    return range(positions.start + start, positions.stop + start, positions.step), len(positions)
 
 
 def _at(keys: Any, where: range) -> list[Any]:

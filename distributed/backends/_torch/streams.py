@@ -102,10 +102,10 @@ class StreamData(ShardedData):
 
     def _update_batch(self, epoch: int, position: int, samples: list[Any]) -> UpdateBatch:
         micro_batches = []
-        for places in slices(len(samples), self.batch, self._rank):
-            own = [samples[i] for i in places] or samples[:1]
-            batch = self._fetcher.collate(epoch, position + (places.start if places else 0), own)
-            micro_batches.append(MicroBatch(pinned(self._source, batch), len(places)))
+        for positions in slices(len(samples), self.batch, self._rank):
+            own = [samples[i] for i in positions] or samples[:1]
+            batch = self._fetcher.collate(epoch, position + (positions.start if positions else 0), own)
+            micro_batches.append(MicroBatch(pinned(self._source, batch), len(positions)))
         return UpdateBatch(micro_batches, len(samples), position)
 
     def _samples(self, epoch: int) -> Iterator[Any]:

@@ -20,7 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.backends._ray.cluster import LOCAL_OBJECT_STORE_BYTES, check_place, new_scratch, own_token, start_own
+from distributed.backends._ray.cluster import (
+    LOCAL_OBJECT_STORE_BYTES,
+    check_placement,
+    new_scratch,
+    own_token,
+    start_own,
+)
 from distributed.backends._ray.joining import join
 from distributed.config.registry import import_library
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
@@ -68,7 +74,7 @@ def check_here(plan: SearchPlan) -> None:
             f"address={address!r} is of Ray's client, which cannot run a search: name the head as HOST:PORT"
         )
     if address is not None:
-        check_place(address, 0, 0)
+        check_placement(address, 0, 0)
     elif not _is_connected():
         check_fits(total(plan.bundles), here(), "this machine")
 
