@@ -60,8 +60,8 @@ class MicroBatch:
 
 
 @dataclasses.dataclass(slots=True)
-class Group:
-    """All micro-batches of one rank for one optimizer update."""
+class UpdateBatch:
+    """The update batch of one rank: all its micro-batches for one optimizer update."""
 
     micro_batches: list[MicroBatch]
     num_samples: int  # samples of the update, over all ranks

@@ -56,7 +56,7 @@ def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="screenshots-") as name:
         directory = Path(name)
-        (directory / "examples").symlink_to(ROOT / "examples")  # the pages show the paths that were typed
+        (directory / "examples").symlink_to(ROOT / "examples")  # the pages show the paths of the command line
         runs = [train(directory, world) for world in (1, 2, 3)]
         run_cli(directory, "report", *(run.name for run in runs), "--compare")
         sweep = search(directory)

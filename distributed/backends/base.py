@@ -14,7 +14,7 @@ from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.loggers.observer import Observer
-from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
+from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, UpdateBatch, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends.effects import Need
@@ -47,16 +47,16 @@ class ShardedData(abc.ABC):
 
     @property
     def updates_per_epoch(self) -> int | None:
-        """Number of groups in an epoch, or None where the length is unknown."""
+        """Number of update batches in an epoch, or None where the length is unknown."""
         if self.num_samples is None:
             return None
         return -(-self.num_samples // self.batch.global_batch_size)
 
     @abc.abstractmethod
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """Yield the groups of epoch `epoch` after its first `skip` samples, counted over all ranks.
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
+        """Yield the update batches of epoch `epoch` after its first `skip` samples, counted over all ranks.
 
-        Every rank gets the same number of groups.
+        Every rank gets the same number of update batches.
         """
 
     def close(self) -> None:
@@ -180,8 +180,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """
 
     @abc.abstractmethod
-    def train_step(self, group: Group) -> StepResult:
-        """Run forward and backward on all micro-batches of `group`, then make one update.
+    def train_step(self, update_batch: UpdateBatch) -> StepResult:
+        """Run forward and backward on all micro-batches of `update_batch`, then make one update.
 
         A collective: all ranks get the same number of micro-batches, of which some may have no samples. Waits for the device only
         where the gradients must be checked before the update. Raises TrainingError as `nan_policy` says.
@@ -237,7 +237,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def join_outputs(self, parts: list[list[tuple[int, int, Any]]]) -> Any:
         """Return the outputs of `predict` in the order of the samples. No collective.
 
-        `parts` holds, for each rank, (number of the group, rank, what `predict_step` returned).
+        `parts` holds, for each rank, (number of the update batch, rank, what `predict_step` returned).
         """
 
     @abc.abstractmethod
@@ -319,12 +319,12 @@ def check_refusals(backend: Backend[Any]) -> None:
         meant = backend.mixed_precision if name == "mixed_precision" else value
         if not (str(meant) == wanted if wanted else meant != default):
             continue
-        said = f"{name}={value!r} does not work with backend={backend.plan.backend!r}"
+        text = f"{name}={value!r} does not work with backend={backend.plan.backend!r}"
         if isinstance(why, str):
-            raise ConfigError(f"{said}: {why}")
+            raise ConfigError(f"{text}: {why}")
         for each in why:
             if each.holds(backend):
-                raise ConfigError(f"{said} {each.when}: {each.reason}")
+                raise ConfigError(f"{text} {each.when}: {each.reason}")
 
 
 def _value(config: DistributedConfig, name: str) -> tuple[Any, Any]:

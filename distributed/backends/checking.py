@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distributed.backends.failures import Failures
-from distributed.backends.over_all import Engine, Update
+from distributed.backends.over_all import MetricEngine, Update
 from distributed.backends.parts import Arguments, Part, micro_batches, num_bytes
 from distributed.backends.splitting import REFUSES, Value, judge, near
 
@@ -22,7 +22,7 @@ _CHUNK_BYTES = 1 << 20  # small batches are examined together, up to this size
 Prepare = Callable[[Arguments], Arguments]
 
 
-class Check:
+class MeansCheck:
     """Keep the batches of an evaluation, or of an epoch, to find functions that are no means. A `Measure` of `Wholes`."""
 
     training = True
@@ -30,7 +30,7 @@ class Check:
     def __init__(
         self,
         functions: Mapping[str, Callable[..., Any]],
-        engine: Engine,
+        engine: MetricEngine,
         value: Value,
         whole: Callable[[Callable[..., Any], Sequence[Update]], Any],
         prepare: Prepare,

@@ -129,11 +129,11 @@ class FSDPWrapper(Wrapper):
         self._replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._is_too_large = False  # whether the user was told that the whole model does not fit
 
-    def build(self, given: Any) -> torch.nn.Module:
+    def build(self, model_or_factory: Any) -> torch.nn.Module:
         from distributed.backends._torch import fully_sharded
 
         own = self._backend
-        return fully_sharded.build(given, own.config, own.device, is_main=own.context.is_main_process)
+        return fully_sharded.build(model_or_factory, own.config, own.device, is_main=own.context.is_main_process)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         from distributed.backends._torch import fully_sharded

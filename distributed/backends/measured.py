@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distributed.backends.base import MetricsOverAll
-from distributed.backends.checking import CHECK, LIMIT_BYTES, Check, Prepare
-from distributed.backends.over_all import Engine, Measure, Update, Wholes
+from distributed.backends.checking import CHECK, LIMIT_BYTES, MeansCheck, Prepare
+from distributed.backends.over_all import Measure, MetricEngine, Update, Wholes
 from distributed.backends.parts import Arguments
 from distributed.backends.splitting import Value, text_of
 
@@ -25,7 +25,7 @@ class Measured(MetricsOverAll):
         self,
         functions: Mapping[str, Callable[..., Any]],
         wholes: Wholes,
-        engine: Engine,
+        engine: MetricEngine,
         make: Make,
         value: Value,
         prepare: Prepare,
@@ -46,7 +46,7 @@ class Measured(MetricsOverAll):
 
         if functions:
             wholes.add(
-                CHECK, lambda: Check(self._candidates, engine, value, whole, prepare, wholes.failures, limit_bytes)
+                CHECK, lambda: MeansCheck(self._candidates, engine, value, whole, prepare, wholes.failures, limit_bytes)
             )
 
     def begin(self, split: str) -> None:
@@ -54,7 +54,7 @@ class Measured(MetricsOverAll):
             self.num_evaluated = 0
         self.wholes.begin(split)
 
-    def check(self, split: str) -> Check | None:
+    def check(self, split: str) -> MeansCheck | None:
         """Return the check that finds functions that are no means, or None where there is nothing to find."""
         is_on = CHECK in self.wholes.names(split)
         return self.wholes.measure_of(split, CHECK) if is_on else None  # type: ignore[return-value]

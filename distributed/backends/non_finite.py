@@ -8,14 +8,14 @@ from typing import Any
 
 from distributed.backends.world import World
 from distributed.errors import TrainingError
-from distributed.state import Group, StepResult
+from distributed.state import StepResult, UpdateBatch
 
-Row = tuple[str, Any, float, Any]  # (name, value, scale, count) as in StepResult.averages
+Average = tuple[str, Any, float, Any]  # (name, value, scale, count) as in StepResult.averages
 
 
-def without_weight(rows: list[Row]) -> list[Row]:
-    """Return `rows` with the same names and zeros for everything else."""
-    return [(name, 0.0, 0.0, 0.0) for name, _, _, _ in rows]
+def without_weight(averages: list[Average]) -> list[Average]:
+    """Return `averages` with the same names and zeros for everything else."""
+    return [(name, 0.0, 0.0, 0.0) for name, _, _, _ in averages]
 
 
 class NanPolicy:
@@ -63,12 +63,12 @@ def votes_of(world: World, losses: Iterable[float]) -> dict[int, float]:
     return world.reduce({rank: mine if rank == world.rank else 0.0 for rank in range(world.world_size)})
 
 
-def describe(step: int, group: Group, votes: Mapping[int, float]) -> str:
+def describe(step: int, update_batch: UpdateBatch, votes: Mapping[int, float]) -> str:
     """Return a text with the step, the ranks whose loss was not finite (by `votes`), and the samples of the update."""
     bad = {rank: _BAD[int(number) - 1] for rank, number in votes.items() if number}
     if bad:
         here = f"the loss is {next(iter(bad.values()))} on rank {', '.join(map(str, bad))}"
     else:
         here = "a gradient is NaN or infinite"
-    last = group.position + group.num_samples - 1
-    return f"step {step}: {here} (samples at positions {group.position} to {last} of the epoch)"
+    last = update_batch.position + update_batch.num_samples - 1
+    return f"step {step}: {here} (samples at positions {update_batch.position} to {last} of the epoch)"

@@ -1,6 +1,6 @@
 """Compute metrics over all samples: keep their arguments on each rank, gather them, and store them in checkpoints.
 
-Loads no framework. An `Engine` handles the tensors of each engine.
+Loads no framework. A `MetricEngine` handles the tensors of each engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from distributed.backends.failures import Failures
-from distributed.backends.parts import Arguments, Part, Piece, by_update, micro_batches, num_bytes
+from distributed.backends.parts import Arguments, Part, RankedPart, by_update, micro_batches, num_bytes
 from distributed.backends.parts_file import read_metrics, write_metrics
 from distributed.backends.world import World
 
@@ -29,7 +29,7 @@ Update = list[tuple[Any, int]]
 KeepingGenerators = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-class Engine(Protocol):
+class MetricEngine(Protocol):
     """Convert the tensors of an engine for the metrics."""
 
     def joined(self, updates: Sequence[Update]) -> Arguments:
@@ -74,7 +74,7 @@ class Wholes:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: MetricEngine,
         world: World,
         *,
         is_presharded: bool,
@@ -90,7 +90,7 @@ class Wholes:
         self._rank, self.world_size, self._is_presharded = world.rank, world.world_size, is_presharded
         self._measures: dict[str, dict[str, Measure]] = {split: {} for split in SPLITS}
         self._closed: set[str] = set()  # metrics whose computation in training begins with the next epoch
-        self._pieces: dict[str, dict[str, list[Piece]]] = {split: {} for split in SPLITS}  # on the main process
+        self._pieces: dict[str, dict[str, list[RankedPart]]] = {split: {} for split in SPLITS}  # on the main process
         self._pending: dict[str, list[Any]] = {
             split: [] for split in SPLITS
         }  # results whose parts are not absorbed yet
@@ -124,7 +124,7 @@ class Wholes:
         self._measures["train"][name] = make(True)
         if pieces_of is not None:
             self._pieces["train"][name] = [
-                Piece(key, piece.rank, num_samples, value)
+                RankedPart(key, piece.rank, num_samples, value)
                 for piece in self._pieces["train"].get(pieces_of, ())
                 for key, num_samples, value in micro_batches(piece.key, piece.num_samples, piece.value)
             ]
@@ -264,11 +264,11 @@ class Wholes:
             begin, end = (len(mine) * n // rounds for n in (number, number + 1))
             for rank, sent in enumerate(self._world.gather(mine[begin:end])):
                 for name, part in sent if self._rank == 0 else ():
-                    piece = Piece(part.key, rank + part.replica, part.num_samples, part.value)
+                    piece = RankedPart(part.key, rank + part.replica, part.num_samples, part.value)
                     self._pieces[split].setdefault(name, []).append(piece)
-        self._say_size(split)
+        self._warn_of_size(split)
 
-    def _say_size(self, split: str) -> None:
+    def _warn_of_size(self, split: str) -> None:
         size = self._kept_bytes[split]
         if size > _WARN_BYTES and not self._has_warned and self._rank == 0:
             self._has_warned = True
@@ -318,7 +318,7 @@ class Wholes:
         self._measures["train"][name].restore([state for state in mine if state is not None])
 
 
-class Kept:
+class OutputsMeasure:
     """Compute a metric from all outputs, for a function or an object whose states cannot be combined."""
 
     def __init__(
@@ -357,7 +357,7 @@ class Kept:
         self._parts.clear()
 
 
-def driven(metric: Any, updates: Sequence[Update], engine: Engine, words: tuple[str, str, str]) -> Any:
+def driven(metric: Any, updates: Sequence[Update], engine: MetricEngine, words: tuple[str, str, str]) -> Any:
     """Return the value of an object after it was updated with each of `updates` in turn.
 
     `words` are the names of its methods that reset, update and compute.

@@ -42,7 +42,7 @@ JOINED = "joined micro-batches"
 Batch = tuple[tuple[int, int], int, Any]  # (key, samples, arguments) of a micro-batch
 
 
-class Piece(NamedTuple):
+class RankedPart(NamedTuple):
     """Hold a `Part` together with its rank."""
 
     key: tuple[int, int]
@@ -134,7 +134,7 @@ def num_bytes(value: Any) -> int:
     return int(getattr(value, "nbytes", 0))
 
 
-def by_update(pieces: Sequence[Piece], is_presharded: bool) -> list[list[tuple[Any, int]]]:
+def by_update(pieces: Sequence[RankedPart], is_presharded: bool) -> list[list[tuple[Any, int]]]:
     """Return the (value, samples) of `pieces` in the order of the samples, one list per micro-batch of the whole world.
 
     In such a list rank r holds every world-th sample, from the r-th on. With `is_presharded` each rank has data of its own;

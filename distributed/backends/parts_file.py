@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from distributed.backends.parts import Arguments, Piece, mapped
+from distributed.backends.parts import Arguments, RankedPart, mapped
 from distributed.checkpoints.jsonable import decode, encode
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
 from distributed.errors import CheckpointError, TrainingError
 
 FILE = Path("metrics") / "train.safetensors"
-Content = Mapping[str, tuple[Sequence[Any], Sequence[Piece]]]  # name -> (state of each rank, pieces)
+Content = Mapping[str, tuple[Sequence[Any], Sequence[RankedPart]]]  # name -> (state of each rank, pieces)
 
 
 class Tensors(Protocol):
@@ -56,13 +56,13 @@ def write_metrics(directory: Path, content: Content, engine: Tensors) -> None:
         write_tensors(path, tensors, {"metrics": json.dumps(encoded)})
 
 
-def _plain(piece: Piece) -> list[Any]:
+def _plain(piece: RankedPart) -> list[Any]:
     is_call = isinstance(piece.value, Arguments)
     value = [piece.value.args, piece.value.named] if is_call else piece.value
     return [list(piece.key), piece.rank, piece.num_samples, is_call, value]
 
 
-def read_metrics(directory: Path, engine: Tensors) -> dict[str, tuple[list[Any], list[Piece]]]:
+def read_metrics(directory: Path, engine: Tensors) -> dict[str, tuple[list[Any], list[RankedPart]]]:
     """Return what `write_metrics` wrote below `directory`. It is empty where there is no file.
 
     Raises:
@@ -91,8 +91,8 @@ def read_metrics(directory: Path, engine: Tensors) -> dict[str, tuple[list[Any],
         raise CheckpointError(f"{path} does not hold metrics: {error!r}") from None
 
 
-def _piece(content: Any) -> Piece:
+def _piece(content: Any) -> RankedPart:
     key, rank, num_samples, is_call, value = content
     if is_call:
         value = Arguments(tuple(value[0]), dict(value[1]))
-    return Piece((int(key[0]), int(key[1])), int(rank), int(num_samples), mapped(value, lambda leaf: leaf))
+    return RankedPart((int(key[0]), int(key[1])), int(rank), int(num_samples), mapped(value, lambda leaf: leaf))

@@ -13,7 +13,7 @@ from distributed.backends.fsdp import FSDPBackend
 from distributed.backends.torch_base import PROCESS_GROUPS
 from distributed.config.fields import setting
 
-_PLACES = "Ray chooses the nodes: drop it, and set nproc_per_node to the number of processes in all"
+_RAY_PLACES = "Ray chooses the nodes: drop it, and set nproc_per_node to the number of processes in all"
 
 
 def _launched_with(name: str) -> Need:
@@ -51,8 +51,8 @@ _NEEDS: Mapping[str, tuple[Need, ...]] = {
 }
 _REFUSES: Refusals = {
     **PROCESS_GROUPS,
-    "num_nodes": _PLACES,
-    "node_rank": _PLACES,
+    "num_nodes": _RAY_PLACES,
+    "node_rank": _RAY_PLACES,
     "gpus_per_node": "Ray chooses the nodes: set num_gpus to the number of GPUs in all",
     "master_addr": "Ray chooses where rank 0 runs: drop it",
 }

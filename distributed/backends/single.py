@@ -27,6 +27,6 @@ class SingleBackend(TorchBackend[NoOptions]):
     }
 
     def _join(self) -> TorchWorld:
-        from distributed.backends._torch.world import OneProcess
+        from distributed.backends._torch.world import OneTorchProcess
 
-        return OneProcess(self.plan)
+        return OneTorchProcess(self.plan)

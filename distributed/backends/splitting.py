@@ -32,10 +32,10 @@ def judge(
             return None, whole
         parts: list[tuple[float, float]] = []
         with contextlib.suppress(*REFUSES):
-            for begin, end in _places(num_samples):
+            for begin, end in _ranges(num_samples):
                 part = cut(outputs, begin, end, num_samples), cut(targets, begin, end, num_samples)
                 parts.append(value(function, *part, end - begin))
-    if len(parts) < len(_places(num_samples)):
+    if len(parts) < len(_ranges(num_samples)):
         return False, whole
     total = sum(part[0] for part in parts if part[1]), sum(part[1] for part in parts)
     if not near(_mean(total), whole):
@@ -52,7 +52,7 @@ def vote(function: Callable[..., Any], outputs: Any, targets: Any, num_samples: 
     return judge(function, outputs, targets, num_samples, value)[0]
 
 
-def _places(num_samples: int) -> list[tuple[int, int]]:
+def _ranges(num_samples: int) -> list[tuple[int, int]]:
     """Return (begin, end) of three parts of different sizes, or of fewer parts where the batch is small.
 
     With equal sizes, a metric with few possible values would agree by chance more often.

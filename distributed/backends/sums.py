@@ -15,6 +15,6 @@ def added(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Sums]:
     """
     total: dict[str, Any] = {}
     for sums in ranks:
-        for name, rows in sums.items():
-            total[name] = total[name] + rows if name in total else rows
+        for name, array in sums.items():
+            total[name] = total[name] + array if name in total else array
     return {name: [(value, count) for value, count in total[name].tolist()] for name in sorted(total)}

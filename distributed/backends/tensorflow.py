@@ -26,12 +26,12 @@ from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
-from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
+from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, UpdateBatch, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends._tensorflow.results import Results
     from distributed.backends._tensorflow.sources import Data
-    from distributed.backends._tensorflow.step import Pending
+    from distributed.backends._tensorflow.step import PendingUpdate
     from distributed.backends._tensorflow.world import TensorFlowWorld
     from distributed.backends.measured import Measured
 
@@ -161,7 +161,7 @@ class TensorFlowBackend(Backend[Any]):
         from distributed.backends._tensorflow.step import Step
 
         notices: list[str] = []
-        self._given = job.model
+        self._original_model = job.model
         policy = models.policy_of(self.config, self.mixed_precision)
         replicas = self.world.replicas
         self.model = models.build_model(job.model, self.config, policy, replicas)
@@ -234,24 +234,26 @@ class TensorFlowBackend(Backend[Any]):
 
     # ------------------------------------------------------------------ the step
 
-    def train_step(self, group: Group) -> StepResult:
+    def train_step(self, update_batch: UpdateBatch) -> StepResult:
         self._is_training = True
-        self.observer.see(group.micro_batches[0])
+        self.observer.see(update_batch.micro_batches[0])
         from distributed.backends.over_all import Deferred
 
-        pending: Pending | None = None
+        pending: PendingUpdate | None = None
         deferred = Deferred("train", [], {})
         assert self._results is not None
-        last = group.micro_batches[-1]
-        for number, micro in enumerate(group.micro_batches):
+        last = update_batch.micro_batches[-1]
+        for number, micro in enumerate(update_batch.micro_batches):
             batch = self.cast(micro.batch)
-            pending = self.steps.forward_backward(batch, micro.num_samples, group.num_samples, pending, micro is last)
-            self._results.keep(deferred, pending.calls, (group.position, number))
+            pending = self.steps.forward_backward(
+                batch, micro.num_samples, update_batch.num_samples, pending, micro is last
+            )
+            self._results.keep(deferred, pending.calls, (update_batch.position, number))
         assert pending is not None
-        result = self._results.of_training(pending.rows, group.num_samples, deferred)
+        result = self._results.of_training(pending.sums, update_batch.num_samples, deferred)
         self.observer.norm = float(pending.norm)
         if not math.isfinite(self.observer.norm):
-            self._on_non_finite(group, pending, result)
+            self._on_non_finite(update_batch, pending, result)
         if not result.skipped:
             self._rates.before_update(self._step)
             self.steps.apply(pending.gradients)
@@ -259,10 +261,10 @@ class TensorFlowBackend(Backend[Any]):
         self._step += 1
         return result
 
-    def _on_non_finite(self, group: Group, pending: Pending, result: StepResult) -> None:
+    def _on_non_finite(self, update_batch: UpdateBatch, pending: PendingUpdate, result: StepResult) -> None:
         """Apply `nan_policy`. All ranks call it together, because the summed gradients are the same on each. A collective."""
-        votes = votes_of(self.world, [float(pending.rows["loss"][0])])
-        self._nan_policy.apply(self._step, describe(self._step + 1, group, votes), result, can_be_made=True)
+        votes = votes_of(self.world, [float(pending.sums["loss"][0])])
+        self._nan_policy.apply(self._step, describe(self._step + 1, update_batch, votes), result, can_be_made=True)
 
     # ------------------------------------------------------------------ results and evaluation
 
@@ -273,8 +275,8 @@ class TensorFlowBackend(Backend[Any]):
     def eval_step(self, micro: MicroBatch) -> StepResult:
         self._enter_evaluation()
         assert self._results is not None
-        rows, calls = self.steps.evaluate(self.cast(micro.batch), micro.num_samples)
-        return self._results.of_evaluation(rows, micro.num_samples, calls)
+        sums, calls = self.steps.evaluate(self.cast(micro.batch), micro.num_samples)
+        return self._results.of_evaluation(sums, micro.num_samples, calls)
 
     def predict_step(self, micro: MicroBatch) -> Any:
         self._enter_evaluation()
@@ -331,7 +333,7 @@ class TensorFlowBackend(Backend[Any]):
     def unwrap(self) -> None:
         from distributed.backends._tensorflow.models import give_back
 
-        give_back(self.model, self._given)
+        give_back(self.model, self._original_model)
 
     def rewrap(self) -> None:
         """Do nothing, as nothing is around the model."""

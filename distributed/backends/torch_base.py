@@ -21,7 +21,7 @@ from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.data import sample_seed
 from distributed.errors import ConfigError
-from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
+from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, UpdateBatch, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends._torch.averages import Averages
@@ -230,23 +230,23 @@ class TorchBackend(Backend[OptionsT]):
 
     # ------------------------------------------------------------------ training
 
-    def train_step(self, group: Group) -> StepResult:
+    def train_step(self, update_batch: UpdateBatch) -> StepResult:
         if self._is_training is not True:
             self.wrapped.train()
             self._is_training = True
         if not self.passes.is_settled:
-            self.passes.settle(group.micro_batches[0].batch)
+            self.passes.settle(update_batch.micro_batches[0].batch)
         if self._is_new_wrapper:
             self._is_new_wrapper = False
-            self.wrapped = self.wrapper.before_first_update(group)
-            self.observer.see(group.micro_batches[0])
+            self.wrapped = self.wrapper.before_first_update(update_batch)
+            self.observer.see(update_batch.micro_batches[0])
         for parameter in self.update.parameters:  # the same as Optimizer.zero_grad, and 20 us faster
             parameter.grad = None
-        losses = self.passes.run(group)
+        losses = self.passes.run(update_batch)
         assert self._averages is not None
-        result = self._averages.of_training(group.micro_batches, losses, group)
+        result = self._averages.of_training(update_batch.micro_batches, losses, update_batch)
         self.wrapper.exchange()
-        self.update.finish(group, losses, result)
+        self.update.finish(update_batch, losses, result)
         return result
 
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:

@@ -153,27 +153,27 @@ def _restored_dict(buffers: list[bytes], pairs: list[Any]) -> dict[Any, Any]:
     return {_restored(key, buffers): _restored(value, buffers) for key, value in pairs}
 
 
-def _restored_array(buffers: list[bytes], dtype: str, shape: list[int], place: int) -> Any:
-    return numpy.frombuffer(buffers[place], numpy.dtype(dtype)).reshape(shape).copy()
+def _restored_array(buffers: list[bytes], dtype: str, shape: list[int], index: int) -> Any:
+    return numpy.frombuffer(buffers[index], numpy.dtype(dtype)).reshape(shape).copy()
 
 
 def _restored_objects(buffers: list[bytes], shape: list[int], items: list[Any]) -> Any:
     array = numpy.empty(len(items), object)
-    for place, each in enumerate(items):
-        array[place] = _restored(each, buffers)
+    for index, each in enumerate(items):
+        array[index] = _restored(each, buffers)
     return array.reshape(shape)
 
 
-def _restored_tensor(buffers: list[bytes], dtype: str, shape: list[int], place: int) -> Any:
+def _restored_tensor(buffers: list[bytes], dtype: str, shape: list[int], index: int) -> Any:
     import torch
 
     kind = getattr(torch, dtype)
     # Quantized tensors are refused because they have parts besides their elements. A type is written under the name that `str` returns.
     if not isinstance(kind, torch.dtype) or str(kind) != f"torch.{dtype}" or dtype.startswith(("qint", "quint")):
         raise ValueError(f"{dtype} is no element type")
-    if not buffers[place]:
+    if not buffers[index]:
         return torch.empty(0, dtype=kind).reshape(shape)
-    return torch.frombuffer(bytearray(buffers[place]), dtype=kind).reshape(shape)
+    return torch.frombuffer(bytearray(buffers[index]), dtype=kind).reshape(shape)
 
 
 def _restored_sequence(buffers: list[bytes], module: str, name: str, items: list[Any]) -> Any:
@@ -236,7 +236,7 @@ def _class(module: str, name: str) -> Any:
 
 _READERS: Mapping[str, Any] = {
     "float": lambda buffers, text: float(text),
-    "bytes": lambda buffers, place: buffers[place],
+    "bytes": lambda buffers, index: buffers[index],
     "list": _restored_items,
     "tuple": lambda buffers, items: tuple(_restored_items(buffers, items)),
     "dict": _restored_dict,

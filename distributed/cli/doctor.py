@@ -142,7 +142,7 @@ def check_port() -> Check:
 
 def check_run_directory(path: Path) -> Check:
     """Check that a file can be written to `path`, or to its nearest existing parent."""
-    nearest = next(place for place in (path, *path.resolve().parents) if place.exists())
+    nearest = next(directory for directory in (path, *path.resolve().parents) if directory.exists())
     try:
         with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(b"\0" * 4096)

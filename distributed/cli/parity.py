@@ -14,13 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
-from distributed.cli.train import read_typed
+from distributed.cli.train import read_overrides
 from distributed.config.registry import REGISTRY, backend_row
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching.script import check_script
 from distributed.parity.comparison import FIRST_LOSS, FLOORS, Compared, Report, measure
-from distributed.parity.runs import Asked, Cell, is_for
+from distributed.parity.runs import Cell, ParityOptions, is_for
 from distributed.runs.temporary import temporary_directory
 
 _WIDTH = 80
@@ -50,14 +50,14 @@ def parity(
     """
     check_script(str(script))
     names = tuple(REGISTRY) if backends == "all" else tuple(_backend(name) for name in _words(backends, "backends"))
-    given = read_typed(None, {}, settings or (), None, ()).flag
+    given = read_overrides(None, {}, settings or (), None, ()).flag
     with _directory(keep) as directory:
-        asked = Asked(
+        options = ParityOptions(
             str(script), tuple(arguments or ()), names, backends == "all", _worlds(world_sizes), steps, tolerance,
             global_batch_size, tuple(settings or ()), DistributedConfig(**given), directory,
         )  # fmt: skip
-        _refuse_unused(asked)
-        report = measure(asked, _say)
+        _refuse_unused(options)
+        report = measure(options, _print_run)
     if as_json:
         print(json.dumps(_plain(dataclasses.asdict(report) | {"is_good": report.is_good}), indent=1))
     else:
@@ -66,11 +66,11 @@ def parity(
         raise typer.Exit(1)
 
 
-def _refuse_unused(asked: Asked) -> None:
-    for setting in asked.settings:
-        if not any(is_for(asked, setting, backend) for backend in asked.backends):
+def _refuse_unused(options: ParityOptions) -> None:
+    for setting in options.settings:
+        if not any(is_for(options, setting, backend) for backend in options.backends):
             raise ConfigError(
-                f"--set {setting} has no effect on {', '.join(asked.backends)}: drop it, or add its backend"
+                f"--set {setting} has no effect on {', '.join(options.backends)}: drop it, or add its backend"
             )
 
 
@@ -105,7 +105,7 @@ def _directory(keep: Path | None) -> Iterator[Path]:
     yield keep
 
 
-def _say(cell: Cell) -> None:
+def _print_run(cell: Cell) -> None:
     print(f"running {cell}", file=sys.stderr, flush=True)
 
 
@@ -148,12 +148,12 @@ def _lines(report: Report) -> Iterator[str]:
 
 def _rows(report: Report, reference: str) -> Iterator[tuple[str, ...]]:
     """Yield a row for each backend and number of processes, with both element types side by side."""
-    places: dict[tuple[str, int, int], dict[str, Compared]] = {}
+    cells: dict[tuple[str, int, int], dict[str, Compared]] = {}
     for each in report.compared:
         if each.reference == reference:
             cell = each.cell
-            places.setdefault((cell.backend, cell.world_size, cell.cut), {})[cell.dtype] = each
-    for (backend, world, cut), found in sorted(places.items(), key=lambda item: _order(*item[0])):
+            cells.setdefault((cell.backend, cell.world_size, cell.cut), {})[cell.dtype] = each
+    for (backend, world, cut), found in sorted(cells.items(), key=lambda item: _order(*item[0])):
         verdicts = {each.verdict for each in found.values()}
         word = next(word for word in ("FAR", "floor", "reference", "split", "ok") if word in verdicts)
         numbers = [_text(found.get(dtype), name) for dtype in ("float64", "float32") for name in ("weights", "losses")]

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from distributed.config.fields import Rule, check, rules
 from distributed.config.flags import SETTINGS, as_flag, flag_of
-from distributed.config.merging import Typed, joined, read_config_file
+from distributed.config.merging import Overrides, joined, read_config_file
 from distributed.config.peers import answer_for
 from distributed.config.settings import GROUPS, DistributedConfig, canonical, check_setting, group_options
 from distributed.errors import ConfigError, nearest
@@ -67,15 +67,15 @@ def train(arguments: Sequence[str]) -> int:
         read_token_file(own["token_file"])
     flags = {name: value for name, value in command.items() if value is not None}
     world = {name: _world_number(name, flags.pop(name)) for name in ("world_size", "rank") if name in flags}
-    typed = read_typed(own["config"], flags, own["set"], own["script"], script_args)
+    overrides = read_overrides(own["config"], flags, own["set"], own["script"], script_args)
     from distributed.launcher.start import start
 
     words = _without_run(arguments[: len(arguments) - len(script_args)])
-    return start(typed, run_dir=own["run_dir"], resume=own["resume"], dry_run=own["dry_run"], words=words, **world)
+    return start(overrides, run_dir=own["run_dir"], resume=own["resume"], dry_run=own["dry_run"], words=words, **world)
 
 
 def _without_run(arguments: Sequence[str]) -> list[str]:
-    """Return the flags as they were typed, without those that select the run directory or resume it."""
+    """Return the flags as they stand on the command line, without those that select the run directory or resume it."""
     kept: list[str] = []
     waiting = list(arguments)
     while waiting:
@@ -107,10 +107,10 @@ def read_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tup
         ConfigError: a flag is unknown.
     """
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
-    given, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments[:end]])
+    parsed, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments[:end]])
     if unknown:
         raise _unknown(unknown[0], parser)
-    return vars(given), tuple(arguments[end + 1 :])
+    return vars(parsed), tuple(arguments[end + 1 :])
 
 
 def train_parser() -> argparse.ArgumentParser:
@@ -129,7 +129,7 @@ def make_parser(
 ) -> argparse.ArgumentParser:
     """Return the parser of the flags that `train` and `tune` share.
 
-    Values stay text, so that one place reports what is wrong with them. A flag that was not typed is None.
+    Values stay text, so that one place reports what is wrong with them. A flag that is not on the command line is None.
     """
     parser = _Parser(
         prog=prog, usage=f"%(prog)s {usage} [flags] [-- SCRIPT ARGUMENTS]", description=about,
@@ -241,13 +241,13 @@ def _unknown(argument: str, parser: argparse.ArgumentParser) -> ConfigError:
     )
 
 
-def read_typed(
+def read_overrides(
     config: str | None,
     flags: Mapping[str, Any],
     assignments: Iterable[str],
     script: str | None,
     script_args: tuple[str, ...],
-) -> Typed:
+) -> Overrides:
     """Return all settings and arguments of a command line, under their canonical names.
 
     Args:
@@ -260,7 +260,7 @@ def read_typed(
     Raises:
         ConfigError: a setting is unknown or has a wrong value. It names the first one.
     """
-    base = read_config_file(config) if config is not None else Typed()
+    base = read_config_file(config) if config is not None else Overrides()
     values, notices = canonical({name: _value(name, text) for name, text in flags.items()})
     extra, more = canonical(dict(_assignment(text) for text in assignments), written=as_flag)
     for name, value in joined(values, extra).items():

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distributed.cli.train import make_parser, read_flags, read_typed
+from distributed.cli.train import make_parser, read_flags, read_overrides
 from distributed.errors import ConfigError
 from distributed.tuning.plan import SCHEDULERS
 from distributed.tuning.proposals import SEARCHES
-from distributed.tuning.scripts import Asked, Sweeping
+from distributed.tuning.scripts import ScriptSweep, SearchOptions
 
 _ABOUT = """\
 Run a script many times, each time with other values, and keep the best.
@@ -29,15 +29,17 @@ def tune(arguments: Sequence[str]) -> int:
     command, script_args = read_flags(_parser(), arguments)
     own = {name: command.pop(name) for name in ("script", "config", "set", "run_dir", "resume", "dry_run", *_OWN)}
     flags = {name: value for name, value in command.items() if value is not None}
-    typed = read_typed(own["config"], flags, own["set"], own["script"], script_args)
-    given: dict[str, Any] = {
+    overrides = read_overrides(own["config"], flags, own["set"], own["script"], script_args)
+    options: dict[str, Any] = {
         name: own[name] for name in ("search_space", "metric", "mode", "scheduler", "search", "run_dir", "resume")
     }
-    sweeping = Sweeping(typed, Asked(**given | _numbers(own), scheduler_options=_options(own["scheduler_option"])))
+    sweep = ScriptSweep(
+        overrides, SearchOptions(**options | _numbers(own), scheduler_options=_options(own["scheduler_option"]))
+    )
     if own["dry_run"]:
-        sys.stdout.write("\n".join(sweeping.dry_run_lines()) + "\n")
+        sys.stdout.write("\n".join(sweep.dry_run_lines()) + "\n")
         return 0
-    return sweeping.run()
+    return sweep.run()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(own: Mapping[str, Any]) -> dict[str, int]:
-    """Return the typed flags whose values are whole numbers."""
+    """Return the flags on the command line whose values are whole numbers."""
     found: dict[str, int] = {}
     least = {"num_samples": 1, "max_concurrent": 1, "max_failures": 0, "cpus_per_trial": 1, "trials_per_gpu": 1}
     for name, minimum in least.items():

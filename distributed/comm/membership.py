@@ -21,7 +21,7 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
-from distributed.launching.request import typed_for_script
+from distributed.launching.request import overrides_for_script
 
 if TYPE_CHECKING:
     from distributed.backends._torch.world import TorchWorld
@@ -74,10 +74,10 @@ def init_process_group(
         raise ConfigError(
             f"init_method={init_method!r} is not used: set MASTER_ADDR and MASTER_PORT, or start with a launcher"
         )
-    found = _place(world_size, rank)
+    found = _own_environment(world_size, rank)
     code = {"communication_backend": _transport(backend), "timeout_s": timeout_s}
-    typed = typed_for_script("backend", "communication_backend", "device", "timeout_s", "start_timeout")
-    config = merge(typed, {name: value for name, value in code.items() if value is not None}).config
+    overrides = overrides_for_script("backend", "communication_backend", "device", "timeout_s", "start_timeout")
+    config = merge(overrides, {name: value for name, value in code.items() if value is not None}).config
     if is_initialized():
         world = _joined()
         joined = world.transport if world is not None else None  # a world of one has no transport
@@ -93,19 +93,19 @@ def init_process_group(
 
 
 def _join(config: DistributedConfig, found: WorkerEnvironment | None) -> TorchWorld:
-    from distributed.backends._torch.world import OneProcess
+    from distributed.backends._torch.world import OneTorchProcess
 
     plan = _plan(config, found)
     if found is None or found.world_size == 1:
-        return OneProcess(plan)
+        return OneTorchProcess(plan)
     starting = starting_of(choose_backend(config, found.world_size))
     world: TorchWorld = starting.join(plan, config, _log.warning, found, _CALL)
     _end_in_order()
     return world
 
 
-def _place(world_size: int | None, rank: int | None) -> WorkerEnvironment | None:
-    """Return the ranks of this process, from the launcher or the arguments. None for a process on its own."""
+def _own_environment(world_size: int | None, rank: int | None) -> WorkerEnvironment | None:
+    """Return the environment of this process, from the launcher or the arguments. None for a process on its own."""
     found = worker_environment()
     if found is not None:
         for name, value in (("world_size", world_size), ("rank", rank)):
@@ -213,14 +213,14 @@ def get_distributed_info() -> dict[str, Any]:
 
 def _numbers(world: TorchWorld | None) -> dict[str, int]:
     names = ("world_size", "rank", "local_rank", "local_world_size", "node_rank")
-    place: Any = world.context if world is not None else worker_environment()
-    values = (1, 0, 0, 1, 0) if place is None else [getattr(place, name) for name in names]
+    ranks: Any = world.context if world is not None else worker_environment()
+    values = (1, 0, 0, 1, 0) if ranks is None else [getattr(ranks, name) for name in names]
     return dict(zip(names, values, strict=True))
 
 
 def _usual_transport(device: str | None) -> str:
     """Return the transport that a group would use: as requested here or from the launcher, else by the device."""
-    config = merge(typed_for_script("communication_backend", "device"), {}).config
+    config = merge(overrides_for_script("communication_backend", "device"), {}).config
     if asked := _this.transport or config.communication_backend:
         return asked
     device = device or config.device or ("cuda" if visible_gpus() else "cpu")
@@ -255,6 +255,6 @@ def current_world() -> TorchWorld:
         raise ConfigError(
             f"rank {get_rank()} of {get_world_size()} has not joined the others: call {_CALL} first, on every rank"
         )
-    from distributed.backends._torch.world import OneProcess
+    from distributed.backends._torch.world import OneTorchProcess
 
-    return OneProcess(ProcessPlan(1, 1, "cpu", "torch.distributed"))
+    return OneTorchProcess(ProcessPlan(1, 1, "cpu", "torch.distributed"))

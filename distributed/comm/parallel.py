@@ -128,10 +128,10 @@ def _average(parameters: list[torch.nn.Parameter]) -> None:
 def _capacity(cap: float | None, size: float | None) -> float | None:
     if cap is not None and size is not None and cap != size:
         raise ConfigError(f"bucket_cap_mb={cap} and bucket_size_mb={size} are one thing: drop one of them")
-    given = cap if cap is not None else size
-    if given is not None and given <= 0:
-        raise ConfigError(f"bucket_cap_mb={given} is not above 0: give megabytes, torch's default is 25")
-    return given
+    value = cap if cap is not None else size
+    if value is not None and value <= 0:
+        raise ConfigError(f"bucket_cap_mb={value} is not above 0: give megabytes, torch's default is 25")
+    return value
 
 
 def _check_device(module: torch.nn.Module, device_ids: list[Any] | None) -> None:

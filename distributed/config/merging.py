@@ -17,8 +17,8 @@ from distributed.errors import ConfigError, nearest
 
 
 @dataclasses.dataclass(frozen=True)
-class Typed:
-    """What was typed outside the script. It is passed on to the workers."""
+class Overrides:
+    """Settings from outside the script, by flags and a config file, and the script. They are passed on to the workers."""
 
     file: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     flag: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -45,7 +45,7 @@ class MergedConfig:
         """Return the source of the value of `name`."""
         return self.sources.get(name, "default")
 
-    def is_typed(self, name: str) -> bool:
+    def is_given(self, name: str) -> bool:
         """Return whether `name` was set in any source."""
         return name in self.sources
 
@@ -59,7 +59,7 @@ class MergedConfig:
 
 
 def merge(
-    typed: Typed,
+    overrides: Overrides,
     code: Mapping[str, Any],
     hyperparameters: Mapping[str, Any] | None = None,
     sweep: Mapping[str, Any] | None = None,
@@ -67,7 +67,7 @@ def merge(
     """Return one checked configuration out of all sources.
 
     Args:
-        typed: settings from the config file (the weakest source) and from flags (the strongest).
+        overrides: settings from the config file (the weakest source) and from flags (the strongest).
         code: settings in the script.
         hyperparameters: values of a sweep that are not settings. They are recorded.
         sweep: settings in the dict of a sweep. They are weaker than `code`.
@@ -77,8 +77,8 @@ def merge(
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    notices = list(typed.notices)
-    for layer, given in (("file", typed.file), ("sweep", sweep or {}), ("code", code), ("flag", typed.flag)):
+    notices = list(overrides.notices)
+    for layer, given in (("file", overrides.file), ("sweep", sweep or {}), ("code", code), ("flag", overrides.flag)):
         for name, value in given.items():
             if name in GROUPS and isinstance(value, Mapping):
                 values[name] = {**values.get(name, {}), **value}
@@ -89,7 +89,10 @@ def merge(
                 sources[name] = layer
     return _with_implied(
         MergedConfig(
-            DistributedConfig(**values), sources, {**typed.hyperparameters, **(hyperparameters or {})}, tuple(notices)
+            DistributedConfig(**values),
+            sources,
+            {**overrides.hyperparameters, **(hyperparameters or {})},
+            tuple(notices),
         )
     )
 
@@ -106,7 +109,7 @@ def _with_implied(merged: MergedConfig) -> MergedConfig:
     values: dict[str, Any] = {}
     for where, name, value in options.implied() if hasattr(options, "implied") else ():
         ours = getattr(merged.config, name)
-        if merged.is_typed(name) and ours is not None and ours != value:
+        if merged.is_given(name) and ours is not None and ours != value:
             raise ConfigError(
                 f"{name}={ours!r} ({merged.source(name)}) is not {where}: make them agree, set 'auto' there, or drop one"
             )
@@ -159,7 +162,7 @@ def split_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 # ------------------------------------------------------------------ files
 
 
-def read_config_file(path: str | os.PathLike[str]) -> Typed:
+def read_config_file(path: str | os.PathLike[str]) -> Overrides:
     """Return the settings in a YAML file. The config.yaml of a run also says which values were flags, and its script.
 
     Raises ConfigError with the file and the line for unreadable YAML, a wrong name or a wrong value.
@@ -170,7 +173,7 @@ def read_config_file(path: str | os.PathLike[str]) -> Typed:
     arguments = _popped(content, "script_args", list, path) or []
     content.pop("hyperparameters", None)
     if sources:  # written by a run: its defaults stay defaults and its flags stay flags
-        content = _only_typed(content, sources)
+        content = _only_given(content, sources)
     _check(content, lines, path)
     settings, notices = canonical(content)
     flags: dict[str, Any] = {}
@@ -180,7 +183,7 @@ def read_config_file(path: str | os.PathLike[str]) -> Typed:
         strong = {o: v for o, v in settings[group].items() if sources.get(f"{group}.{o}") == "flag"}
         if strong:
             flags[group] = strong
-    return Typed(settings, flags, tuple(notices), script, tuple(map(str, arguments)))
+    return Overrides(settings, flags, tuple(notices), script, tuple(map(str, arguments)))
 
 
 def _check(content: Mapping[str, Any], lines: Mapping[str, int], path: str | os.PathLike[str]) -> None:
@@ -224,7 +227,7 @@ def _popped(content: dict[str, Any], name: str, kind: type, path: str | os.PathL
     return value
 
 
-def _only_typed(content: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+def _only_given(content: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
     """Return `content` without defaults and without values that the loader and the batch equation determine again."""
     return {name: value for name, value in content.items() if sources.get(name, "loader") not in ("loader", "derived")}
 

@@ -213,7 +213,7 @@ _COMPOSER = {
 _TORCHRUN = {
     "nnodes": "use {num_nodes}",
     "nodes": "use {num_nodes}",
-    "standalone": "not here, because one node needs no meeting point: drop it",
+    "standalone": "not here, because one node needs no rendezvous endpoint: drop it",
     "hosts": "not here, because each node is started by itself: use {num_nodes}, {node_rank} and {master_addr}",
     "rank": "'train --world-size N --rank R' makes a command one worker of N; {node_rank} numbers a machine",
     "role": "not here, because there is one role",

@@ -231,9 +231,9 @@ def plan_batch(merged: MergedConfig, data_parallel_size: int, loader_batch_size:
         ConfigError: the given values do not agree. The message has the numbers.
     """
     config, n = merged.config, data_parallel_size
-    batch = config.batch_size if merged.is_typed("batch_size") else None
+    batch = config.batch_size if merged.is_given("batch_size") else None
     total = config.global_batch_size
-    steps = config.gradient_accumulation_steps if merged.is_typed("gradient_accumulation_steps") else None
+    steps = config.gradient_accumulation_steps if merged.is_given("gradient_accumulation_steps") else None
     if loader_batch_size is not None:
         if merged.source("batch_size") == "code" and batch != loader_batch_size:
             raise ConfigError(

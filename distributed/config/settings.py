@@ -79,7 +79,7 @@ class DistributedConfig:
     monitor: str = setting("val_loss", "the metric that decides best and early stopping", group=TRAINING)
     monitor_mode: str = setting("min", "min or max of the monitor is best", choices=("min", "max"), group=TRAINING)
 
-    learning_rate: float = setting(1e-3, "rate of the default AdamW, or of a given optimizer when typed", above=0, group=OPTIMIZATION)
+    learning_rate: float = setting(1e-3, "rate of the default AdamW; if set, it replaces that of a given optimizer", above=0, group=OPTIMIZATION)
     lr_scaling: str = setting("none", "multiply the rate by global_batch_size / batch_size (linear), or its root (sqrt)", choices=("none", "linear", "sqrt"), group=OPTIMIZATION)
     warmup_steps: int = setting(0, "updates over which the rate rises to its value", minimum=0, group=OPTIMIZATION)
     warmup_start: float | None = setting(None, "fraction of the rate at the first update of a warm-up that rises exponentially (default: it rises linearly)", float, above=0, maximum=1, group=OPTIMIZATION)

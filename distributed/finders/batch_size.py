@@ -99,11 +99,11 @@ def _try(fits: Fits, train_data: Any, size: int) -> DistributedError | None:
     own = setup.merged.config
     is_accumulated = own.global_batch_size is not None or own.gradient_accumulation_steps > 1
     num_micro_batches = 2 if is_accumulated else 1  # a third micro-batch needs no more memory
-    given = {
+    settings = {
         "gradient_accumulation_steps": num_micro_batches, "global_batch_size": None, "epochs": _UPDATES,
         "max_steps": _UPDATES, "max_restarts": 0, "restart_on_exception": False, "verbose": False,
     }  # fmt: skip
-    search = setup.for_search(given, job=dataclasses.replace(setup.job, scheduler=None), batch_size=size)
+    search = setup.for_search(settings, job=dataclasses.replace(setup.job, scheduler=None), batch_size=size)
     check_here(search, search.merged, train_data, None)
     directory = choose_run_dir(script_name()).absolute()
     attempt = remote_fit(Attempt, Fits(search, fits.trainer_class), search.merged, directory, train_data)
@@ -149,7 +149,7 @@ class Attempt(RemoteFit):
 
     def fit(self, trainer: FittedTrainer) -> None:
         setup = trainer.setup
-        setup.callbacks, setup.keeps_checkpoints = [_Watch(self.num_samples)], False
+        setup.callbacks, setup.keeps_checkpoints = [_SizeCheck(self.num_samples)], False
         try:
             trainer.fit(self.train_data)
         except Exception as error:  # each engine raises its own class when memory runs out
@@ -159,7 +159,7 @@ class Attempt(RemoteFit):
             raise
 
 
-class _Watch(Callback):
+class _SizeCheck(Callback):
     """Raise NotThatSize, on all ranks alike, if the first update has another number of samples."""
 
     def __init__(self, num_samples: int) -> None:

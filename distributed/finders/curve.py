@@ -63,7 +63,7 @@ class LearningRateCurve:
         return self.rates[steepest + half]
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[FittedLine]:
         """Straight lines through the losses around each update that has enough losses on both sides."""
         width = 2 * self._half_window + 1
         return [fit_line(self.losses[i : i + width]) for i in range(len(self.losses) - width + 1)]
@@ -105,7 +105,7 @@ class LearningRateCurve:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class FittedLine:
     """A least-squares line through some losses."""
 
     mean: float
@@ -113,14 +113,14 @@ class Line:
     variance: float  # of the residuals
 
 
-def fit_line(losses: Sequence[float]) -> Line:
+def fit_line(losses: Sequence[float]) -> FittedLine:
     """Return the least-squares line through an odd number of losses, one per update."""
     half = len(losses) // 2
     mean = math.fsum(losses) / len(losses)
-    places = range(-half, half + 1)
-    slope = math.fsum(i * loss for i, loss in zip(places, losses, strict=True)) / sum(i * i for i in places)
-    rest = math.fsum((loss - mean - slope * i) ** 2 for i, loss in zip(places, losses, strict=True))
-    return Line(mean, slope, rest / (len(losses) - 2))
+    offsets = range(-half, half + 1)
+    slope = math.fsum(i * loss for i, loss in zip(offsets, losses, strict=True)) / sum(i * i for i in offsets)
+    rest = math.fsum((loss - mean - slope * i) ** 2 for i, loss in zip(offsets, losses, strict=True))
+    return FittedLine(mean, slope, rest / (len(losses) - 2))
 
 
 class Divergence:

@@ -114,7 +114,7 @@ def _losses(fits: Fits, train_data: Any, request: Request) -> list[float]:
     recorder = LossRecorder()
     setup = fits.setup.for_search(request.settings, job=_copied_job(fits.setup.job), callbacks=[recorder])
     search = Fits(setup, fits.trainer_class)
-    directory, on_main, goes_on = _place(search, fits.setup)
+    directory, on_main, goes_on = _directory_of(search, fits.setup)
     losses: list[float] | None = on_main(lambda: _begin(directory, request, goes_on=goes_on))
     if losses is None:
         search.fit(setup.merged, train_data)
@@ -123,8 +123,8 @@ def _losses(fits: Fits, train_data: Any, request: Request) -> list[float]:
     return losses
 
 
-def _place(search: Fits, setup: Setup) -> tuple[Path, Callable[[Callable[[], Any]], Any], bool]:
-    """Return the place of the search.
+def _directory_of(search: Fits, setup: Setup) -> tuple[Path, Callable[[Callable[[], Any]], Any], bool]:
+    """Return the directory of the search and who writes it.
 
     Returns:
         The directory of the search, a function that runs an action on the main process alone, and whether this repeats

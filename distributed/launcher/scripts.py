@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from distributed.config.merging import Typed
+from distributed.config.merging import Overrides
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError, nearest
 from distributed.launching.environments.registry import worker_environment
@@ -119,10 +119,10 @@ class DistributedLauncher:
                 f"launch({script!r}) in a process that already is rank {found.rank} of {found.world_size}: call it from a"
                 " process that no launcher started"
             )
-        typed = _typed(self.config, script, script_args)
+        overrides = _overrides(self.config, script, script_args)
         if (line := pass_over_stale_rank(dict(os.environ), nproc_per_node=asked)) is not None:
-            typed = dataclasses.replace(typed, notices=(line,))
-        return start_launcher(launch_request(typed, self.config.run_dir))
+            overrides = dataclasses.replace(overrides, notices=(line,))
+        return start_launcher(launch_request(overrides, self.config.run_dir))
 
 
 def launch_distributed_training(
@@ -156,8 +156,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     try:
         config, script, script_args = parse(arguments)
-        typed, words = _typed(config, script, script_args), flags_of(script, config.settings())
-        return start(typed, run_dir=config.run_dir, resume=False, dry_run=False, words=words)
+        overrides, words = _overrides(config, script, script_args), flags_of(script, config.settings())
+        return start(overrides, run_dir=config.run_dir, resume=False, dry_run=False, words=words)
     except DistributedError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -210,8 +210,8 @@ def _value(flag: str, text: str, kind: str) -> Any:
         ) from None
 
 
-def _typed(config: LaunchConfig, script: Any, script_args: Sequence[Any]) -> Typed:
-    return Typed(flag=config.settings(), script=_text(script), script_args=tuple(map(_text, script_args)))
+def _overrides(config: LaunchConfig, script: Any, script_args: Sequence[Any]) -> Overrides:
+    return Overrides(flag=config.settings(), script=_text(script), script_args=tuple(map(_text, script_args)))
 
 
 def _text(argument: Any) -> str:

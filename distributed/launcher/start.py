@@ -17,7 +17,7 @@ from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends.base import Backend
 from distributed.backends.effects import Situation, lines_of, without_effect
 from distributed.checkpoints.manifest import check_source
-from distributed.config.merging import MergedConfig, Typed, merge
+from distributed.config.merging import MergedConfig, Overrides, merge
 from distributed.config.plan import ProcessPlan, choose_backend, plan_batch, plan_processes, starting_line
 from distributed.config.registry import groups_in_use, row_in_use, starting_of
 from distributed.config.settings import GROUPS, DistributedConfig, nproc_of_world
@@ -38,7 +38,7 @@ _NODE_SETTINGS = ("num_nodes", "node_rank", "master_addr", "master_port")
 
 
 def start(
-    typed: Typed,
+    overrides: Overrides,
     *,
     run_dir: str | None,
     resume: bool,
@@ -50,7 +50,7 @@ def start(
     """Run the given job, here or in workers of our own. Return the exit code.
 
     Args:
-        typed: the settings given outside the script, and the script.
+        overrides: the settings given outside the script, and the script.
         run_dir: the run directory; None for a new one.
         resume: whether to go on with the run in `run_dir`.
         dry_run: show what would be started, and start nothing.
@@ -61,17 +61,17 @@ def start(
     Raises:
         DistributedError: before anything starts.
     """
-    this = None if rank is None else _this_worker(typed, world_size, rank)
-    typed = _without_place(typed) if this is not None else _without_stale_rank(typed, world_size)
-    typed = _with_processes(typed, world_size)
-    merged = merge(typed, {})
+    this = None if rank is None else _this_worker(overrides, world_size, rank)
+    overrides = _without_address(overrides) if this is not None else _without_stale_rank(overrides, world_size)
+    overrides = _with_processes(overrides, world_size)
+    merged = merge(overrides, {})
     asked = _asked_processes(merged.config)
     environment = this or worker_environment(nproc_per_node=asked, num_nodes=merged.config.num_nodes)
     if environment is not None and not dry_run:
         os.environ.update(this.to_environ() if this is not None else {})
-        return _run_as_worker(typed, merged, environment, run_dir, resume)
+        return _run_as_worker(overrides, merged, environment, run_dir, resume)
     plan = plan_processes(merged.config)
-    backend, request = _checked_request(typed, merged, plan, run_dir, resume)
+    backend, request = _checked_request(overrides, merged, plan, run_dir, resume)
     if this is None:
         _check_port(merged.config)
     if dry_run:
@@ -95,38 +95,38 @@ def _again(words: Sequence[str], request: LaunchRequest) -> str:
 def _python() -> str:
     """Return `python` if a shell finds the running interpreter by that name, else the path of the interpreter."""
     found = shutil.which("python")
-    is_found = found is not None and _place(found) == _place(sys.executable)
+    is_found = found is not None and _location(found) == _location(sys.executable)
     return "python" if is_found else sys.executable
 
 
-def _place(python: str) -> tuple[Path, Path]:
+def _location(python: str) -> tuple[Path, Path]:
     """Return what tells interpreters apart. That of a virtual environment is a link to another, in a directory of its own."""
     return Path(python).parent.resolve(), Path(python).resolve()
 
 
-def launch_request(typed: Typed, run_dir: str | None) -> LaunchRequest:
+def launch_request(overrides: Overrides, run_dir: str | None) -> LaunchRequest:
     """Return the request that `start` would launch from a process that is no worker.
 
     Raises DistributedError as it does.
     """
-    typed = _with_processes(typed)
-    merged = merge(typed, {})
-    _, request = _checked_request(typed, merged, plan_processes(merged.config), run_dir, False)
+    overrides = _with_processes(overrides)
+    merged = merge(overrides, {})
+    _, request = _checked_request(overrides, merged, plan_processes(merged.config), run_dir, False)
     _check_port(merged.config)
     return request
 
 
 def _checked_request(
-    typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool
+    overrides: Overrides, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool
 ) -> tuple[Backend[Any], LaunchRequest]:
-    backend = _refuse(typed, merged, plan, run_dir, resume)
-    config, script = merged.config, _script(typed)
+    backend = _refuse(overrides, merged, plan, run_dir, resume)
+    config, script = merged.config, _script(overrides)
     where = run_dir if run_dir is not None else str(choose_run_dir(script))
     row, starter = row_in_use(config, plan.backend), starting_of(plan.backend)
     starting = starting_line(plan, is_chosen=config.backend is not None)
     lines = [*warnings_of(config, plan), _plan_line(plan), f"run directory: {where}", starting]
     request = make_request(
-        merged, plan, row, where, typed=typed, started_lines=lines, script=script, script_args=typed.script_args, resume=resume,
+        merged, plan, row, where, overrides=overrides, started_lines=lines, script=script, script_args=overrides.script_args, resume=resume,
         master_addr=config.master_addr, master_port=config.master_port,
         # A script that chooses its backend, or makes no Trainer, sets what its engine needs itself.
         environ={} if config.backend is None else environ_for(Path(script), row.environ),
@@ -141,32 +141,32 @@ def _asked_processes(config: DistributedConfig) -> int | None:
     return config.nproc_per_node or config.gpus_per_node or total
 
 
-def _without_stale_rank(typed: Typed, world_size: int | None) -> Typed:
+def _without_stale_rank(overrides: Overrides, world_size: int | None) -> Overrides:
     """Remove a stale RANK=0 from the environment if processes were asked for: it was exported for other scripts."""
-    asked = _asked_processes(merge(typed, {}).config) or world_size
+    asked = _asked_processes(merge(overrides, {}).config) or world_size
     line = None if asked is None else pass_over_stale_rank(os.environ, nproc_per_node=asked)
-    return typed if line is None else dataclasses.replace(typed, notices=(*typed.notices, line))
+    return overrides if line is None else dataclasses.replace(overrides, notices=(*overrides.notices, line))
 
 
-def _without_place(typed: Typed) -> Typed:
-    """Return `typed` without the address of rank 0.
+def _without_address(overrides: Overrides) -> Overrides:
+    """Return `overrides` without the address of rank 0.
 
     It is in the environment of a worker that was started by hand.
     """
     file, flag = (
         {name: value for name, value in layer.items() if name not in ("master_addr", "master_port")}
-        for layer in (typed.file, typed.flag)
+        for layer in (overrides.file, overrides.flag)
     )
-    return dataclasses.replace(typed, file=file, flag=flag)
+    return dataclasses.replace(overrides, file=file, flag=flag)
 
 
-def _with_processes(typed: Typed, world_size: int | None = None) -> Typed:
-    """Return `typed` with the number of nodes and processes.
+def _with_processes(overrides: Overrides, world_size: int | None = None) -> Overrides:
+    """Return `overrides` with the number of nodes and processes.
 
     A setting that nobody gave comes from Slurm or from the variables of a pod; `world_size` is cut over the nodes.
     """
-    given = {**typed.file, **typed.flag}
-    asked = _asked_processes(merge(typed, {}).config) or world_size
+    given = {**overrides.file, **overrides.flag}
+    asked = _asked_processes(merge(overrides, {}).config) or world_size
     node = node_environment(nproc_per_node=asked)
     found: dict[str, Any] = {}
     if node is not None and node.num_nodes == given.get("num_nodes", node.num_nodes):
@@ -175,16 +175,16 @@ def _with_processes(typed: Typed, world_size: int | None = None) -> Typed:
     if world_size is not None:
         num_nodes = found.get("num_nodes", given.get("num_nodes", 1))
         found["nproc_per_node"], notice = nproc_of_world(world_size, num_nodes)
-        other = typed.flag.get("nproc_per_node", found["nproc_per_node"])
+        other = overrides.flag.get("nproc_per_node", found["nproc_per_node"])
         if other != found["nproc_per_node"]:
             raise ConfigError(f"--world-size {world_size} contradicts --nproc-per-node {other}: drop one of them")
-        typed = dataclasses.replace(typed, notices=(*typed.notices, notice))
-    return dataclasses.replace(typed, flag={**typed.flag, **found})
+        overrides = dataclasses.replace(overrides, notices=(*overrides.notices, notice))
+    return dataclasses.replace(overrides, flag={**overrides.flag, **found})
 
 
-def _this_worker(typed: Typed, world_size: int | None, rank: int) -> WorkerEnvironment:
+def _this_worker(overrides: Overrides, world_size: int | None, rank: int) -> WorkerEnvironment:
     """Return the place of this command, which `--rank` makes one worker among others that are started by hand."""
-    given = {**typed.file, **typed.flag}
+    given = {**overrides.file, **overrides.flag}
     if world_size is None:
         raise ConfigError(
             f"--rank {rank} needs --world-size, the number of processes in all (--node-rank numbers a machine)"
@@ -192,27 +192,27 @@ def _this_worker(typed: Typed, world_size: int | None, rank: int) -> WorkerEnvir
     if rank >= world_size:
         raise ConfigError(f"--rank {rank} is not below --world-size {world_size}: number the processes from 0")
     for name in ("nproc_per_node", "gpus_per_node", "num_gpus", "num_nodes", "node_rank"):
-        if name in typed.flag:
+        if name in overrides.flag:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"--rank {rank} makes this command one worker, and {flag} is for starting several: drop one"
             )
-    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    for name, value in place.items():
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    for name, value in variables.items():
         if os.environ.get(name, value) not in (value, ""):
             flag = f"--{name.lower().replace('_', '-')} {value}"
             raise ConfigError(f"{flag} contradicts {name}={os.environ[name]} in the environment: drop one of them")
     if given.get("master_addr"):
-        place["MASTER_ADDR"] = str(given["master_addr"])
+        variables["MASTER_ADDR"] = str(given["master_addr"])
     if given.get("master_port"):
-        place["MASTER_PORT"] = str(given["master_port"])
-    found = worker_environment({**os.environ, **place})
+        variables["MASTER_PORT"] = str(given["master_port"])
+    found = worker_environment({**os.environ, **variables})
     assert found is not None  # RANK and WORLD_SIZE are set
     return found
 
 
 def _run_as_worker(
-    typed: Typed, merged: MergedConfig, environment: WorkerEnvironment, run_dir: str | None, resume: bool
+    overrides: Overrides, merged: MergedConfig, environment: WorkerEnvironment, run_dir: str | None, resume: bool
 ) -> int:
     """Run the script in this process, which another launcher started."""
     per_node = merged.config.nproc_per_node
@@ -221,7 +221,7 @@ def _run_as_worker(
             f"--nproc-per-node {per_node} x --num-nodes {merged.config.num_nodes} is not the running world of"
             f" {environment.world_size}: this process already is a worker, drop the flags"
         )
-    script = _script(typed)
+    script = _script(overrides)
     row = row_in_use(merged.config, choose_backend(merged.config, environment.world_size))
     check_script(script)
     check_keras_backend(Path(script), row.environ["KERAS_BACKEND"])
@@ -232,20 +232,22 @@ def _run_as_worker(
 
     for text in launcher_warnings(environment) if environment.rank == 0 else ():
         sys.stderr.write(f"warning: {text}\n")
-    given = Handover(typed, run_dir, resume, environment.restart_count)
-    return run_here(given, environment, row.before_script)
+    handover = Handover(overrides, run_dir, resume, environment.restart_count)
+    return run_here(handover, environment, row.before_script)
 
 
-def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool) -> Backend[Any]:
+def _refuse(
+    overrides: Overrides, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool
+) -> Backend[Any]:
     """Refuse what can be known to be wrong before anything starts, arithmetic first. Return the backend."""
     backend = make_backend(merged, plan)
     loggers.check_libraries(merged)
     plan_batch(merged, backend.data_parallel_size)
-    if merged.is_typed("backend"):
+    if merged.is_given("backend"):
         used = (*groups_in_use(merged.config, plan.backend), "data")
         for group in GROUPS:
-            if group not in used and typed.flag.get(group):
-                option = f"{group}.{next(iter(typed.flag[group]))}"
+            if group not in used and overrides.flag.get(group):
+                option = f"{group}.{next(iter(overrides.flag[group]))}"
                 raise ConfigError(f"--set {option} has no effect with backend={plan.backend!r}: drop it")
     if resume and run_dir is None:
         raise ConfigError("--resume needs the run to go on with: add --run-dir RUN")
@@ -255,8 +257,8 @@ def _refuse(typed: Typed, merged: MergedConfig, plan: ProcessPlan, run_dir: str 
         raise ConfigError(
             f"num_nodes={plan.num_nodes} needs the same {what} on every node: add --{what.replace('_', '-')}"
         )
-    check_script(_script(typed))
-    check_keras_backend(Path(_script(typed)), row_in_use(merged.config, plan.backend).environ["KERAS_BACKEND"])
+    check_script(_script(overrides))
+    check_keras_backend(Path(_script(overrides)), row_in_use(merged.config, plan.backend).environ["KERAS_BACKEND"])
     return backend
 
 
@@ -289,10 +291,10 @@ def _refuse_sources(merged: MergedConfig, resumed: RunDirectory | None) -> None:
         check_source(source)
 
 
-def _script(typed: Typed) -> str:
-    if typed.script is None:
+def _script(overrides: Overrides) -> str:
+    if overrides.script is None:
         raise ConfigError("no script to run: add --script train.py")
-    return typed.script
+    return overrides.script
 
 
 def _plan_line(plan: ProcessPlan) -> str:
@@ -307,7 +309,7 @@ def _dry_run_lines(
 ) -> list[str]:
     plan = backend.plan
     values = merged.config.to_dict()
-    names = sorted(values, key=lambda name: not merged.is_typed(name))
+    names = sorted(values, key=lambda name: not merged.is_given(name))
     width = max(map(len, names))
     settings = [f"  {name:<{width}}  {_shown(values[name]):<14}  {merged.source(name)}" for name in names]
     return [
@@ -316,11 +318,11 @@ def _dry_run_lines(
         *settings,
         "batch:",
         f"  {plan_batch(merged, backend.data_parallel_size)}",
-        "  (a loader's own batch_size counts where none was typed)",
+        "  (a loader's own batch_size counts where none was set)",
         "launch:",
         f"  script         {Path(request.script or '')} {' '.join(request.script_args)}".rstrip(),
         f"  backend        {plan.backend}"
-        + ("" if merged.is_typed("backend") else " (unless the script says another)"),
+        + ("" if merged.is_given("backend") else " (unless the script says another)"),
         f"  processes      {_plan_line(plan)}",
         *_this_lines(this),
         f"  run directory  {request.run_dir}",

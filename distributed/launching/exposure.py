@@ -63,7 +63,7 @@ def store_warnings(host: str, port: int) -> list[str]:
 
 def script_warnings(host: str, port: int) -> list[str]:
     """Return a warning about the store at `host` that torch opens because the script calls `init_process_group()`."""
-    return _once(_of_listener(f"the store of torch.distributed listens at {_place(host, port)} without a secret"))
+    return _once(_of_listener(f"the store of torch.distributed listens at {_address(host, port)} without a secret"))
 
 
 def _once(text: str) -> list[str]:
@@ -80,10 +80,10 @@ def _of_listener(listens: str) -> str:
 
 def _of_rendezvous(who: str, host: str, port: int | None, where: str) -> str:
     return (
-        f"the {who} meet at {_place(host, port)} without a secret: anyone who reaches that port can disturb the run but not run code in it;"
+        f"the {who} meet at {_address(host, port)} without a secret: anyone who reaches that port can disturb the run but not run code in it;"
         f" set the same {VARIABLE}, or --token-file, {where}"
     )
 
 
-def _place(host: str, port: int | None) -> str:
+def _address(host: str, port: int | None) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -29,7 +29,7 @@ from distributed.launching.stopping import Signals, Stop
 from distributed.launching.variables import crowding, set_missing, set_thread_variables
 from distributed.runs.directory import RunDirectory
 from distributed.runs.processes import STOP_SIGNALS
-from distributed.runs.temporary import sweep
+from distributed.runs.temporary import remove_leftovers
 
 _AGENT_GRACE_S = 10.0  # for the agent to print and leave once every worker is gone
 _MESSAGE_BYTES = 256 * 1024
@@ -41,7 +41,7 @@ def launch(request: LaunchRequest) -> int:
     The caller must have a single thread. Raises ConfigError or ResourceError, before a framework is imported, for what can be known
     by then.
     """
-    sweep(tempfile.gettempdir())
+    remove_leftovers(tempfile.gettempdir())
     code: int = importlib.import_module(request.launcher).serve(request)
     return code
 

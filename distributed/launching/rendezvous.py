@@ -52,7 +52,7 @@ class EngineRendezvous(Protocol):
             A JSON-able value, which reaches the other nodes.
         """
 
-    def environ(self, place: WorkerEnvironment, opened: Any) -> dict[str, str]:
+    def environ(self, environment: WorkerEnvironment, opened: Any) -> dict[str, str]:
         """Return the variables of the worker at `place`. `opened` is what `open` returned on node 0."""
 
 

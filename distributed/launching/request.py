@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distributed.config.merging import Typed
+from distributed.config.merging import Overrides
 from distributed.errors import ConfigError
 from distributed.launching.environments.torchrun import is_local_rank
 
@@ -35,7 +35,7 @@ _FOR_ANY_SCRIPT = frozenset({
 class Handover:
     """What the launcher hands to a worker: the settings given outside the script, and the number of this attempt."""
 
-    typed: Typed
+    overrides: Overrides
     run_dir: str | None = None
     resume: bool = False
     restart_count: int = 0
@@ -49,16 +49,16 @@ class Handover:
         """Return the handover that `to_json` wrote. Raises ConfigError for any other text."""
         try:
             content = json.loads(text)
-            return cls(**{**content, "typed": typed_from(content["typed"])})
+            return cls(**{**content, "overrides": overrides_from(content["overrides"])})
         except (ValueError, TypeError, KeyError):
             raise ConfigError(
                 f"{HANDOVER_VARIABLE}={text[:40]!r} was not written by a launcher of ours: unset it"
             ) from None
 
 
-def typed_from(content: Mapping[str, Any]) -> Typed:
-    """Return a Typed from its JSON form."""
-    return Typed(**{**content, "notices": tuple(content["notices"]), "script_args": tuple(content["script_args"])})
+def overrides_from(content: Mapping[str, Any]) -> Overrides:
+    """Return the overrides from their JSON form."""
+    return Overrides(**{**content, "notices": tuple(content["notices"]), "script_args": tuple(content["script_args"])})
 
 
 class Link:
@@ -103,16 +103,16 @@ def handover() -> Handover | None:
     return _handover()
 
 
-def typed_for_script(*names: str) -> Typed:
+def overrides_for_script(*names: str) -> Overrides:
     """Return the settings `names` as far as they were given outside the script, for a script without a Trainer."""
     found = _handover()
     _this.asked.update(names)
     if found is None:
-        return Typed()
+        return Overrides()
     file, flag = (
-        {name: layer[name] for name in names if name in layer} for layer in (found.typed.file, found.typed.flag)
+        {name: layer[name] for name in names if name in layer} for layer in (found.overrides.file, found.overrides.flag)
     )
-    return Typed(file=file, flag=flag)
+    return Overrides(file=file, flag=flag)
 
 
 def _handover() -> Handover | None:
@@ -123,14 +123,14 @@ def _handover() -> Handover | None:
     return _this.handover
 
 
-def running_script() -> Typed:
+def running_script() -> Overrides:
     """Return the script of this process and its arguments, or neither in a notebook and under `python -m`."""
     main = sys.modules["__main__"]
     is_file = hasattr(main, "__file__") and main.__spec__ is None and sys.argv[0].endswith(".py")
     if not is_file:
-        return Typed()
+        return Overrides()
     arguments = [each for each in sys.argv[1:] if not is_local_rank(each)]
-    return Typed(script=sys.argv[0], script_args=tuple(arguments))
+    return Overrides(script=sys.argv[0], script_args=tuple(arguments))
 
 
 def unused_settings() -> list[str]:
@@ -141,8 +141,8 @@ def unused_settings() -> list[str]:
         return []
     used = _FOR_ANY_SCRIPT.union(f"{row.group}.{name}" for row in REGISTRY.values() for name in row.for_launcher)
     names: dict[str, None] = {}  # an ordered set
-    for typed in (_this.handover.typed.file, _this.handover.typed.flag):
-        for name, value in typed.items():
+    for layer in (_this.handover.overrides.file, _this.handover.overrides.flag):
+        for name, value in layer.items():
             names.update(
                 dict.fromkeys([f"{name}.{option}" for option in value] if isinstance(value, Mapping) else [name])
             )
@@ -186,7 +186,7 @@ class LaunchRequest:
     """All that a launcher process must know. JSON-able. The workers run either `script` or `payload`."""
 
     run_dir: str
-    typed: Typed = dataclasses.field(default_factory=Typed)
+    overrides: Overrides = dataclasses.field(default_factory=Overrides)
     script: str | None = None
     script_args: tuple[str, ...] = ()
     payload: str | None = None  # file with a cloudpickled callable without arguments; may be /proc/self/fd/N
@@ -237,7 +237,7 @@ class LaunchRequest:
             content[name] = tuple(content[name])
         if content["sys_path"] is not None:
             content["sys_path"] = tuple(content["sys_path"])
-        return cls(**{**content, "typed": typed_from(content["typed"])})
+        return cls(**{**content, "overrides": overrides_from(content["overrides"])})
 
 
 _FROM_CONFIG = (
@@ -246,7 +246,7 @@ _FROM_CONFIG = (
 
 
 def make_request(
-    merged: MergedConfig, plan: ProcessPlan, row: BackendRow, run_dir: str, *, typed: Typed, started_lines: Sequence[str], **more: Any
+    merged: MergedConfig, plan: ProcessPlan, row: BackendRow, run_dir: str, *, overrides: Overrides, started_lines: Sequence[str], **more: Any
 ) -> LaunchRequest:  # fmt: skip
     """Return the request for the processes of `plan` under the settings `merged`.
 
@@ -255,13 +255,13 @@ def make_request(
         plan: the processes to start.
         row: the backend, as its options make it.
         run_dir: the run directory.
-        typed: what the workers get of the values that were set outside the script.
+        overrides: what the workers get of the values that were set outside the script.
         started_lines: what is shown once, before the workers start.
         more: further fields of the request, such as the script or the payload.
     """
     settings = {name: getattr(merged.config, name) for name in _FROM_CONFIG}
     return LaunchRequest(
-        run_dir, dataclasses.replace(typed, notices=()), nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes,
+        run_dir, dataclasses.replace(overrides, notices=()), nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes,
         device=plan.device, preload=row.preload, rendezvous=row.rendezvous, before_script=row.before_script, warm_up=row.warm_up,
         launcher_environ=row.profile_environ if merged.config.profile else {},
         started_lines=(*merged.notices, *started_lines), **settings, **more,

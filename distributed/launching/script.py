@@ -37,7 +37,7 @@ def _check_syntax(script: str, source: bytes) -> None:
         try:
             compile(source, script, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:  # ValueError: a null byte, in Python 3.11
-            said = "".join(traceback.format_exception_only(error)).rstrip()
-            raise ScriptError(f"script {script!r} does not compile:\n{said}") from None
+            message = "".join(traceback.format_exception_only(error)).rstrip()
+            raise ScriptError(f"script {script!r} does not compile:\n{message}") from None
         except (RecursionError, MemoryError):  # too deep for the compiler here: the workers will report it
             return

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distributed.config.merging import Typed
+from distributed.config.merging import Overrides
 from distributed.config.registry import hint_of
 from distributed.config.settings import DistributedConfig
 from distributed.errors import DistributedError, TrainingInterrupted
@@ -49,8 +49,10 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
     set_missing(request.environ)
     set_missing(environ_of_run(Path(request.run_dir)))
     worker_store.use(order.get("store"))
-    set_this_worker(Handover(request.typed, request.run_dir, request.resume, order["restart_count"]), fds[2], request)
-    _seed(request.typed)
+    set_this_worker(
+        Handover(request.overrides, request.run_dir, request.resume, order["restart_count"]), fds[2], request
+    )
+    _seed(request.overrides)
     rank = int(order["environ"]["RANK"])
 
     def report(event: dict[str, Any]) -> None:
@@ -68,18 +70,18 @@ def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) ->
     return code
 
 
-def run_here(given: Handover, environment: WorkerEnvironment, before_script: str = "") -> int:
+def run_here(handover: Handover, environment: WorkerEnvironment, before_script: str = "") -> int:
     """Run the script in this process, which another launcher started as a worker. Return its exit code."""
     os.environ.update({name: value for name, value in environment.to_environ().items() if not os.environ.get(name)})
-    set_this_worker(given)
+    set_this_worker(handover)
     request = LaunchRequest(
-        given.run_dir or "", typed=given.typed, script=given.typed.script, script_args=given.typed.script_args,
-        before_script=before_script, **_limits(given.typed),
+        handover.run_dir or "", overrides=handover.overrides, script=handover.overrides.script,
+        script_args=handover.overrides.script_args, before_script=before_script, **_limits(handover.overrides),
     )  # fmt: skip
     if importlib.util.find_spec("torch") is not None:
         importlib.import_module("torch")  # its generator is seeded below, as in the workers that we start
         worker_store.use(None)
-    _seed(given.typed)
+    _seed(handover.overrides)
 
     def report(event: dict[str, Any]) -> None:
         if event["kind"] == "warning":
@@ -163,10 +165,10 @@ def _before_script(request: LaunchRequest, found: WorkerEnvironment | None, repo
         pkgutil.resolve_name(request.before_script)(request, found, report)
 
 
-def _limits(typed: Typed) -> dict[str, Any]:
+def _limits(overrides: Overrides) -> dict[str, Any]:
     """Return the given values of the settings that `before_script` needs."""
     names = ("device", "start_timeout", "timeout_s")
-    config = DistributedConfig(**{n: v for n, v in {**typed.file, **typed.flag}.items() if n in names})
+    config = DistributedConfig(**{n: v for n, v in {**overrides.file, **overrides.flag}.items() if n in names})
     return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
 
 
@@ -208,7 +210,7 @@ def _run_script(script: str, arguments: tuple[str, ...]) -> None:
     sys.argv[:] = [script, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(script).resolve().parent)
-    script = str(Path.cwd() / script)  # __file__ of a main module is absolute; sys.argv[0] is as typed
+    script = str(Path.cwd() / script)  # __file__ of a main module is absolute; sys.argv[0] is as on the command line
     loader = importlib.machinery.SourceFileLoader("__main__", script)
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=script, __loader__=loader, __spec__=None, __cached__=None, __annotations__={})
@@ -240,8 +242,8 @@ def _take_streams(fds: list[int]) -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _seed(typed: Typed) -> None:
-    seed_generators(int(typed.flag.get("seed", typed.file.get("seed", 0))))
+def _seed(overrides: Overrides) -> None:
+    seed_generators(int(overrides.flag.get("seed", overrides.file.get("seed", 0))))
 
 
 def _finish() -> None:

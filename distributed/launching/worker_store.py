@@ -19,7 +19,7 @@ from distributed.launching.exposure import script_warnings
 from distributed.launching.listening import is_loopback, listen_at
 
 _Method = Callable[..., Iterator[Any]]  # a rendezvous handler of torch: (url, timeout=) -> (store, rank, world size)
-_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclasses.dataclass
@@ -70,16 +70,16 @@ def _by_file(by_port: _Method) -> _Method:
     """Return a handler that uses the file, or `by_port` if the script has changed the variables that the launcher set."""
     import torch.distributed as dist
 
-    place = _place()
+    here = _ranks_here()
     numbers = itertools.count()
 
     def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -> Iterator[Any]:
-        if _this.path is None or _place() != place or not _is_of(url, place):
+        if _this.path is None or _ranks_here() != here or not _is_of(url, here):
             yield from by_port(url, timeout=timeout, **options)
             return
         # A further group must not read the keys of an earlier one.
         store = dist.PrefixStore(f"env/{next(numbers)}", worker_store(timeout.total_seconds()))
-        yield store, int(place["RANK"]), int(place["WORLD_SIZE"])
+        yield store, int(here["RANK"]), int(here["WORLD_SIZE"])
         raise RuntimeError("env:// rendezvous: processes cannot join a second time")
 
     return rendezvous
@@ -132,13 +132,13 @@ def _hosted(url: str, timeout: timedelta) -> Any:
     )
 
 
-def _place() -> dict[str, str]:
-    return {name: os.environ.get(name, "") for name in _PLACE}
+def _ranks_here() -> dict[str, str]:
+    return {name: os.environ.get(name, "") for name in _RANK_VARIABLES}
 
 
-def _is_of(url: str, place: dict[str, str]) -> bool:
+def _is_of(url: str, here: dict[str, str]) -> bool:
     """Return whether the rank and the world size in `url` are this worker's, or are not given."""
     query = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
-    return query.get("rank", place["RANK"]) == place["RANK"] and (
-        query.get("world_size", place["WORLD_SIZE"]) == place["WORLD_SIZE"]
+    return query.get("rank", here["RANK"]) == here["RANK"] and (
+        query.get("world_size", here["WORLD_SIZE"]) == here["WORLD_SIZE"]
     )

@@ -11,7 +11,7 @@ def mlflow_run_id(run_dir: str | os.PathLike[str]) -> str | None:
 
     Return None if it is not logged to MLflow, or MLflow has not answered yet.
     """
-    from distributed.loggers._mlflow.spool import Record
+    from distributed.loggers._mlflow.spool import RunRecord
 
-    record = Record.read(Path(run_dir))
+    record = RunRecord.read(Path(run_dir))
     return None if record is None else record.run_id

@@ -73,7 +73,7 @@ class Logger(Callback):
 def is_on_mlflow(merged: MergedConfig) -> bool:
     """Return whether a fit is logged to MLflow: it was asked for, or an experiment or a name for the model is given."""
     config = merged.config
-    if merged.is_typed("mlflow_tracking"):
+    if merged.is_given("mlflow_tracking"):
         return config.mlflow_tracking
     return config.mlflow_experiment is not None or config.mlflow_register_model is not None
 

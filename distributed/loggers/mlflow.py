@@ -26,7 +26,7 @@ from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.loggers._mlflow import tracking_uri
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
-from distributed.loggers._mlflow.spool import Record, Spool, last_steps, logged_params
+from distributed.loggers._mlflow.spool import RunRecord, Spool, last_steps, logged_params
 from distributed.loggers._mlflow.system import SystemSampler
 from distributed.loggers.base import LoggedFit, Logger
 from distributed.runs.directory import RunDirectory, script_name
@@ -119,20 +119,20 @@ class MlflowLogger(Logger):
 
     # logging
 
-    def _choose(self) -> tuple[Record, str]:
+    def _choose(self) -> tuple[RunRecord, str]:
         """Return the record of the run directory, and the tracking URI."""
-        record, uri = Record.chosen(self._dir, self._fit.merged.config.mlflow_experiment, Path(script_name()).stem)
+        record, uri = RunRecord.chosen(self._dir, self._fit.merged.config.mlflow_experiment, Path(script_name()).stem)
         record.tags = {"distributed.run_dir": self._dir.name, "distributed.settings": self._comparable()}
         record.write(self._dir)
         return record, uri
 
-    def _log_start(self, told: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        now = {name: value for name, value in self._params().items() if told.get(name) != value}
+    def _log_start(self, logged: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        now = {name: value for name, value in self._params().items() if logged.get(name) != value}
         step = self._fit.state.step
         if now:  # MLflow changes no parameter: values that a resume changed get a name of their own
             self._put({
                 "kind": "params",
-                "values": {f"{name}.from_step_{step}" if name in told else name: value for name, value in now.items()},
+                "values": {f"{name}.from_step_{step}" if name in logged else name: value for name, value in now.items()},
             })  # fmt: skip
         self._put({"kind": "tags", "values": tags})
         self._put({"kind": "status", "status": "RUNNING", "time": _now()})
@@ -161,7 +161,7 @@ class MlflowLogger(Logger):
         """
         plan, world_size = self._fit.plan, self._fit.context.world_size
         num_gpus = world_size * self._fit.backend.devices_per_process if plan.device == "cuda" else 0
-        record = Record.read(self._dir)
+        record = RunRecord.read(self._dir)
         is_users_own = record is not None and record.wanted is not None
         return {
             "backend": plan.backend, "device": plan.device, "num_nodes": plan.num_nodes,
@@ -265,7 +265,7 @@ def end_run(run: RunDirectory, status: str, is_sent: bool = True) -> bool:
 
     Return whether MLflow took everything. What is not sent now is left to `mlflow-sync`.
     """
-    record = Record.read(run.path)
+    record = RunRecord.read(run.path)
     entries = [entry for entry, _ in Spool(run.path).read(0)]
     ends = [entry["status"] for entry in entries if entry["kind"] == "status"]
     if record is None or not ends:
@@ -288,7 +288,7 @@ def send_rest(run_dir: Path, warn: Callable[[str], None]) -> str:
 
     Raises ConfigError if nothing was logged to MLflow, ResourceError if not everything could be sent.
     """
-    record = Record.read(run_dir)
+    record = RunRecord.read(run_dir)
     if record is None:
         raise ConfigError(f"{run_dir} holds no mlflow.json: it is no run that was logged to MLflow")
     spool = Spool(run_dir)
@@ -315,7 +315,7 @@ def _all_sent(sender: Sender, run_dir: Path) -> str:
     return uri
 
 
-def _sender(run_dir: Path, record: Record, spool: Spool, warn: Callable[[str], None]) -> Sender:
+def _sender(run_dir: Path, record: RunRecord, spool: Spool, warn: Callable[[str], None]) -> Sender:
     """Return a sender that sends after the training."""
     os.environ.setdefault(_RETRIES, "1")
     uri = tracking_uri.users_uri() or record.tracking_uri or tracking_uri.default_uri(run_dir)
@@ -330,7 +330,7 @@ def recorded_environ(run_dir: Path) -> dict[str, str]:
     `mlflow.start_run()` in the script then joins the run that it had open in the first attempt. A run that we created
     is not the script's.
     """
-    record = Record.read(run_dir)
+    record = RunRecord.read(run_dir)
     if record is None or record.wanted is None:
         return {}
     uri = tracking_uri.users_uri() or record.tracking_uri or tracking_uri.default_uri(run_dir)
@@ -372,7 +372,7 @@ def patience(run_dir: Path, uri: str) -> float:
 
     It does not wait if the server has not told the id of the sweep either.
     """
-    sweep = Record.of_sweep(run_dir)
+    sweep = RunRecord.of_sweep(run_dir)
     if not tracking_uri.is_remote(uri):
         return _OPEN_S
     return _ANSWER_S if sweep is None or sweep.run_id is not None else 0.0

@@ -56,10 +56,10 @@ def is_on(merged: MergedConfig) -> bool:
 
 def check(merged: MergedConfig) -> None:
     """Raise ConfigError for a schedule without a profile."""
-    typed = [name for name in _SCHEDULE if merged.is_typed(name) and not merged.is_overruled(name, "profile")]
-    if typed and not merged.config.profile:
-        value = getattr(merged.config, typed[0])
-        raise ConfigError(f"{typed[0]}={value} has no effect without a profile: set profile=True (--profile) too")
+    given = [name for name in _SCHEDULE if merged.is_given(name) and not merged.is_overruled(name, "profile")]
+    if given and not merged.config.profile:
+        value = getattr(merged.config, given[0])
+        raise ConfigError(f"{given[0]}={value} has no effect without a profile: set profile=True (--profile) too")
 
 
 class Profiling(Callback):
@@ -130,15 +130,15 @@ def lines(profile: Profile, updates: int, step: int, directory: Path) -> list[st
     """Return the lines for the user: where the traces are, the costliest operators, the share of communication."""
     which = f"updates {step - updates + 1} to {step}" if updates > 1 else f"update {step}"
     total = sum(seconds for seconds, _ in profile.operators.values()) or 1.0
-    told = [f"profile of {which}: {directory}, costliest operators by their own {profile.device} time:"]
+    lines = [f"profile of {which}: {directory}, costliest operators by their own {profile.device} time:"]
     for name, (seconds, calls) in costliest(profile.operators):
-        told.append(
+        lines.append(
             f"  {seconds / total:6.1%}  {seconds / updates * 1000:8.3f} ms  {calls / updates:5.4g} calls an update  {name}"
         )
     if profile.communication_s is not None:
         share = profile.communication_s / profile.seconds if profile.seconds else 0.0
-        told.append(f"  communication: under way in {share:.1%} of the time, beside computing or not")
-    return told
+        lines.append(f"  communication: under way in {share:.1%} of the time, beside computing or not")
+    return lines
 
 
 def costliest(operators: Mapping[str, tuple[float, int]]) -> Sequence[tuple[str, tuple[float, int]]]:

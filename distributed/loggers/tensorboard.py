@@ -41,7 +41,7 @@ def make(fit: LoggedFit) -> list[Callback]:
 def is_on(merged: MergedConfig) -> bool:
     """Return whether event files are to be written: a `tensorboard_dir` alone asks for them too."""
     config = merged.config
-    return config.tensorboard or (config.tensorboard_dir is not None and not merged.is_typed("tensorboard"))
+    return config.tensorboard or (config.tensorboard_dir is not None and not merged.is_given("tensorboard"))
 
 
 def check(merged: MergedConfig) -> None:
@@ -189,14 +189,14 @@ class TensorBoard(Callback):
 
     def _choose(self) -> Path:
         """Return the directory of this run: below the user's own, if one is set, so that runs can be compared."""
-        run, given = self._fit.run, self._fit.merged.config.tensorboard_dir
-        if given is None:
+        run, directory = self._fit.run, self._fit.merged.config.tensorboard_dir
+        if directory is None:
             return run.path / "tensorboard"
         known = [event["directory"] for event in run.read_events() if event["event"] == "tensorboard"]
-        name = known[-1] if known else _free_name(Path(given), run.path)
+        name = known[-1] if known else _free_name(Path(directory), run.path)
         if not known:  # a resume uses it again, even if another run has the same name
             run.event("tensorboard", directory=name)
-        return Path(given) / name
+        return Path(directory) / name
 
 
 def _free_name(directory: Path, run: Path) -> str:

@@ -72,7 +72,7 @@ def check_monitor(merged: MergedConfig, val_data: Any, job: Job | None = None) -
         return
     _check_mode(merged, {} if job is None else job.metrics)
     for name in ("early_stopping_patience", "keep_best"):
-        if getattr(config, name) and (merged.is_typed(name) or merged.is_typed("monitor")):
+        if getattr(config, name) and (merged.is_given(name) or merged.is_given("monitor")):
             raise ConfigError(
                 f"{name}={getattr(config, name)} watches {config.monitor!r}, and fit() got no validation data:"
                 " pass val_data, or set monitor='loss'"
@@ -83,7 +83,7 @@ def _check_mode(merged: MergedConfig, metrics: Mapping[str, Any]) -> None:
     """Raise ConfigError if `monitor_mode` is left at "min" although smaller values are not known to be better."""
     config = merged.config
     is_larger = is_larger_better(config.monitor, metrics)
-    if config.monitor_mode != "min" or merged.is_typed("monitor_mode") or is_larger is False:
+    if config.monitor_mode != "min" or merged.is_given("monitor_mode") or is_larger is False:
         return
     if is_larger:
         raise ConfigError(
@@ -136,8 +136,8 @@ def uncertain(
         is_validated: whether `fit` got validation data.
         known: the names in earlier rows.
     """
-    given = ["loss", *metrics]
-    certain = {*given, *_ALWAYS, *known, *(f"val_{name}" for name in given if is_validated)}
+    names = ["loss", *metrics]
+    certain = {*names, *_ALWAYS, *known, *(f"val_{name}" for name in names if is_validated)}
     return [name for name in dict.fromkeys(monitors) if name not in certain]
 
 

@@ -20,7 +20,7 @@ from distributed.backends.capabilities import capabilities_of
 from distributed.config.plan import BatchPlan
 from distributed.config.registry import REGISTRY, default_backend
 from distributed.errors import DistributedError, ResourceError, TrainingError
-from distributed.parity.runs import Asked, Cell, Start, Trained, run
+from distributed.parity.runs import Cell, ParityOptions, Start, Trained, run
 
 REFERENCE = default_backend(1)
 FLOORS = 3  # the float32 limit, as a multiple of what rounding moves the reference
@@ -70,25 +70,25 @@ class Report:
         return not any(each.verdict == "FAR" for each in self.compared) and not any(s.is_failure for s in self.skipped)
 
 
-def measure(asked: Asked, say: Callable[[Cell], None]) -> Report:
+def measure(options: ParityOptions, on_start: Callable[[Cell], None]) -> Report:
     """Make all runs and return the report.
 
     Args:
-        asked: what to run.
-        say: called with the run that is about to start.
+        options: what to run.
+        on_start: called with the run that is about to start.
 
     Raises:
         DistributedError: no reference can run.
     """
-    report = Report(asked.script, asked.steps, asked.tolerance)
-    runs = _Runs(asked, say)
-    backends = list(_usable(asked, report))
-    references = _references(asked, backends, runs, report)
+    report = Report(options.script, options.steps, options.tolerance)
+    runs = _Runs(options, on_start)
+    backends = list(_usable(options, report))
+    references = _references(options, backends, runs, report)
     for name, own in references.items():
         report.compared += [_compared(Cell(name, 1, dtype), name, each, each) for dtype, each in own.items()]
-        _add_floors(asked, name, own, runs, report)
+        _add_floors(options, name, own, runs, report)
     for backend in backends:
-        _add_backend(asked, backend, references, runs, report)
+        _add_backend(options, backend, references, runs, report)
     report.compared = [dataclasses.replace(each, verdict=_verdict(each, report)) for each in report.compared]
     return report
 
@@ -96,31 +96,31 @@ def measure(asked: Asked, say: Callable[[Cell], None]) -> Report:
 class _Runs:
     """Make each run once. All runs start from the weights of the first one."""
 
-    def __init__(self, asked: Asked, say: Callable[[Cell], None]) -> None:
-        self._asked, self._say = asked, say
+    def __init__(self, options: ParityOptions, on_start: Callable[[Cell], None]) -> None:
+        self._options, self._on_start = options, on_start
         self._start: Start | None = None
         self._done: dict[Cell, Trained] = {}
 
     def of(self, cell: Cell) -> Trained:
         if cell not in self._done:
-            self._say(cell)
-            self._done[cell] = run(self._asked, cell, self._start)
+            self._on_start(cell)
+            self._done[cell] = run(self._options, cell, self._start)
             self._start = self._start or self._done[cell].start
         return self._done[cell]
 
 
-def _usable(asked: Asked, report: Report) -> Iterator[str]:
+def _usable(options: ParityOptions, report: Report) -> Iterator[str]:
     """Yield the backends whose libraries are installed.
 
     Others are added to the report as skipped, or raise ResourceError if they were named explicitly.
     """
-    for name in asked.backends:
+    for name in options.backends:
         found = capabilities_of(REGISTRY[name])
         if not found.missing:
             yield name
             continue
         reason = f"needs {', '.join(found.missing)}, which is not installed: run {found.install}"
-        if not asked.is_all:
+        if not options.is_all:
             raise ResourceError(f"backend {name!r} {reason}")
         report.skipped.append(Skipped(name, reason))
 
@@ -128,7 +128,9 @@ def _usable(asked: Asked, report: Report) -> Iterator[str]:
 # ------------------------------------------------------------------ references and floors
 
 
-def _references(asked: Asked, backends: Sequence[str], runs: _Runs, report: Report) -> dict[str, dict[str, Trained]]:
+def _references(
+    options: ParityOptions, backends: Sequence[str], runs: _Runs, report: Report
+) -> dict[str, dict[str, Trained]]:
     """Return the runs of the references by name and element type.
 
     The references are `single`, and one process of each framework that `backends` use.
@@ -137,14 +139,14 @@ def _references(asked: Asked, backends: Sequence[str], runs: _Runs, report: Repo
     errors: dict[str, DistributedError] = {}
     for name in dict.fromkeys([REFERENCE, *(REGISTRY[backend].alone for backend in backends)]):
         try:
-            found[name] = {cell.dtype: _said(cell, runs) for cell in reversed(list(cells_of(name, (1,))))}
+            found[name] = {cell.dtype: _trained(cell, runs) for cell in reversed(list(cells_of(name, (1,))))}
         except DistributedError as error:
             errors[name] = error
     if not found:
         raise next(iter(errors.values()))
     needed = [errors[alone] for alone in (REGISTRY[backend].alone for backend in backends) if alone in errors]
     refusals = [each for each in needed if not isinstance(each, TrainingError)]
-    if refusals and not asked.is_all:
+    if refusals and not options.is_all:
         raise refusals[0]
     for name, each in errors.items():
         report.skipped.append(Skipped(name, str(each), is_failure=isinstance(each, TrainingError)))
@@ -153,23 +155,23 @@ def _references(asked: Asked, backends: Sequence[str], runs: _Runs, report: Repo
     return found
 
 
-def _said(cell: Cell, runs: _Runs) -> Trained:
+def _trained(cell: Cell, runs: _Runs) -> Trained:
     try:
         return runs.of(cell)
     except TrainingError as error:
         raise TrainingError(f"{cell}: {error}") from None
 
 
-def _add_floors(asked: Asked, name: str, own: Mapping[str, Trained], runs: _Runs, report: Report) -> None:
+def _add_floors(options: ParityOptions, name: str, own: Mapping[str, Trained], runs: _Runs, report: Report) -> None:
     """Measure what rounding moves a reference in float32.
 
     The float32 run is compared with the float64 run, and with runs whose batches are cut as for each world size.
     """
     reference = own["float32"]
     moved = [_compared(Cell(name, 1, "float32", 0), name, own["float64"], reference)] if "float64" in own else []
-    for cut in sorted({max(2, world) for world in asked.world_sizes}):
+    for cut in sorted({max(2, world) for world in options.world_sizes}):
         cell = Cell(name, 1, "float32", cut)
-        moved.append(_compared(cell, name, _said(cell, runs), reference))
+        moved.append(_compared(cell, name, _trained(cell, runs), reference))
     largest = max((float(abs(value).max()) for value in reference.weights.values() if value.size), default=1.0)
     by_rounding = [each.weights for each in moved if each.cell.cut == 0 or not report.batch_dependent]
     report.floors[name] = max([_SPACING * largest, *by_rounding])
@@ -177,7 +179,7 @@ def _add_floors(asked: Asked, name: str, own: Mapping[str, Trained], runs: _Runs
 
 
 def _add_backend(
-    asked: Asked, backend: str, references: Mapping[str, Mapping[str, Trained]], runs: _Runs, report: Report
+    options: ParityOptions, backend: str, references: Mapping[str, Mapping[str, Trained]], runs: _Runs, report: Report
 ) -> None:
     """Compare every world size and element type of one backend with each of its references."""
     own = REGISTRY[backend].alone
@@ -187,13 +189,13 @@ def _add_backend(
             reason = f"there is nothing to compare it with, as {own} could not run the script"
             report.skipped.append(Skipped(backend, reason))
         return
-    for cell in cells_of(backend, asked.world_sizes):
+    for cell in cells_of(backend, options.world_sizes):
         try:
             trained = runs.of(cell)
         except TrainingError as error:
             report.skipped.append(Skipped(str(cell), str(error), is_failure=True))
         except DistributedError as error:  # the backend refuses this script or this number of processes
-            if not asked.is_all:
+            if not options.is_all:
                 raise
             report.skipped.append(Skipped(str(cell), str(error)))
             return

@@ -38,7 +38,7 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ParityOptions:
     """What to run."""
 
     script: str
@@ -77,11 +77,11 @@ class Trained:
     start: Start
 
 
-def run(asked: Asked, cell: Cell, start: Start | None) -> Trained:
+def run(options: ParityOptions, cell: Cell, start: Start | None) -> Trained:
     """Run the script and return what it produced.
 
     Args:
-        asked: what to run.
+        options: what to run.
         cell: the run to make.
         start: what to start from, or None for the first run.
 
@@ -89,25 +89,25 @@ def run(asked: Asked, cell: Cell, start: Start | None) -> Trained:
         DistributedError: the run failed. The message is that of the run.
     """
     name = f"{cell.backend}-{cell.world_size}-{cell.dtype}-{cell.cut}"
-    directory = asked.directory / name
+    directory = options.directory / name
     if start is not None:  # looks like a run that was stopped there; --resume continues it
         shutil.copytree(start.checkpoint, directory / "checkpoints" / start.checkpoint.name)
-    with (asked.directory / f"{name}.log").open("wb+") as output:
-        code = run_command(_command(asked, cell, start, directory), output)
+    with (options.directory / f"{name}.log").open("wb+") as output:
+        code = run_command(_command(options, cell, start, directory), output)
         if code:
             output.seek(0)
             raise _failure(code, output.read().decode(errors="replace"))
     if not (directory / "metrics.jsonl").exists():
         raise ConfigError(
-            f"{asked.script} ended without a fit of a Trainer, whose numbers are compared: give one that trains"
+            f"{options.script} ended without a fit of a Trainer, whose numbers are compared: give one that trains"
         )
     return read_run(directory)
 
 
-def _command(asked: Asked, cell: Cell, start: Start | None, directory: Path) -> list[str]:
+def _command(options: ParityOptions, cell: Cell, start: Start | None, directory: Path) -> list[str]:
     flags: dict[str, Any] = {
-        "script": asked.script, "run-dir": directory, "backend": cell.backend, "nproc-per-node": cell.world_size,
-        "dtype": cell.dtype, "max-steps": asked.steps, "epochs": asked.steps, "log-every-n-steps": 1,
+        "script": options.script, "run-dir": directory, "backend": cell.backend, "nproc-per-node": cell.world_size,
+        "dtype": cell.dtype, "max-steps": options.steps, "epochs": options.steps, "log-every-n-steps": 1,
         "checkpoint-dir": "null", "checkpoint-frequency": "null", "checkpoint-every-n-steps": "null",
         "checkpoint-every-s": "null", "keep-latest-k": 1000, "max-restarts": 0, "mixed-precision": "no",
     }  # fmt: skip
@@ -118,25 +118,27 @@ def _command(asked: Asked, cell: Cell, start: Start | None, directory: Path) -> 
             "gradient-accumulation-steps": slices,
             "batch-size": -(-start.batch.global_batch_size // (slices * cell.world_size)),
         }
-    elif asked.global_batch_size is not None:
-        flags["global-batch-size"] = asked.global_batch_size
-    typed = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    more = [word for setting in asked.settings if is_for(asked, setting, cell.backend) for word in ("--set", setting)]
+    elif options.global_batch_size is not None:
+        flags["global-batch-size"] = options.global_batch_size
+    arguments = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    more = [
+        word for setting in options.settings if is_for(options, setting, cell.backend) for word in ("--set", setting)
+    ]
     begin = ["--set", "checkpoint_at_start=true"] if start is None else ["--resume"]
-    return ["-m", "distributed.cli", "train", *typed, *more, *begin, "--", *asked.script_args]
+    return ["-m", "distributed.cli", "train", *arguments, *more, *begin, "--", *options.script_args]
 
 
-def is_for(asked: Asked, setting: str, backend: str) -> bool:
+def is_for(options: ParityOptions, setting: str, backend: str) -> bool:
     """Return whether `setting` applies to every run or is an option that applies to `backend`."""
     group = setting.partition(".")[0].strip()
-    return group not in GROUPS or group in (*groups_in_use(asked.config, backend), "data")
+    return group not in GROUPS or group in (*groups_in_use(options.config, backend), "data")
 
 
 def _failure(code: int, text: str) -> DistributedError:
     """Return the error with the run's own message, and the last line of a traceback."""
     lines = [line for line in text.splitlines() if line.strip()]
-    said = [line for line in lines if line.startswith("error: ")]
-    words = said[-1].removeprefix("error: ").partition(" (whole log")[0] if said else f"exit code {code}"
+    errors = [line for line in lines if line.startswith("error: ")]
+    words = errors[-1].removeprefix("error: ").partition(" (whole log")[0] if errors else f"exit code {code}"
     if lines and not lines[-1].startswith("error: "):
         words += f": {lines[-1]}"
     return {2: ConfigError, 3: ResourceError}.get(code, TrainingError)(words)

@@ -56,16 +56,16 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
     return output
 
 
-def write_reports_at_end(run: RunDirectory, say: Callable[[str], None]) -> None:
+def write_reports_at_end(run: RunDirectory, notice: Callable[[str], None]) -> None:
     """Write RUN/report.html, and that of each further Trainer of the script, if they have metrics.
 
-    Errors do not fail the run: `say` gets one line for each.
+    Errors do not fail the run: `notice` gets one line for each.
     """
     from distributed.report.page import is_bokeh_here
 
     having = [path for path in (run.path, *sorted(run.path.glob("fit-*"))) if _has_metrics(RunDirectory(path))]
     if having and not is_bokeh_here():
-        say(
+        notice(
             f"no {FILE}, which needs bokeh: pip install 'distributed-trainer[report]', then 'distributed report {run.path}'"
         )
         return
@@ -73,10 +73,10 @@ def write_reports_at_end(run: RunDirectory, say: Callable[[str], None]) -> None:
         try:
             write_report([path], path / FILE)
         except DistributedError as error:
-            say(f"no {FILE}: {error}")
+            notice(f"no {FILE}: {error}")
         except Exception as error:  # a bug in the report must not fail a finished run
             logger.debug("report of %s", path, exc_info=True)
-            say(f"no {FILE} of {path} ({type(error).__name__}: {error}): 'distributed report {path}' says more")
+            notice(f"no {FILE} of {path} ({type(error).__name__}: {error}): 'distributed report {path}' says more")
 
 
 def _has_metrics(run: RunDirectory) -> bool:

@@ -38,9 +38,9 @@ class Section:
 def bokeh_scripts() -> str:
     """Return BokehJS from the bokeh package, without importing bokeh. Raises ResourceError if it is not installed."""
     spec = importlib.util.find_spec("bokeh")
-    places = spec.submodule_search_locations if spec is not None else None
+    locations = spec.submodule_search_locations if spec is not None else None
     try:
-        directory = Path(next(iter(places or ())), "server", "static", "js")
+        directory = Path(next(iter(locations or ())), "server", "static", "js")
         return "\n".join(_inline((directory / name).read_text(encoding="utf-8")) for name in _SCRIPTS)
     except (StopIteration, OSError):
         raise ResourceError(
@@ -127,11 +127,11 @@ def _groups(panels: Sequence[Panel]) -> Iterable[str]:
     """Yield the HTML of each group of panels: its heading, and an empty element for each plot."""
     groups = dict.fromkeys(panel.group for panel in panels)
     for group in groups:
-        inside = [_place(number, panel) for number, panel in enumerate(panels) if panel.group == group]
+        inside = [_panel_html(number, panel) for number, panel in enumerate(panels) if panel.group == group]
         yield f'<h2>{escape(group)}</h2>\n<div class="panels">\n' + "\n".join(inside) + "\n</div>"
 
 
-def _place(number: int, panel: Panel) -> str:
+def _panel_html(number: int, panel: Panel) -> str:
     note = f'<p class="note">{escape(panel.note)}</p>' if panel.note else ""
     wide = " wide" if panel.is_wide else ""
     return (
@@ -175,7 +175,7 @@ def table(
     lines = []
     for number, row in enumerate(rows):
         swatch = f'<i data-color="{colors[number]}"></i>' if colors else ""
-        cells = "".join(f"<td>{swatch if not place else ''}{escape(cell)}</td>" for place, cell in enumerate(row))
+        cells = "".join(f"<td>{swatch if not column else ''}{escape(cell)}</td>" for column, cell in enumerate(row))
         lines.append(f'<tr class="best">{cells}</tr>' if number == best else f"<tr>{cells}</tr>")
     heads = "".join(f"<th>{escape(name)}</th>" for name in head)
     return f'<div class="table{" tight" if is_tight else ""}"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'

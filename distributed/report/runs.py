@@ -83,7 +83,7 @@ def read_run(path: Path, label: str | None = None) -> RunData:
     return RunData(
         path=path, label=label or path.resolve().name,
         train=[row for row in rows if row.get("split") != "val"], val=[row for row in rows if row.get("split") == "val"],
-        times=times, events=_placed(events, rows), result=read_result(path / "result.json") or {},
+        times=times, events=_at_steps(events, rows), result=read_result(path / "result.json") or {},
         sources=config.pop("sources", None) or {}, script=config.pop("script", None),
         hyperparameters=config.pop("hyperparameters", None) or {}, settings=config,
     )  # fmt: skip
@@ -162,7 +162,7 @@ def _parsed(lines: Sequence[bytes]) -> Iterator[Any]:
             yield json.loads(line)
 
 
-def _placed(events: list[Row], rows: Sequence[Row]) -> list[Row]:
+def _at_steps(events: list[Row], rows: Sequence[Row]) -> list[Row]:
     """Return the events, each with a step: its own, or the last step that is known at its time."""
     known = sorted((each["time"], each["step"]) for each in (*rows, *events) if isinstance(each.get("step"), int))
     position = step = 0

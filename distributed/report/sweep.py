@@ -22,7 +22,7 @@ _FEW = 5  # up to so many values of a parameter are all written beside its axis
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
+class TrialData:
     """One trial. `value` is the sweep's metric, NaN if the trial reported none."""
 
     id: str
@@ -35,16 +35,16 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sweep:
+class SweepData:
     """The content of a sweep.json."""
 
     path: Path
     metric: str
     mode: str
-    trials: Sequence[Trial]
+    trials: Sequence[TrialData]
 
     @property
-    def done(self) -> list[Trial]:
+    def done(self) -> list[TrialData]:
         """Trials with a value, the best first."""
         sign = -1.0 if self.mode == "max" else 1.0
         return sorted(
@@ -58,13 +58,13 @@ class Sweep:
         return [name for name in names if len({repr(trial.config.get(name)) for trial in self.trials}) > 1]
 
 
-def read_sweep(directory: Path) -> Sweep:
+def read_sweep(directory: Path) -> SweepData:
     """Return the sweep in `directory`. Raises ConfigError if its file cannot be read or lists no trials."""
     path = directory / FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         trials = [_trial(each, content["metric"], directory) for each in content["trials"]]
-        sweep = Sweep(directory, str(content["metric"]), str(content.get("mode", "min")), trials)
+        sweep = SweepData(directory, str(content["metric"]), str(content.get("mode", "min")), trials)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read ({error.strerror}): check its permissions") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -74,11 +74,11 @@ def read_sweep(directory: Path) -> Sweep:
     return sweep
 
 
-def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> Trial:
+def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> TrialData:
     metrics = content.get("metrics") or {}
     value = metrics.get(metric)
     run_dir = content.get("run_dir")
-    return Trial(
+    return TrialData(
         id=str(content["id"]), config=dict(content["config"]), metrics=metrics,
         value=float(value) if isinstance(value, (int, float)) else math.nan,
         status=str(content.get("status", "")), epochs=content.get("epochs"),
@@ -86,13 +86,13 @@ def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> Trial:
     )  # fmt: skip
 
 
-def sweep_panels(sweep: Sweep) -> list[Panel]:
+def sweep_panels(sweep: SweepData) -> list[Panel]:
     """Return the panels of a sweep: trials in order, their curves, parallel coordinates, importance."""
     panels = [_trials(sweep), _curves(sweep), _parallel(sweep), _importance(sweep)]
     return [dataclasses.replace(panel, group="Sweep") for panel in panels if panel.lines or panel.more]
 
 
-def _trials(sweep: Sweep) -> Panel:
+def _trials(sweep: SweepData) -> Panel:
     """Return the panel of each trial's metric in the order of the sweep, and of the best so far."""
     found = [(number, trial) for number, trial in enumerate(sweep.trials, 1) if math.isfinite(trial.value)]
     numbers = [number for number, _ in found]
@@ -122,23 +122,23 @@ def _trials(sweep: Sweep) -> Panel:
     )
 
 
-def _curves(sweep: Sweep) -> Panel:
+def _curves(sweep: SweepData) -> Panel:
     """Return the panel of the metric over the steps, for trials with a run directory. The best one is coloured."""
     lines = []
-    for place, trial in reversed(list(enumerate(sweep.done[:_MAX_CURVES]))):
+    for index, trial in reversed(list(enumerate(sweep.done[:_MAX_CURVES]))):
         data = _curve(sweep.metric, trial)
         if data is not None:
-            name = "best trial" if place == 0 else "other trials"
+            name = "best trial" if index == 0 else "other trials"
             text = f"{trial.id}, {sweep.metric} {trial.value:.4g}"
             lines.append(Line(
-                name, 1 if place == 0 else -1, {**data, "text": [text] * len(data["y"])}, is_faint=place > 0,
-                label=trial.id if place == 0 else "", has_points=len(data["y"]) < 3,
+                name, 1 if index == 0 else -1, {**data, "text": [text] * len(data["y"])}, is_faint=index > 0,
+                label=trial.id if index == 0 else "", has_points=len(data["y"]) < 3,
             ))  # fmt: skip
     note = f"the {_MAX_CURVES} best of {len(sweep.done)}" if len(sweep.done) > _MAX_CURVES else ""
     return Panel("lines", "Curves of the trials", sweep.metric, lines=lines, note=note)
 
 
-def _curve(metric: str, trial: Trial) -> dict[str, list[float | None]] | None:
+def _curve(metric: str, trial: TrialData) -> dict[str, list[float | None]] | None:
     if trial.run_dir is None:
         return None
     try:
@@ -153,22 +153,22 @@ def _curve(metric: str, trial: Trial) -> dict[str, list[float | None]] | None:
 # ------------------------------------------------------------------ parallel coordinates
 
 
-def _parallel(sweep: Sweep) -> Panel:
+def _parallel(sweep: SweepData) -> Panel:
     """Return the panel with one line per trial through one axis per parameter. The colour is the metric."""
     trials = sweep.done
     if not trials or not sweep.varied:
         return Panel("parallel", "Parameters")
     axes = [_axis(name, [trial.config.get(name) for trial in trials]) for name in sweep.varied]
     axes.append(_axis(sweep.metric, [trial.value for trial in trials]))
-    places = list(zip(*(axis.pop("places") for axis in axes), strict=True))
+    heights = list(zip(*(axis.pop("heights") for axis in axes), strict=True))
     values = [trial.value for trial in trials]
     lines = [
         {
-            "y": list(place),
+            "y": list(height),
             "value": short(trial.value),
             "text": f"{trial.id}: {_config_text(trial.config, sweep.varied)}",
         }
-        for trial, place in zip(trials, places, strict=True)
+        for trial, height in zip(trials, heights, strict=True)
     ]
     # The worst trials of a sweep are often outliers, so the colour follows the rank of the metric.
     more = {"axes": axes, "trials": lines, "metric": sweep.metric, "best": short(values[0]), "worst": short(values[-1])}
@@ -181,10 +181,10 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
     numbers = [value for value in values if _is_finite(value)]  # if one is missing, all are treated as words
     if len(numbers) < len(values) or len(set(numbers)) <= 1:
         words = sorted({str(value) for value in values})
-        places = [_between(words.index(str(value)), 0, len(words) - 1) for value in values]
+        heights = [_between(words.index(str(value)), 0, len(words) - 1) for value in values]
         return {
             "name": name,
-            "places": places,
+            "heights": heights,
             "ticks": [(_between(i, 0, len(words) - 1), w) for i, w in enumerate(words)],
         }
     low, high = min(numbers), max(numbers)
@@ -195,10 +195,10 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
         ticks = sorted(
             {(_between(each, low, high), f"{number:g}") for each, number in zip(scaled, numbers, strict=True)}
         )
-        return {"name": name, "places": [_between(each, low, high) for each in scaled], "ticks": ticks}
+        return {"name": name, "heights": [_between(each, low, high) for each in scaled], "ticks": ticks}
     ends = [low + (high - low) * part / 4 for part in range(5)]
     ticks = [(part / 4, f"{10**end if is_log else end:.3g}") for part, end in enumerate(ends)]
-    return {"name": name, "places": [_between(each, low, high) for each in scaled], "ticks": ticks}
+    return {"name": name, "heights": [_between(each, low, high) for each in scaled], "ticks": ticks}
 
 
 def _is_finite(value: Any) -> bool:
@@ -220,7 +220,7 @@ def _value_text(value: Any) -> str:
 # ------------------------------------------------------------------ importance
 
 
-def _importance(sweep: Sweep) -> Panel:
+def _importance(sweep: SweepData) -> Panel:
     """Return the panel of each parameter's permutation importance under a random forest that predicts the metric."""
     names, trials = sweep.varied, sweep.done
     title = "Importance of the parameters"
@@ -249,12 +249,12 @@ def _importance(sweep: Sweep) -> Panel:
     return Panel("bars", title, x="share", lines=[line], note=note, more={"rows": [name for name, _ in ordered]})
 
 
-def _importances(names: Sequence[str], trials: Sequence[Trial]) -> dict[str, float]:
+def _importances(names: Sequence[str], trials: Sequence[TrialData]) -> dict[str, float]:
     """Return the importance of each parameter. They sum to 1, or are all 0 if no parameter matters."""
     from sklearn.ensemble import RandomForestRegressor
     from sklearn.inspection import permutation_importance
 
-    table = [_axis(name, [trial.config.get(name) for trial in trials])["places"] for name in names]
+    table = [_axis(name, [trial.config.get(name) for trial in trials])["heights"] for name in names]
     inputs = [list(row) for row in zip(*table, strict=True)]
     order = sorted(range(len(trials)), key=lambda each: trials[each].value)
     ranks = [0.0] * len(trials)

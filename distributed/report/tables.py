@@ -13,10 +13,10 @@ from distributed.report.curves import readable
 from distributed.report.page import Section, escape, facts, folded, page, table
 from distributed.report.panels import EVENTS, mean_times, run_panels
 from distributed.report.runs import RunData
-from distributed.report.sweep import Sweep, Trial, sweep_panels
+from distributed.report.sweep import SweepData, TrialData, sweep_panels
 
 _FIT = {"finished": "good", "failed": "bad", "interrupted": "bad"}
-_PLACES = ("checkpoint_dir", "tensorboard_dir", "run_dir")
+_DIRECTORIES = ("checkpoint_dir", "tensorboard_dir", "run_dir")
 _SHORT = ".4g"
 
 
@@ -36,7 +36,7 @@ def compare_page(runs: Sequence[RunData]) -> str:
     )  # fmt: skip
 
 
-def sweep_page(sweep: Sweep) -> str:
+def sweep_page(sweep: SweepData) -> str:
     """Return the page of a sweep."""
     return page(
         f"Sweep {sweep.path.resolve().name}", f"{sweep.metric}, {sweep.mode} is best; {_written()}",
@@ -98,11 +98,11 @@ def _number(value: Any) -> str:
 def _settings(run: RunData) -> str:
     if not run.settings:
         return '<p class="note">no config.yaml</p>'
-    typed = {name: value for name, value in run.settings.items() if name in run.sources}
+    given = {name: value for name, value in run.settings.items() if name in run.sources}
     rest = {name: value for name, value in run.settings.items() if name not in run.sources}
     text = (
-        table(("setting", "value", "from"), [(name, _value(v), run.sources[name]) for name, v in typed.items()])
-        if typed
+        table(("setting", "value", "from"), [(name, _value(v), run.sources[name]) for name, v in given.items()])
+        if given
         else ""
     )
     if run.hyperparameters:
@@ -158,7 +158,7 @@ def _results(runs: Sequence[RunData]) -> str:
 def _differences(runs: Sequence[RunData]) -> str:
     """Return a table with one row per setting or hyperparameter that is not the same in all runs."""
     every = [{**run.settings, **run.hyperparameters, "script": run.script} for run in runs]
-    names = [name for name in dict.fromkeys(name for each in every for name in each) if name not in _PLACES]
+    names = [name for name in dict.fromkeys(name for each in every for name in each) if name not in _DIRECTORIES]
     rows = [(name, *(_value(each.get(name)) for each in every)) for name in names]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     if not rows:
@@ -169,7 +169,7 @@ def _differences(runs: Sequence[RunData]) -> str:
 # ------------------------------------------------------------------ a sweep
 
 
-def _sweep_facts(sweep: Sweep) -> str:
+def _sweep_facts(sweep: SweepData) -> str:
     done = sweep.done
     states: dict[str, int] = {}
     for trial in sweep.trials:
@@ -184,9 +184,9 @@ def _sweep_facts(sweep: Sweep) -> str:
     return facts(values)
 
 
-def _trials(sweep: Sweep) -> str:
+def _trials(sweep: SweepData) -> str:
     """Return the table of all trials. Those without a value come last."""
-    order: list[Trial] = [*sweep.done, *(trial for trial in sweep.trials if not math.isfinite(trial.value))]
+    order: list[TrialData] = [*sweep.done, *(trial for trial in sweep.trials if not math.isfinite(trial.value))]
     names = sweep.varied
     rows = [
         (trial.id, _number(trial.value) if math.isfinite(trial.value) else "-", trial.status, trial.epochs or "",

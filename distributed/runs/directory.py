@@ -182,8 +182,8 @@ class RunDirectory:
 
     def _nearest_run(self) -> str:
         """Return a run of a similar name, beside this directory or under `runs`, as a phrase for a message, or ""."""
-        places = [place for place in (self.path.parent, Path("runs")) if place.is_dir()]
-        runs = {each.name: each for place in places for each in place.iterdir() if (each / self.events.name).exists()}
+        parents = [parent for parent in (self.path.parent, Path("runs")) if parent.is_dir()]
+        runs = {each.name: each for parent in parents for each in parent.iterdir() if (each / self.events.name).exists()}
         close = difflib.get_close_matches(self.path.name, runs, n=1, cutoff=0.6)
         return f" (did you mean {str(runs[close[0]])!r}?)" if close else ""
 

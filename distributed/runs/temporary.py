@@ -34,14 +34,14 @@ def temporary_directory() -> Iterator[Path]:
 
 
 def claim(path: Path) -> Path:
-    """Create the directory `path` with mode 0700 and this process as its owner; first `sweep` the directory that contains it."""
-    sweep(path.parent)
+    """Create the directory `path` with mode 0700 and this process as its owner. Leftovers beside it are removed first."""
+    remove_leftovers(path.parent)
     path.mkdir(mode=0o700)
     (path / _OWNER).write_text(f"{_identity(os.getpid()) or ''} {_machine() or '-'}")
     return path
 
 
-def sweep(directory: str | os.PathLike[str]) -> None:
+def remove_leftovers(directory: str | os.PathLike[str]) -> None:
     """Remove the directories in `directory` that were made by `claim` in a process of this user that has ended."""
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:

@@ -69,8 +69,8 @@ def _checkpoints(ran: Sequence[Ran], references: AllReferences, directory: Path)
     bad = []
     for number, alike in enumerate(groups.values()):
         found, trips = references.of(alike[0].adapter), list[Trip]()
-        for place, target in enumerate(alike):
-            out = directory / f"to-{number}-{place}"
+        for index, target in enumerate(alike):
+            out = directory / f"to-{number}-{index}"
             trips += travel(found.sources(alike), target.adapter, target.world_size, out, found)
             sys.stderr.write(f"{len(trips)} checkpoints taken up, the last by {target}\n")
         sys.stdout.write(f"{table(trips)}\n\n{len(trips)} checkpoints taken up\n\n")

@@ -11,7 +11,7 @@ from typing import Any
 from distributed.backends import make_backend
 from distributed.backends.capabilities import Capabilities, capabilities_of
 from distributed.backends.torch_base import TorchBackend
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import BackendRow, backend_class, backend_row, default_backend, row_in_use
 from distributed.config.settings import DistributedConfig, canonical
@@ -88,7 +88,7 @@ class Adapter:
         """Raise ConfigError if the adapter refuses these settings together with its own, and ResourceError if a
         library is missing."""
         given, _ = canonical({"backend": self.backend, **self.settings, **settings})
-        make_backend(merge(Typed(), given), ProcessPlan(1, self.world_sizes[0], "cpu", self.backend))
+        make_backend(merge(Overrides(), given), ProcessPlan(1, self.world_sizes[0], "cpu", self.backend))
 
     def takes(self, **settings: Any) -> bool:
         """Return True if the adapter accepts these settings together with its own."""

@@ -88,8 +88,8 @@ def check_clipping(ran: Ran, references: References) -> None:
     """Check that the reported gradient norm is the one before clipping, and that the applied gradient has the
     requested norm."""
     free, clipped = ran.case("one-update"), ran.case("one-clipped-update")
-    (norm,), (told,) = free.numbers["norms"], clipped.numbers["norms"]
-    assert norm > 2 * _CLIP and math.isclose(told, norm, rel_tol=1e-5), f"{ran}: norms {norm} and {told}"
+    (norm,), (reported,) = free.numbers["norms"], clipped.numbers["norms"]
+    assert norm > 2 * _CLIP and math.isclose(reported, norm, rel_tol=1e-5), f"{ran}: norms {norm} and {reported}"
     squares = sum(float(((value - clipped.weights[name]) ** 2).sum()) for name, value in free.weights.items())
     assert math.isclose(math.sqrt(squares), norm - _CLIP, rel_tol=1e-4), f"{ran}: clipped to another norm than {_CLIP}"
 

@@ -14,7 +14,7 @@ from distributed.checkpoints.durable import write_file
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.data import epoch_order, slices
-from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
+from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, UpdateBatch, WorkerContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +29,14 @@ class FakeData(ShardedData):
         self.num_samples: int = num_samples
         self.batch, self._rank, self._seed, self._shuffle = batch, rank, seed, shuffle
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
         order = epoch_order(self.num_samples, self._seed, epoch, self._shuffle).tolist()
         for start in range(skip, self.num_samples, self.batch.global_batch_size):
             chosen = order[start : start + self.batch.global_batch_size]
             micros = [
                 MicroBatch([chosen[i] for i in part], len(part)) for part in slices(len(chosen), self.batch, self._rank)
             ]
-            yield Group(micros, len(chosen), start)
+            yield UpdateBatch(micros, len(chosen), start)
 
 
 class FakeBackend(Backend[FakeOptions]):
@@ -68,11 +68,11 @@ class FakeBackend(Backend[FakeOptions]):
     def shard(self, data: Any, batch: BatchPlan, role: DataRole) -> ShardedData:
         return FakeData(len(data), batch)
 
-    def train_step(self, group: Group) -> StepResult:
-        samples = [float(sample) for micro in group.micro_batches for sample in micro.batch]
+    def train_step(self, update_batch: UpdateBatch) -> StepResult:
+        samples = [float(sample) for micro in update_batch.micro_batches for sample in micro.batch]
         self.seen += samples
         self.weight += sum(samples)
-        return StepResult([("loss", sum(samples), 1.0, len(samples))], group.num_samples)
+        return StepResult([("loss", sum(samples), 1.0, len(samples))], update_batch.num_samples)
 
     def eval_step(self, micro: MicroBatch) -> StepResult:
         return StepResult([("loss", sum(map(float, micro.batch)), 1.0, micro.num_samples)], micro.num_samples)

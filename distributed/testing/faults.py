@@ -10,7 +10,7 @@ from typing import Any
 from distributed.backends import make_backend
 from distributed.backends.capabilities import SEVERAL
 from distributed.config.fields import Rule, rules
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import plan_processes
 from distributed.config.settings import DistributedConfig, canonical, group_options
 from distributed.errors import ConfigError
@@ -37,9 +37,9 @@ def check_starts(
         assert all(lines.count(line) == 1 for line in expected), (
             f"start {number + 1} of {times}: expected {expected}\n{lines}"
         )
-        said = "\n".join(line for line in lines if line not in expected)
+        text = "\n".join(line for line in lines if line not in expected)
         for word in ("terminate called", "Traceback", "Warning", "warning"):
-            assert word not in said, f"start {number + 1} of {times}\n{said[-3000:]}"
+            assert word not in text, f"start {number + 1} of {times}\n{text[-3000:]}"
         seconds.append(done.seconds)
     return seconds
 
@@ -88,13 +88,13 @@ def check_refusals(adapter: Adapter) -> int:
     """Check that each setting in the adapter's table of refusals is refused with its reason. Return their number."""
     refuses = {name: why for name, why in adapter.capabilities.refuses.items() if name != SEVERAL}
     for name, why in refuses.items():
-        merged = merge(Typed(), _settings(adapter, name))
-        said = ""
+        merged = merge(Overrides(), _settings(adapter, name))
+        text = ""
         try:
             make_backend(merged, plan_processes(merged.config, count_gpus=lambda: 8))
         except ConfigError as error:
-            said = str(error)
-        assert why in said, f"{adapter}: of {name}={refused_value(name)!r} it says {said!r}, its table {why!r}"
+            text = str(error)
+        assert why in text, f"{adapter}: of {name}={refused_value(name)!r} it says {text!r}, its table {why!r}"
     return len(refuses)
 
 
@@ -113,6 +113,6 @@ def check_refused_in_a_second(adapter: Adapter, directory: Path, run: Runner = r
         return
     refused = dataclasses.replace(adapter, settings={name.partition("=")[0]: refused_value(name)})
     done = train(refused, adapter.world_sizes[0], "short.py", directory, [adapter.model], run)
-    said = done.output.strip().splitlines()
-    assert done.returncode == 2 and adapter.capabilities.refuses[name] in said[-1] and len(said) == 1, done.output
+    lines = done.output.strip().splitlines()
+    assert done.returncode == 2 and adapter.capabilities.refuses[name] in lines[-1] and len(lines) == 1, done.output
     assert max(done.cpu_s, done.seconds / 10) < 5, f"{adapter}: {done.seconds:.1f} s until {name} was refused"

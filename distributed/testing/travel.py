@@ -117,7 +117,7 @@ def table(trips: Iterable[Trip]) -> str:
     cells: dict[tuple[str, str], list[Trip]] = {}
     for trip in trips:
         cells.setdefault((str(trip.source.adapter), str(trip.target)), []).append(trip)
-    rows, columns = (list(dict.fromkeys(pair[place] for pair in cells)) for place in (0, 1))
+    rows, columns = (list(dict.fromkeys(pair[axis] for pair in cells)) for axis in (0, 1))
     lines = [["from \\ to", *columns], ["---"] * (len(columns) + 1)]
     lines += [[row, *(_cell(cells.get((row, column), [])) for column in columns)] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -81,7 +81,7 @@ class TrainerFiles:
         context: WorkerContext,
         report: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._given, self._typed, self._is_search = setup.handover, setup.typed, setup.is_search
+        self._handover, self._overrides, self._is_search = setup.handover, setup.overrides, setup.is_search
         self._worker, self._plan, self._restart_count = setup.worker, setup.plan, setup.restart_count
         self._backend, self._context, self._report = backend, context, report
         self._agreement = Agreement(backend.world, setup.merged.config.timeout_s)
@@ -92,7 +92,7 @@ class TrainerFiles:
     def wants_resume(self, merged: MergedConfig) -> bool:
         """Return whether to continue from a checkpoint of an earlier attempt or run."""
         return (
-            (self._given is not None and self._given.resume)
+            (self._handover is not None and self._handover.resume)
             or merged.config.resume_from_checkpoint is not False
             or self._restart_count > 0
             or is_trial_again()
@@ -101,7 +101,7 @@ class TrainerFiles:
     def notices(self) -> list[str]:
         """Return the notices about the choice of the run directory."""
         is_alone = self._context.world_size == 1  # no launcher restarts such a run
-        if self._run is None or is_alone or self._given_dir() is not None:
+        if self._run is None or is_alone or self._handover_dir() is not None:
             return []
         if not self._is_foreign() or self._identity() is not None:
             return []
@@ -153,7 +153,7 @@ class TrainerFiles:
         self._agreement.on_main(lambda: _refuse_to_start_over(run, store.directory))
 
     def _choose(self) -> Path:
-        return self._given_dir() or Path(self._agreement.on_main(lambda: str(self._name())))
+        return self._handover_dir() or Path(self._agreement.on_main(lambda: str(self._name())))
 
     def _name(self) -> Path:
         """Return a new run directory, or that of the attempt that this one replaces. Called on the main process."""
@@ -161,8 +161,9 @@ class TrainerFiles:
         before = find_run_dir(script_name(), identity) if identity and self._restart_count else None
         return before or choose_run_dir(script_name(), identity)
 
-    def _given_dir(self) -> Path | None:
-        return Path(self._given.run_dir) if self._given is not None and self._given.run_dir is not None else None
+    def _handover_dir(self) -> Path | None:
+        run_dir = self._handover.run_dir if self._handover is not None else None
+        return Path(run_dir) if run_dir is not None else None
 
     def _is_foreign(self) -> bool:
         """Return whether another launcher than ours started this worker."""
@@ -174,7 +175,7 @@ class TrainerFiles:
     def _hold(self, run: RunDirectory, merged: MergedConfig) -> None:
         """Lock the run directory and write its config.yaml. Called on the main process."""
         if link() is None:
-            if self._given is not None and self._given.resume and run.path == _Taken.first:
+            if self._handover is not None and self._handover.resume and run.path == _Taken.first:
                 run.check_resumable()
             run.check(resume=self.wants_resume(merged))
             run.lock()
@@ -183,7 +184,7 @@ class TrainerFiles:
         run.path.mkdir(parents=True, exist_ok=True)
         if self._is_foreign():
             merged = _as_launched(merged, self._plan)
-        text = config_yaml(merged, self._typed.script, self._typed.script_args)
+        text = config_yaml(merged, self._overrides.script, self._overrides.script_args)
         replace_text(run.path / "config.yaml", text)
 
     def _claim(self, directory: Path, merged: MergedConfig) -> None:
@@ -205,7 +206,7 @@ def _as_launched(merged: MergedConfig, plan: ProcessPlan) -> MergedConfig:
 
     config.yaml then makes our launcher start the same number of processes.
     """
-    if any(merged.is_typed(name) for name in ("nproc_per_node", "gpus_per_node", "num_gpus")):
+    if any(merged.is_given(name) for name in ("nproc_per_node", "gpus_per_node", "num_gpus")):
         return merged
     processes: dict[str, Any] = {"num_nodes": plan.num_nodes, "nproc_per_node": plan.nproc_per_node}
     sources = {**merged.sources, **dict.fromkeys(processes, "launcher")}

@@ -24,7 +24,7 @@ from distributed.metrics.monitor import (
     unknown_metric,
 )
 from distributed.runs.summary import was_interrupted
-from distributed.state import Group, MicroBatch, StepResult, Sums, TrainState
+from distributed.state import MicroBatch, StepResult, Sums, TrainState, UpdateBatch
 from distributed.training.common_step import STOP, CommonStep
 from distributed.training.timing import TimeSplit
 
@@ -47,7 +47,8 @@ class Run:
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's metrics by name
     has_training_step: bool = False  # a training_step may report further metrics after the first update
     uncertain: Sequence[str] = ()  # monitors that the first update has to report
-    val_groups: Iterable[Group] | None = None  # groups of the first evaluation, if one of its batches was read before
+    # Those of the first evaluation, if one of its batches was read before.
+    val_update_batches: Iterable[UpdateBatch] | None = None
     is_save_due: bool = False  # a save by `checkpoint_every_n_steps` waits for the metrics of the epoch
     is_over: bool = False  # whether the last checkpoint is saved
     window: list[StepResult] = dataclasses.field(default_factory=list)  # results of steps that are not summed yet
@@ -119,7 +120,7 @@ def _train_epoch(run: Run) -> bool:
     save_every = run.config.checkpoint_every_n_steps or math.inf
     limit = run.config.max_steps or math.inf
     run.window_start, run.saved_s = time.perf_counter(), 0.0
-    for group in run.spent.timed(run.train.epoch(state.epoch, state.samples_in_epoch)):
+    for update_batch in run.spent.timed(run.train.epoch(state.epoch, state.samples_in_epoch)):
         if state.stop_reason is not None:  # set by a callback; all ranks agree on it at the log line
             return False
         if state.step >= limit:
@@ -128,12 +129,12 @@ def _train_epoch(run: Run) -> bool:
         while (action := tick()) is not None:
             if not _act(run, action):
                 return False
-        result = train_step(group)
+        result = train_step(update_batch)
         window.append(result)
         run.is_measured = False
         state.step += 1
-        state.samples_in_epoch += group.num_samples
-        state.samples_seen += group.num_samples
+        state.samples_in_epoch += update_batch.num_samples
+        state.samples_seen += update_batch.num_samples
         if run.uncertain:
             _check_monitors(run, result)
         if state.step % log_every == 0:
@@ -193,9 +194,9 @@ def _names_of_validation(run: Run) -> list[str]:
     its loader would then wait until the end of the epoch.
     """
     assert run.val is not None
-    groups = run.val.epoch(0)
-    first = next(groups)
-    run.val_groups = itertools.chain([first], groups)
+    update_batches = run.val.epoch(0)
+    first = next(update_batches)
+    run.val_update_batches = itertools.chain([first], update_batches)
     with run.backend.own_generators():
         names = [f"val_{name}" for name in run.backend.collect([run.backend.eval_step(first.micro_batches[0])])]
     run.backend.measured.begin("val")  # forget what the metrics over all samples have kept of the batch
@@ -340,8 +341,8 @@ def _measure(run: Run) -> dict[str, float] | None:
         **state.over_all,
     }
     if run.val is not None:
-        groups, run.val_groups = run.val_groups, None
-        measured = evaluate(run.backend, run.val, lambda: _tick_in_evaluation(run), groups)
+        update_batches, run.val_update_batches = run.val_update_batches, None
+        measured = evaluate(run.backend, run.val, lambda: _tick_in_evaluation(run), update_batches)
         if measured is None:
             return None
         for callback in run.callbacks:
@@ -394,11 +395,11 @@ def evaluate(
     backend: Backend[Any],
     data: ShardedData,
     enter: Callable[[], bool] = lambda: True,
-    groups: Iterable[Group] | None = None,
+    update_batches: Iterable[UpdateBatch] | None = None,
 ) -> dict[str, float] | None:
     """Return the loss and the metrics over `data`, in which each sample counts once. A collective; the result is the same on all ranks.
 
-    Returns None when `enter()`, which is called before each batch, returns False. Pass `groups` where reading the groups of `data`
+    Returns None when `enter()`, which is called before each batch, returns False. Pass `update_batches` where reading those of `data`
     has begun already.
     """
     backend.measured.begin("val")
@@ -409,7 +410,7 @@ def evaluate(
         _add(sums, backend.collect(window))
         window.clear()
 
-    for micro in micro_batches(data.epoch(0) if groups is None else groups):
+    for micro in micro_batches(data.epoch(0) if update_batches is None else update_batches):
         if not enter():
             return None
         window.append(backend.eval_step(micro))
@@ -422,7 +423,7 @@ def evaluate(
     return means | over_all if over_all is not None else evaluate(backend, data, enter)
 
 
-def micro_batches(groups: Iterable[Group]) -> Iterable[MicroBatch]:
-    """Yield the micro-batches of all groups in order."""
-    for group in groups:
-        yield from group.micro_batches
+def micro_batches(update_batches: Iterable[UpdateBatch]) -> Iterable[MicroBatch]:
+    """Yield the micro-batches of all update batches in order."""
+    for update_batch in update_batches:
+        yield from update_batch.micro_batches

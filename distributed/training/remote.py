@@ -240,7 +240,7 @@ def _request(setup: Setup, merged: MergedConfig, run: RunDirectory, payload: int
     plan = setup.plan
     row = row_in_use(merged.config, plan.backend)
     return make_request(
-        merged, plan, row, str(run.path), typed=setup.typed, started_lines=[*warnings_of(merged.config, plan), starting_line(plan)],
+        merged, plan, row, str(run.path), overrides=setup.overrides, started_lines=[*warnings_of(merged.config, plan), starting_line(plan)],
         payload=f"/proc/self/fd/{payload}", script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
         working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume,
         environ={**row.environ, **environ_of_workers(merged)},

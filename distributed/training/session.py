@@ -137,7 +137,7 @@ class Session:
             ))  # fmt: skip
             result = Result(run, self.setup.plan, self.context)
             fit = _Fit(state, callbacks, store, run, result, batch.batch_size, time.monotonic() - state.total_time)
-            self._say_start(merged, batch, notices, fit, resumed)
+            self._show_start(merged, batch, notices, fit, resumed)
             return self._train(fit, train, val)
 
     def _configure(self, merged: MergedConfig) -> None:
@@ -167,18 +167,18 @@ class Session:
                 loop.fit(run)
                 self.backend.reassemble()
         except BaseException as error:
-            told = self._told(fit, error)
-            self._note_failure(fit, told)
-            if told is error:
+            raised = self._error_to_raise(fit, error)
+            self._record_failure(fit, raised)
+            if raised is error:
                 raise
-            raise told from error
+            raise raised from error
         finally:
             common.close()
             self.backend.unwrap()
         fit.stop_clock()
         self._state = state
         history = History.of(state, str(fit.run.path), state.total_time)
-        self._say_end(fit)
+        self._show_end(fit)
         self._close_loggers(fit)
         if caller.error is not None:
             raise caller.error
@@ -186,7 +186,7 @@ class Session:
             self._leave_after_signal(int(str(state.stop_reason).split()[1]))
         return history
 
-    def _told(self, fit: _Fit, error: BaseException) -> BaseException:
+    def _error_to_raise(self, fit: _Fit, error: BaseException) -> BaseException:
         """Return the error to raise for `error`.
 
         If memory ran out, this is an error that names the rank and what to change. A search for the largest batch size needs
@@ -204,7 +204,7 @@ class Session:
         backend = self.backend
         return FitContext(backend.model, backend.users_optimizer, run.config, fit.run.path.absolute(), run.stop)
 
-    def _note_failure(self, fit: _Fit, error: BaseException) -> None:
+    def _record_failure(self, fit: _Fit, error: BaseException) -> None:
         for callback in fit.callbacks:
             callback.on_error(fit.state, error)
         fit.stop_clock()
@@ -322,7 +322,7 @@ class Session:
             callback.on_checkpoint(state, path)
         return True
 
-    def _say_start(
+    def _show_start(
         self, merged: MergedConfig, batch: BatchPlan, notices: list[str], fit: _Fit, resumed: str | None
     ) -> None:
         if not self.context.is_main_process:
@@ -348,7 +348,7 @@ class Session:
             restart_count=self.setup.restart_count, batch_dependent=list(self.backend.batch_dependent),
         )  # fmt: skip
 
-    def _say_end(self, fit: _Fit) -> None:
+    def _show_end(self, fit: _Fit) -> None:
         state = fit.state
         if not self.context.is_main_process:
             return
@@ -399,8 +399,8 @@ class Session:
             backend.as_trained(),
             contextlib.closing(self._sharded(data, DataRole.PREDICTION)) as sharded,
         ):
-            for number, group in enumerate(sharded.epoch(0)):
-                (micro,) = group.micro_batches
+            for number, update_batch in enumerate(sharded.epoch(0)):
+                (micro,) = update_batch.micro_batches
                 outputs = self.backend.predict_step(micro)
                 if micro.num_samples:
                     mine.append((number, self.context.rank, outputs))

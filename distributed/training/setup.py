@@ -14,7 +14,7 @@ from distributed.backends.base import Backend
 from distributed.backends.starting import Starting
 from distributed.callbacks import Callback
 from distributed.config.fields import rules
-from distributed.config.merging import MergedConfig, Typed, joined, merge, read_config_file, split_sweep
+from distributed.config.merging import MergedConfig, Overrides, joined, merge, read_config_file, split_sweep
 from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
 from distributed.config.registry import backend_class, backend_row, groups_in_use, pinned_backend, starting_of
 from distributed.config.settings import CHECKPOINTS, MONITORING, DistributedConfig, canonical
@@ -58,7 +58,7 @@ class Setup:
         # Number of this attempt: above 0 if a launcher started the workers again after a failure.
         self.restart_count = self.worker.restart_count if self.worker is not None else 0
         self.handover = handover()
-        self.typed = self._read(config)
+        self.overrides = self._read(config)
         self.merged = self.merge({})
         self.plan = self._plan(self.merged)
         self._check_backend()
@@ -74,22 +74,22 @@ class Setup:
         self.search_dir: Path | None = None  # the run directory of a search that starts workers
 
     def for_search(
-        self, given: Mapping[str, Any], *, job: Job, callbacks: Sequence[Callback] = (), **sweep: Any
+        self, settings: Mapping[str, Any], *, job: Job, callbacks: Sequence[Callback] = (), **sweep: Any
     ) -> Setup:
         """Return a setup for a search that trains `job`.
 
-        It has the settings of this setup without those for checkpoints, logging and schedules. `given` replaces settings in
+        It has the settings of this setup without those for checkpoints, logging and schedules. `settings` replaces settings in
         code. `sweep` replaces settings that also override the batch size of a DataLoader.
         """
         search = copy.copy(self)
         search.is_search = True
         search.job, search.callbacks = job, list(callbacks)
         dropped = {name for name, rule in rules(DistributedConfig).items() if rule.group in (MONITORING, CHECKPOINTS)}
-        dropped |= {*given, *sweep, "monitor", "monitor_mode", "early_stopping_patience", "scheduler_interval"}
-        file, flag = (_kept(layer, dropped) for layer in (self.typed.file, self.typed.flag))
-        search.typed = dataclasses.replace(self.typed, file=file, flag=flag, notices=())
+        dropped |= {*settings, *sweep, "monitor", "monitor_mode", "early_stopping_patience", "scheduler_interval"}
+        file, flag = (_kept(layer, dropped) for layer in (self.overrides.file, self.overrides.flag))
+        search.overrides = dataclasses.replace(self.overrides, file=file, flag=flag, notices=())
         search.sweep = {**_kept(self.sweep, dropped), **sweep}
-        search.code = {**_kept(self.code, dropped), **given}
+        search.code = {**_kept(self.code, dropped), **settings}
         search.merged = search.merge({})
         search.backend = make_backend(search.merged, search.plan)
         return search
@@ -110,14 +110,14 @@ class Setup:
         trial = current()
         return trial.report if trial is not None else self.starting.on_epoch(self.merged.config)
 
-    def _read(self, config: Any) -> Typed:
+    def _read(self, config: Any) -> Overrides:
         """Return the settings from flags and files. Those from outside of the script override the file that the script names."""
-        typed = self.handover.typed if self.handover is not None else running_script()
+        overrides = self.handover.overrides if self.handover is not None else running_script()
         if not isinstance(config, (str, os.PathLike)):
-            return typed
+            return overrides
         read = read_config_file(config)
-        file = joined(joined(read.file, read.flag), typed.file)
-        return dataclasses.replace(typed, file=file, notices=(*typed.notices, *read.notices))
+        file = joined(joined(read.file, read.flag), overrides.file)
+        return dataclasses.replace(overrides, file=file, notices=(*overrides.notices, *read.notices))
 
     def _settings(
         self, config: Any, settings: Mapping[str, Any]
@@ -135,12 +135,12 @@ class Setup:
             raise ConfigError(
                 f"config is a {type(config).__name__}: pass a DistributedConfig, the path of a file or a dict of settings"
             )
-        direct, said = canonical(self._flat_options(settings), self._own_options())
+        direct, more_notices = canonical(self._flat_options(settings), self._own_options())
         code = joined(code, direct)
         if self._pinned is not None:
             self._pinned, option = pinned_backend(self._pinned, code)
-            said += [] if option is None else [f"{option} selects backend {self._pinned}"]
-        return code, sweep, others, notices + said
+            more_notices += [] if option is None else [f"{option} selects backend {self._pinned}"]
+        return code, sweep, others, notices + more_notices
 
     def _flat_options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return `settings` with the options of a pinned backend, which may be given without its name, under full names."""
@@ -159,17 +159,17 @@ class Setup:
         Raises:
             ConfigError: if the settings contradict each other.
         """
-        typed = self.typed
+        overrides = self.overrides
         code = {**self.code, **more}
         if self._pinned is not None:
-            layers = (typed.flag, code, self.sweep, typed.file)
+            layers = (overrides.flag, code, self.sweep, overrides.file)
             chosen = next((layer["backend"] for layer in layers if layer.get("backend")), None)
             if chosen not in (None, self._pinned):
                 raise ConfigError(
                     f"backend={chosen!r} does not fit {self._owner}, which is always {self._pinned!r}: use Trainer in the script"
                 )
             code["backend"] = self._pinned
-        merged = merge(typed, code, self.hyperparameters, self.sweep)
+        merged = merge(overrides, code, self.hyperparameters, self.sweep)
         return MergedConfig(merged.config, merged.sources, merged.hyperparameters, (*self._notices, *merged.notices))
 
     def _plan(self, merged: MergedConfig) -> ProcessPlan:
@@ -195,7 +195,7 @@ class Setup:
     def _check_nodes(self, merged: MergedConfig) -> None:
         """Raise ConfigError if the script gives another number of nodes than our launcher was started with."""
         request, asked = launched_by(), merged.config.num_nodes
-        if request is not None and merged.is_typed("num_nodes") and asked != request.num_nodes:
+        if request is not None and merged.is_given("num_nodes") and asked != request.num_nodes:
             place = "config file" if merged.source("num_nodes") == "file" else "script"
             raise ConfigError(
                 f"num_nodes={asked} in the {place} is not the running world's {request.num_nodes}:"

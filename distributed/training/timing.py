@@ -17,16 +17,16 @@ class TimeSplit:
         self.data = self.checkpoint = self.total = 0.0
         self.updates = 0
 
-    def timed(self, groups: Iterator[T]) -> Iterator[T]:
-        """Yield each of `groups`, and add the seconds that waiting for it took to `data`."""
+    def timed(self, items: Iterator[T]) -> Iterator[T]:
+        """Yield each of `items`, and add the seconds that waiting for it took to `data`."""
         clock = time.perf_counter
         while True:
             began = clock()
-            group = next(groups, None)
+            item = next(items, None)
             self.data += clock() - began
-            if group is None:
+            if item is None:
                 return
-            yield group
+            yield item
 
     def take(self, communication_s: float | None, rank: int, world_size: int, reduce: Reduce) -> dict[str, float]:
         """Return the seconds per update since the last call. A collective.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.config.merging import Typed, joined, merge, split_sweep
+from distributed.config.merging import Overrides, joined, merge, split_sweep
 from distributed.errors import ConfigError, DistributedError, TrainingError
 from distributed.launching.engines import seed_generators
 from distributed.launching.variables import THREAD_VARIABLES
@@ -48,16 +48,16 @@ class FunctionJob:
             return self.train_fn(dict(values))
 
 
-def script_job(typed: Typed, metric: str, mode: str, directory: Path) -> ScriptJob:
+def script_job(overrides: Overrides, metric: str, mode: str, directory: Path) -> ScriptJob:
     """Return the job of a script's trials. Each trial keeps the checkpoint of its best epoch, unless the user set a
     monitor."""
-    flag = dict(typed.flag)
-    if "monitor" not in {**typed.file, **flag}:
+    flag = dict(overrides.flag)
+    if "monitor" not in {**overrides.file, **flag}:
         flag |= {"monitor": metric, "monitor_mode": mode}
     threads = {name: value for name in THREAD_VARIABLES if (value := os.environ.get(name))}
-    environ = environ_of_trials(merge(typed, {}))
-    typed = dataclasses.replace(typed, flag=flag, notices=())
-    return ScriptJob(typed, metric, str(directory / ".stop"), threads, environ)
+    environ = environ_of_trials(merge(overrides, {}))
+    overrides = dataclasses.replace(overrides, flag=flag, notices=())
+    return ScriptJob(overrides, metric, str(directory / ".stop"), threads, environ)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,19 +65,19 @@ class ScriptJob:
     """Job that runs a script as `train` does. Values with the name of a setting become settings; the others become
     arguments."""
 
-    typed: Typed
+    overrides: Overrides
     metric: str
     stop_file: str
     threads: Mapping[str, str]  # thread variables that the user has set
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     needs_rows = True
 
-    def typed_with(self, values: Mapping[str, Any]) -> Typed:
+    def overrides_with(self, values: Mapping[str, Any]) -> Overrides:
         """Return the settings and arguments of a trial with these values."""
         settings, others, _ = split_sweep(values)
         return dataclasses.replace(
-            self.typed, flag=joined(self.typed.flag, settings),
-            script_args=(*self.typed.script_args, *as_arguments(others)),
+            self.overrides, flag=joined(self.overrides.flag, settings),
+            script_args=(*self.overrides.script_args, *as_arguments(others)),
             hyperparameters=json.loads(json.dumps(others, default=str)),
         )  # fmt: skip
 
@@ -86,7 +86,7 @@ class ScriptJob:
         failure."""
         from distributed.launcher.start import launch_request
 
-        request = launch_request(self.typed_with(values), str(trial.directory))
+        request = launch_request(self.overrides_with(values), str(trial.directory))
         request = dataclasses.replace(request, resume=trial.is_again, live=False)
         os.environ.update(self.environ)
         self._share(cpus / request.nproc_per_node)
@@ -175,16 +175,16 @@ def cause_of(code: int, run: RunDirectory, events_before: int, log: Path) -> str
     """Return in one line why a launcher ended with `code`: from its journal, otherwise from the last line of its
     log."""
     if (event := run.last_failure(events_before)) is not None:
-        return _told(event, run)
-    said = list(_words(log))
-    return said[-1].removeprefix("error: ") if said else f"the launcher ended with code {code}"
+        return _cause_in(event, run)
+    lines = list(_words(log))
+    return lines[-1].removeprefix("error: ") if lines else f"the launcher ended with code {code}"
 
 
-def _told(event: Mapping[str, Any], run: RunDirectory) -> str:
+def _cause_in(event: Mapping[str, Any], run: RunDirectory) -> str:
     """Return the cause of a failure event. If a process just exited, append its last line of output."""
     cause = str(event["cause"])
-    said = list(_words(run.logs / f"rank-{event['rank']}.log")) if " exited with code " in cause else []
-    return f"{cause}: {re.sub(_STAMP, '', said[-1])}" if said else cause
+    lines = list(_words(run.logs / f"rank-{event['rank']}.log")) if " exited with code " in cause else []
+    return f"{cause}: {re.sub(_STAMP, '', lines[-1])}" if lines else cause
 
 
 def _words(log: Path) -> Iterator[str]:

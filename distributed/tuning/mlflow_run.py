@@ -14,12 +14,11 @@ from distributed.errors import DistributedError
 from distributed.loggers import mlflow
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
-from distributed.loggers._mlflow.spool import RECORD, Record, Spool, logged_params
+from distributed.loggers._mlflow.spool import RECORD, RunRecord, Spool, logged_params
 from distributed.loggers._mlflow.tracking_uri import users_uri
 from distributed.loggers.base import is_on_mlflow
 from distributed.runs.directory import RunDirectory
-from distributed.tuning.sweep import OPEN, Sweep
-from distributed.tuning.sweep import Record as Trial
+from distributed.tuning.sweep import OPEN, Sweep, TrialRecord
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +34,20 @@ class SweepRun:
     """
 
     def __init__(
-        self, sweep: Sweep, asked: Mapping[str, Any], experiment: str | None, script: str, warn: Callable[[str], None]
+        self,
+        sweep: Sweep,
+        configuration: Mapping[str, Any],
+        experiment: str | None,
+        script: str,
+        warn: Callable[[str], None],
     ) -> None:
         """Choose the experiment: `experiment` if it is given, otherwise the name of `script`, so that all searches
         of a script share one."""
         self._sweep, self._dir, self._warn = sweep, sweep.directory.absolute(), warn
-        self._record, self._uri = Record.chosen(self._dir, experiment, script)
+        self._record, self._uri = RunRecord.chosen(self._dir, experiment, script)
         self._record.tags = {"distributed.run_dir": self._dir.name}
         self._record.write(self._dir)  # the trials read this file
-        self._asked = dict(_flat({"metric": sweep.metric, "mode": sweep.mode, **asked}))
+        self._configuration = dict(_flat({"metric": sweep.metric, "mode": sweep.mode, **configuration}))
         self._spool = Spool(self._dir)
         self._sender = Sender(self._dir, self._record, self._spool, self._uri, warn)
         self._trials = ThreadPoolExecutor(1, "mlflow-trials")
@@ -54,12 +58,12 @@ class SweepRun:
         mlflow.import_quietly()
         self._before = mlflow.retry_once()
         self._is_started = True
-        told = logged_params(self._spool.open())
-        now = {metric_name(name): str(value) for name, value in self._asked.items()}
-        new = {name: value for name, value in now.items() if told.get(name) != value}
+        logged = logged_params(self._spool.open())
+        now = {metric_name(name): str(value) for name, value in self._configuration.items()}
+        new = {name: value for name, value in now.items() if logged.get(name) != value}
         if new:  # MLflow does not let a parameter change, so a value that a resume changed is logged under another name
             step = self._num_ended
-            values = {f"{name}.from_step_{step}" if name in told else name: value for name, value in new.items()}
+            values = {f"{name}.from_step_{step}" if name in logged else name: value for name, value in new.items()}
             self._put({"kind": "params", "values": values})
         self._put({"kind": "tags", "values": self._record.tags})
         self._put({"kind": "status", "status": "RUNNING", "time": _now()})
@@ -108,7 +112,7 @@ class SweepRun:
     def _num_ended(self) -> int:
         return sum(trial.status not in OPEN for trial in self._sweep.records.values())
 
-    def _end_trial(self, trial: Trial) -> None:
+    def _end_trial(self, trial: TrialRecord) -> None:
         """Write a run for a trial that has none, because its function uses no Trainer, and end the run of a trial
         whose process died. Runs in a thread."""
         directory = self._sweep.trial_dir(trial.number)
@@ -139,10 +143,10 @@ def environ_of_trials(merged: MergedConfig) -> dict[str, str]:
     return {} if uri is None else {"MLFLOW_TRACKING_URI": uri}
 
 
-def _write_run(directory: Path, trial: Trial) -> None:
+def _write_run(directory: Path, trial: TrialRecord) -> None:
     """Write the run of a trial that logged nothing to MLflow itself into its directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    Record.chosen(directory, None, "")[0].write(directory)
+    RunRecord.chosen(directory, None, "")[0].write(directory)
     spool = Spool(directory)
     spool.open()
     for entry in _entries(trial):
@@ -150,7 +154,7 @@ def _write_run(directory: Path, trial: Trial) -> None:
     spool.close()
 
 
-def _entries(trial: Trial) -> Iterator[dict[str, Any]]:
+def _entries(trial: TrialRecord) -> Iterator[dict[str, Any]]:
     yield {"kind": "status", "status": "RUNNING", "time": _now()}
     yield {"kind": "params", "values": {metric_name(name): str(value) for name, value in trial.config.items()}}
     for number, row in enumerate(trial.rows):
@@ -180,9 +184,9 @@ def _now() -> int:
 
 
 def run_of_sweep(
-    sweep: Sweep, merged: MergedConfig, script: str, asked: Mapping[str, Any], warn: Callable[[str], None]
+    sweep: Sweep, merged: MergedConfig, script: str, configuration: Mapping[str, Any], warn: Callable[[str], None]
 ) -> SweepRun | None:
     """Return the MLflow run of a search of `script`, or None if the settings of its trials do not ask for MLflow."""
     if not is_on_mlflow(merged):
         return None
-    return SweepRun(sweep, asked, merged.config.mlflow_experiment, Path(script).stem, warn)
+    return SweepRun(sweep, configuration, merged.config.mlflow_experiment, Path(script).stem, warn)

@@ -14,7 +14,7 @@ from distributed.errors import ConfigError, ResourceError, nearest
 from distributed.metrics.direction import is_larger_better
 from distributed.training.trial import Trial
 from distributed.tuning.space import Space
-from distributed.tuning.sweep import Record
+from distributed.tuning.sweep import TrialRecord
 
 MODES = ("min", "max")
 CHANCE = ("random", "grid")  # searches that do not learn from results
@@ -29,7 +29,7 @@ SCHEDULERS: Mapping[str, Mapping[str, float]] = {
 Bundle = Mapping[str, float]
 
 
-class Job(Protocol):
+class TrialJob(Protocol):
     """Job that every trial runs. It is pickled and sent to the process of the trial."""
 
     needs_rows: bool  # whether each reported row must have the metric
@@ -44,7 +44,7 @@ class SearchPlan:
     """Checked plan of one search."""
 
     directory: Path  # absolute
-    job: Job
+    job: TrialJob
     space: Space
     metric: str
     mode: str
@@ -58,7 +58,7 @@ class SearchPlan:
     max_concurrent: int | None = None
     max_failures: int = 0
     address: str | None = None
-    earlier: Sequence[Record] = ()
+    earlier: Sequence[TrialRecord] = ()
     scratch: Path | None = None  # directory for the files of the search's own cluster; the caller removes it
 
     @property
@@ -168,10 +168,10 @@ def bundles_of(resources: Any, gpus: float = 0.0) -> tuple[Bundle, ...]:
         resources: a dict (one bundle), a list of dicts (several bundles), or a placement group factory.
         gpus: GPUs that are added to the first bundle.
     """
-    given = getattr(resources, "bundles", resources)
-    if not isinstance(given, (Mapping, list, tuple, type(None))):
-        raise ConfigError(f"resources_per_trial is a {type(given).__name__}: write {{'cpu': 1}}, or a list of such")
-    listed = [{"CPU": 1.0}] if given is None else [given] if isinstance(given, Mapping) else list(given)
+    value = getattr(resources, "bundles", resources)
+    if not isinstance(value, (Mapping, list, tuple, type(None))):
+        raise ConfigError(f"resources_per_trial is a {type(value).__name__}: write {{'cpu': 1}}, or a list of such")
+    listed = [{"CPU": 1.0}] if value is None else [value] if isinstance(value, Mapping) else list(value)
     bundles = tuple(_bundle(each) for each in listed)
     if not bundles or not any(total(bundles).values()):
         raise ConfigError(f"resources_per_trial={resources!r} is nothing: write {{'cpu': 1}}")

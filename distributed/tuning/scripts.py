@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.config.fields import rules
-from distributed.config.merging import Typed, merge, split_sweep
+from distributed.config.merging import Overrides, merge, split_sweep
 from distributed.config.plan import plan_processes
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError
@@ -41,7 +41,7 @@ from distributed.tuning.plan import (
     total,
 )
 from distributed.tuning.proposals import check_search, make_proposals
-from distributed.tuning.search import engine, note_line
+from distributed.tuning.search import engine, record_line
 from distributed.tuning.space import Dimension, Space, read_space
 from distributed.tuning.sweep import Sweep, as_arguments, open_sweep, scores
 from distributed.tuning.table import Table
@@ -55,7 +55,7 @@ _BETWEEN = math.sqrt(2) - 1  # position within a range that is no integer if the
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class SearchOptions:
     """Flags of the search on the command line."""
 
     search_space: str | None
@@ -73,50 +73,50 @@ class Asked:
     scheduler_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-class Sweeping:
-    """One sweep. The constructor raises ConfigError for what cannot run. Nothing is started or written before `run`."""
+class ScriptSweep:
+    """A sweep whose trials run a script. The constructor raises ConfigError for what cannot run. Nothing is started or written before `run`."""
 
-    def __init__(self, typed: Typed, asked: Asked) -> None:
-        if typed.script is None:
+    def __init__(self, overrides: Overrides, options: SearchOptions) -> None:
+        if overrides.script is None:
             raise ConfigError("no script to run: add --script train.py")
-        if asked.search_space is None:
+        if options.search_space is None:
             raise ConfigError("no search space: add --search-space space.yaml")
-        if asked.resume and asked.run_dir is None:
+        if options.resume and options.run_dir is None:
             raise ConfigError("--resume needs the sweep to go on with: add --run-dir DIR")
-        self._asked = asked
-        self.mode = mode_of(asked.metric, asked.mode)
-        check_script(typed.script)
-        self.space = read_space(asked.search_space)
-        self.num_samples = check_search(asked.search, self.space, asked.num_samples)
-        self.scheduler, self.scheduler_options = check_scheduler(asked.scheduler, asked.scheduler_options)
-        check_pairing(self.scheduler, asked.search, asked.max_concurrent)
-        self._first, self._notices = check_names(self.space, typed)
-        check_libraries(merge(typed, {}))
-        self.typed, self._address = self._of_trials(typed)
+        self._options = options
+        self.mode = mode_of(options.metric, options.mode)
+        check_script(overrides.script)
+        self.space = read_space(options.search_space)
+        self.num_samples = check_search(options.search, self.space, options.num_samples)
+        self.scheduler, self.scheduler_options = check_scheduler(options.scheduler, options.scheduler_options)
+        check_pairing(self.scheduler, options.search, options.max_concurrent)
+        self._first, self._notices = check_names(self.space, overrides)
+        check_libraries(merge(overrides, {}))
+        self.overrides, self._address = self._of_trials(overrides)
         self._is_here = engine().has_own_cluster(self._address)
-        self.directory = Path(asked.run_dir or choose_run_dir(f"tune-{Path(typed.script).stem}")).absolute()
-        self._job = script_job(self.typed, asked.metric, self.mode, self.directory)
-        self.typed = self._job.typed
+        self.directory = Path(options.run_dir or choose_run_dir(f"tune-{Path(overrides.script).stem}")).absolute()
+        self._job = script_job(self.overrides, options.metric, self.mode, self.directory)
+        self.overrides = self._job.overrides
         self.bundles = self._bundles()
         self.at_once = self._concurrency()
         if self._is_here:  # checks that would fail in every trial; they are unknown for other machines
-            launch_request(self._job.typed_with(self._first), None)
+            launch_request(self._job.overrides_with(self._first), None)
         engine().check_here(self._plan())
 
-    def _of_trials(self, typed: Typed) -> tuple[Typed, str | None]:
+    def _of_trials(self, overrides: Overrides) -> tuple[Overrides, str | None]:
         """Return what every trial is given, and the address of the cluster that runs the trials."""
-        address = {**typed.file, **typed.flag}.get("address")
-        file, flag = ({n: v for n, v in layer.items() if n != "address"} for layer in (typed.file, typed.flag))
-        return dataclasses.replace(typed, file=file, flag=flag), address
+        address = {**overrides.file, **overrides.flag}.get("address")
+        file, flag = ({n: v for n, v in layer.items() if n != "address"} for layer in (overrides.file, overrides.flag))
+        return dataclasses.replace(overrides, file=file, flag=flag), address
 
     def _bundles(self) -> tuple[Mapping[str, float], ...]:
         """Return the resources of a trial. They must be on one node, because its processes are children of the
         trial."""
-        plan = plan_processes(merge(self.typed, {}).config)
+        plan = plan_processes(merge(self.overrides, {}).config)
         if plan.num_nodes > 1:
             raise ConfigError(f"num_nodes={plan.num_nodes} is not for trials, which run on one node each: drop it")
-        cpus = float(self._asked.cpus_per_trial or plan.nproc_per_node)
-        per_gpu = self._asked.trials_per_gpu
+        cpus = float(self._options.cpus_per_trial or plan.nproc_per_node)
+        per_gpu = self._options.trials_per_gpu
         if plan.device != "cuda":
             if per_gpu > 1:
                 raise ConfigError(f"trials_per_gpu={per_gpu} has no effect on {plan.device}: drop it")
@@ -131,14 +131,14 @@ class Sweeping:
         there, needs = here(), total(self.bundles)
         check_fits(needs, there, "this machine")
         fit = min(int(there[name] / amount + 1e-9) for name, amount in needs.items() if amount)
-        return min(fit, self.num_samples, self._asked.max_concurrent or fit)
+        return min(fit, self.num_samples, self._options.max_concurrent or fit)
 
     def _plan(self, sweep: Sweep | None = None) -> SearchPlan:
         return SearchPlan(
-            self.directory, self._job, self.space, self._asked.metric, self.mode, self.num_samples, self.bundles,
-            search=self._asked.search, scheduler=self.scheduler, scheduler_options=self.scheduler_options,
-            seed=merge(self.typed, {}).config.seed, max_concurrent=self._asked.max_concurrent,
-            max_failures=self._asked.max_failures, address=self._address,
+            self.directory, self._job, self.space, self._options.metric, self.mode, self.num_samples, self.bundles,
+            search=self._options.search, scheduler=self.scheduler, scheduler_options=self.scheduler_options,
+            seed=merge(self.overrides, {}).config.seed, max_concurrent=self._options.max_concurrent,
+            max_failures=self._options.max_failures, address=self._address,
             earlier=tuple(record for record, _ in scores(sweep)) if sweep is not None else (),
             scratch=engine().new_scratch() if sweep is not None else None,
         )  # fmt: skip
@@ -151,14 +151,14 @@ class Sweeping:
         once = "" if self.at_once is None else f", {self.at_once} at once"
         scheduler = f", scheduler {self.scheduler}" if self.scheduler else ""
         return [
-            *self._notices, f"{self.num_samples} trials{once}, {each} each; search {self._asked.search}{scheduler};"
-            f" best is the {'smallest' if self.mode == 'min' else 'largest'} {self._asked.metric}",
+            *self._notices, f"{self.num_samples} trials{once}, {each} each; search {self._options.search}{scheduler};"
+            f" best is the {'smallest' if self.mode == 'min' else 'largest'} {self._options.metric}",
             f"run directory: {os.path.relpath(self.directory)}",
         ]  # fmt: skip
 
     def dry_run_lines(self) -> list[str]:
         """Return lines with the plan and its first proposals."""
-        proposals = make_proposals(self._asked.search, self.space, merge(self.typed, {}).config.seed)
+        proposals = make_proposals(self._options.search, self.space, merge(self.overrides, {}).config.seed)
         lines = []
         for number in range(min(_SHOWN, self.num_samples)):
             settings, others, _ = split_sweep(proposals.ask())
@@ -170,19 +170,23 @@ class Sweeping:
 
     def run(self) -> int:
         """Run the sweep until it ends and return the exit code."""
-        asked = {
-            "script": Path(str(self.typed.script)).name, "script_args": list(self.typed.script_args),
-            "settings": {**self.typed.file, **self.typed.flag}, "search_space": _space_text(str(self._asked.search_space)),
-            "search": self._asked.search, "scheduler": self.scheduler, "num_samples": self.num_samples,
+        configuration = {
+            "script": Path(str(self.overrides.script)).name, "script_args": list(self.overrides.script_args),
+            "settings": {**self.overrides.file, **self.overrides.flag}, "search_space": _space_text(str(self._options.search_space)),
+            "search": self._options.search, "scheduler": self.scheduler, "num_samples": self.num_samples,
             **({"scheduler_options": dict(self.scheduler_options)} if self.scheduler_options else {}),
         }  # fmt: skip
-        check_directories(merge(self.typed, {}))
-        sweep = open_sweep(self.directory, self._asked.metric, self.mode, asked, self._asked.resume)
+        check_directories(merge(self.overrides, {}))
+        sweep = open_sweep(self.directory, self._options.metric, self.mode, configuration, self._options.resume)
         sweep.recall(self.space)
         plan = self._plan(sweep)
         plan.stop_file.unlink(missing_ok=True)
         tracked = run_of_sweep(
-            sweep, merge(self.typed, {}), str(self.typed.script), asked, lambda text: table.say(f"warning: {text}")
+            sweep,
+            merge(self.overrides, {}),
+            str(self.overrides.script),
+            configuration,
+            lambda text: table.print_line(f"warning: {text}"),
         )
         with Signals() as signals:
             subreaper = Subreaper(lambda report: _work(plan, report), self.directory / "search.log", plan.scratch)
@@ -191,13 +195,13 @@ class Sweeping:
             try:
                 if tracked is not None:
                     tracked.start()
-                end = _Watch(plan, sweep, subreaper, signals, table, tracked).run()
+                end = _SearchWatch(plan, sweep, subreaper, signals, table, tracked).run()
             finally:
                 subreaper.end()
                 plan.stop_file.unlink(missing_ok=True)
                 sweep.interrupt()
                 sweep.write()
-                best = sweep.write_best(self.typed)
+                best = sweep.write_best(self.overrides)
                 if tracked is not None:
                     tracked.close(end.status)
                 table.close(best)
@@ -208,7 +212,7 @@ class Sweeping:
         return end.exit_code
 
 
-def check_names(space: Space, typed: Typed) -> tuple[dict[str, Any], list[str]]:
+def check_names(space: Space, overrides: Overrides) -> tuple[dict[str, Any], list[str]]:
     """Check the names of a script's search space.
 
     Returns:
@@ -225,16 +229,18 @@ def check_names(space: Space, typed: Typed) -> tuple[dict[str, Any], list[str]]:
             raise ConfigError(
                 f"{name} cannot be searched, as trials differ in what they learn with: give it to all of them"
             )
-        if name in typed.flag and not isinstance(settings[name], Mapping):
-            raise ConfigError(f"{name} is in the search space and typed as {typed.flag[name]!r} too: drop one of them")
+        if name in overrides.flag and not isinstance(settings[name], Mapping):
+            raise ConfigError(
+                f"{name} is in the search space and set to {overrides.flag[name]!r} too: drop one of them"
+            )
     for name, each in space.items():
         _check_values(name, each)
     _check_argument_names(others)
     _check_once([split_sweep({name: value})[0] for name, value in first.items()], list(space))
-    if "checkpoint_dir" in {**typed.file, **typed.flag}:
+    if "checkpoint_dir" in {**overrides.file, **overrides.flag}:
         raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
     arguments = [f"{name} is no setting: the script gets it as --{name}" for name in others]
-    return first, [*typed.notices, *notices, *arguments]
+    return first, [*overrides.notices, *notices, *arguments]
 
 
 def _some(each: Dimension) -> tuple[Any, ...]:
@@ -270,8 +276,8 @@ def _check_argument_names(names: Iterable[str]) -> None:
 def _check_once(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Raise ConfigError if two of `names` are the same setting, such as lr and learning_rate."""
     named: dict[str, str] = {}
-    for given, name in zip(settings, names, strict=True):
-        for setting, value in given.items():
+    for values, name in zip(settings, names, strict=True):
+        for setting, value in values.items():
             if not isinstance(value, Mapping) and (other := named.setdefault(setting, name)) != name:
                 raise ConfigError(f"{other} and {name} in the search space are one setting: drop one of them")
 
@@ -291,8 +297,8 @@ def _work(plan: SearchPlan, report: Report) -> None:
         report({"end": error.exit_code, "error": str(error)})
     except BaseException as error:  # the top frame of a process: the parent must receive every error
         lines = [line for line in str(error).splitlines() if line.strip()]
-        said = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
-        report({"end": 3, "error": f"the search failed ({said}): see {plan.directory / 'search.log'}"})
+        text = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
+        report({"end": 3, "error": f"the search failed ({text}): see {plan.directory / 'search.log'}"})
         raise
 
 
@@ -310,7 +316,7 @@ class _End:
         return "KILLED" if self.signum else "FINISHED" if self.exit_code == 0 else "FAILED"
 
 
-class _Watch:
+class _SearchWatch:
     """Read the reports of the search, and pass a stop request on to it."""
 
     def __init__(
@@ -351,7 +357,7 @@ class _Watch:
                 return True
             self._deadline = time.monotonic() + _LEAVING_S
             self._plan.stop_file.touch()
-            self._table.say("stopping: trials save and leave; once more to end at once")
+            self._table.print_line("stopping: trials save and leave; once more to end at once")
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def _hear(self) -> bool:
@@ -359,7 +365,7 @@ class _Watch:
         reports = self._subreaper.read()
         for report in reports or ():
             if "line" in report:
-                note_line(self._sweep, report["line"])
+                record_line(self._sweep, report["line"])
                 if self._tracked is not None:
                     self._tracked.hear(report["line"])
                 self._table.show(report["line"])

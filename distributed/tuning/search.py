@@ -22,15 +22,15 @@ def run_search(plan: SearchPlan, sweep: Sweep, show: Callable[[Mapping[str, Any]
     DistributedError."""
 
     def listen(line: Mapping[str, Any]) -> None:
-        note_line(sweep, line)
+        record_line(sweep, line)
         show(line)
 
     engine().search(plan, listen)
 
 
-def note_line(sweep: Sweep, line: Mapping[str, Any]) -> None:
+def record_line(sweep: Sweep, line: Mapping[str, Any]) -> None:
     """Append one line to the journal. Rewrite sweep.json if the line ends a trial."""
     detail = {name: value for name, value in line.items() if name not in ("trial", "event")}
-    sweep.note(line["trial"], line["event"], **detail)
+    sweep.record_event(line["trial"], line["event"], **detail)
     if line["event"] == "ended":
         sweep.write()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.checkpoints.durable import replace_text
-from distributed.config.merging import Typed, split_sweep
+from distributed.config.merging import Overrides, split_sweep
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
 from distributed.tuning.space import Space
@@ -29,7 +29,7 @@ OPEN = ("running", "waiting")  # states of a trial that has not ended
 
 
 @dataclasses.dataclass
-class Record:
+class TrialRecord:
     """State of one trial, as the journal describes it."""
 
     number: int
@@ -86,7 +86,7 @@ class Sweep:
 
     def __init__(self, directory: Path, metric: str, mode: str) -> None:
         self.directory, self.metric, self.mode = directory, metric, mode
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, TrialRecord] = {}
         self.run = RunDirectory(directory)  # locked while trials run
 
     @property
@@ -94,7 +94,7 @@ class Sweep:
         return self.directory / "trials.jsonl"
 
     @property
-    def all(self) -> list[Record]:
+    def all(self) -> list[TrialRecord]:
         """Copy of the list of trials. A thread that displays them can iterate over it while trials are added."""
         return list(self.records.values())
 
@@ -104,7 +104,7 @@ class Sweep:
 
     # ------------------------------------------------------------------ what happens
 
-    def note(self, number: int, event: str, **detail: Any) -> None:
+    def record_event(self, number: int, event: str, **detail: Any) -> None:
         """Apply an event of a trial and append it to the journal. `event` is "started", "row", "retried" or "ended"."""
         line = {"trial": number, "event": event, "time": time.time(), **detail}
         self.apply(line)
@@ -115,7 +115,7 @@ class Sweep:
         """Apply one line of the journal. Ignore a line of a trial whose "started" line was lost."""
         number, event = line["trial"], line["event"]
         if event == "started":
-            record = self.records.setdefault(number, Record(number, dict(line["config"])))
+            record = self.records.setdefault(number, TrialRecord(number, dict(line["config"])))
             record.config, record.status, record.error = dict(line["config"]), "running", None
             record.since = line["time"]
         if number not in self.records:
@@ -154,11 +154,11 @@ class Sweep:
 
     # ------------------------------------------------------------------ what came of it
 
-    def score(self, record: Record) -> float:
+    def score(self, record: TrialRecord) -> float:
         """Return the best score of a trial. Smaller is better; it is infinity if the trial reported no finite value."""
         return min((score_of(row, self.metric, self.mode) for row in record.rows), default=math.inf)
 
-    def best(self) -> Record | None:
+    def best(self) -> TrialRecord | None:
         """Return the trial with the best value. A failed trial counts only if no other trial has a value."""
         known = [record for record in self.records.values() if self.score(record) < math.inf]
         return min(
@@ -181,7 +181,7 @@ class Sweep:
             "best": next((trial for trial in trials if best is not None and trial["id"] == best.name), None),
         }  # fmt: skip
 
-    def _summary_of(self, record: Record) -> dict[str, Any]:
+    def _summary_of(self, record: TrialRecord) -> dict[str, Any]:
         row = record.best_row(self.metric, self.mode) or (record.rows[-1] if record.rows else {})
         content = {
             "id": record.name, "config": record.best_config(self.metric, self.mode),
@@ -194,8 +194,8 @@ class Sweep:
         """Write sweep.json atomically."""
         replace_text(self.directory / "sweep.json", json.dumps(self.summary(), indent=1, default=str) + "\n")
 
-    def write_best(self, typed: Typed) -> Path | None:
-        """Write best.yaml: the settings in `typed`, which all trials share, with the values of the best trial.
+    def write_best(self, overrides: Overrides) -> Path | None:
+        """Write best.yaml: the settings in `overrides`, which all trials share, with the values of the best trial.
 
         Returns:
             The path of the file, or None if no trial has a value.
@@ -206,34 +206,34 @@ class Sweep:
         if best is None:
             return None
         settings, others, _ = split_sweep(best.best_config(self.metric, self.mode))
-        flags = {**typed.file, **typed.flag, **settings}
+        flags = {**overrides.file, **overrides.flag, **settings}
         content: dict[str, Any] = {}
-        if typed.script is not None:
-            content = {"script": typed.script, "script_args": [*typed.script_args, *as_arguments(others)]}
+        if overrides.script is not None:
+            content = {"script": overrides.script, "script_args": [*overrides.script_args, *as_arguments(others)]}
         content |= flags
-        if others and typed.script is None:
+        if others and overrides.script is None:
             content["hyperparameters"] = others
-        content["sources"] = _sources(typed, settings)
+        content["sources"] = _sources(overrides, settings)
         head = f"# The best of {len(self.records)} trials: {self.metric} {_plain(self._best_value(best))}, trial {best.name}.\n"
         text = yaml.safe_dump(_as_yaml(content), sort_keys=False, default_flow_style=False, allow_unicode=True)
         path = self.directory / "best.yaml"
         replace_text(path, head + text)
         return path
 
-    def _best_value(self, record: Record) -> Any:
+    def _best_value(self, record: TrialRecord) -> Any:
         return (record.best_row(self.metric, self.mode) or {}).get(self.metric)
 
     def interrupt(self) -> None:
         """Mark trials that did not end as interrupted."""
         for record in self.records.values():
             if record.status in OPEN:
-                self.note(record.number, "ended", status="interrupted")
+                self.record_event(record.number, "ended", status="interrupted")
 
 
-def _sources(typed: Typed, settings: Mapping[str, Any]) -> dict[str, str]:
+def _sources(overrides: Overrides, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the source of each setting, as in the config.yaml of a run. Values of the search space count as flags."""
     sources: dict[str, str] = {}
-    for layer, given in (("file", typed.file), ("flag", {**typed.flag, **settings})):
+    for layer, given in (("file", overrides.file), ("flag", {**overrides.flag, **settings})):
         for name, value in given.items():
             sources[name] = layer
             if isinstance(value, Mapping):
@@ -268,14 +268,14 @@ def _as_yaml(value: Any) -> Any:
 # ------------------------------------------------------------------ a sweep that goes on
 
 
-def open_sweep(directory: Path, metric: str, mode: str, asked: Mapping[str, Any], resume: bool) -> Sweep:
+def open_sweep(directory: Path, metric: str, mode: str, configuration: Mapping[str, Any], resume: bool) -> Sweep:
     """Open the sweep in `directory` and lock the directory. With `resume`, read the journal of an earlier process.
 
     Args:
         directory: run directory of the sweep.
         metric: name of the metric that is optimised.
         mode: "min" or "max".
-        asked: configuration of the search. A resume must have the same one.
+        configuration: settings, search space and flags of the search. A resume must have the same one.
         resume: whether to continue a sweep that was cut off.
 
     Raises:
@@ -293,9 +293,9 @@ def open_sweep(directory: Path, metric: str, mode: str, asked: Mapping[str, Any]
     if resume and others and not file.exists():
         raise ConfigError(f"run directory {str(directory)!r} holds no sweep to resume: name another with --run-dir")
     sweep.run.check(resume=resume)
-    text = yaml.safe_dump(_as_yaml({"metric": metric, "mode": mode, **asked}), sort_keys=False)
+    text = yaml.safe_dump(_as_yaml({"metric": metric, "mode": mode, **configuration}), sort_keys=False)
     if resume and file.exists():
-        _check_same(_asked_before(file), yaml.safe_load(text), directory)
+        _check_same(_configuration_before(file), yaml.safe_load(text), directory)
     sweep.run.lock()
     sweep.read()
     (directory / "trials").mkdir(exist_ok=True)
@@ -308,7 +308,7 @@ def open_sweep(directory: Path, metric: str, mode: str, asked: Mapping[str, Any]
     return sweep
 
 
-def _asked_before(file: Path) -> Mapping[str, Any]:
+def _configuration_before(file: Path) -> Mapping[str, Any]:
     import yaml
 
     try:
@@ -322,7 +322,7 @@ def _asked_before(file: Path) -> Mapping[str, Any]:
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
     """Raise ConfigError if a resumed sweep has another configuration. Its number of trials may only grow."""
-    # in the order in which they were typed, because later settings follow from earlier ones
+    # in the order of the command line, because later settings follow from earlier ones
     for name in {**now, **before}:
         one, other = before.get(name), now.get(name)
         if name == "num_samples":
@@ -342,7 +342,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def scores(sweep: Sweep) -> Sequence[tuple[Record, float | None]]:
+def scores(sweep: Sweep) -> Sequence[tuple[TrialRecord, float | None]]:
     """Return every trial in order of its number, with its score, or with None if it has not ended."""
     records = [sweep.records[number] for number in sorted(sweep.records)]
     return [(record, None if record.status in OPEN else sweep.score(record)) for record in records]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.loggers.wording import duration, number
-from distributed.tuning.sweep import Record, Sweep
+from distributed.tuning.sweep import Sweep, TrialRecord
 
 _GAP = "  "
 _ROOM = 8  # lines of the terminal that are reserved for other output
@@ -24,7 +24,7 @@ class Table:
         self._began = time.monotonic()
         self._live: Any = None
         for line in lines:
-            self.say(line)
+            self.print_line(line)
         if sys.stdout.isatty():
             self._open()
 
@@ -39,7 +39,7 @@ class Table:
         )  # fmt: skip
         self._live.start()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line that stays above the live table."""
         with contextlib.suppress(OSError):  # the terminal or the pipe was closed: the search continues
             if self._live is not None:
@@ -51,21 +51,21 @@ class Table:
         """Show the event of a journal line. The sweep must already contain it."""
         record = self._sweep.records[line["trial"]]
         if line["event"] == "retried":
-            self.say(f"trial {record.name}  failed and goes on: {line['error']}")
+            self.print_line(f"trial {record.name}  failed and goes on: {line['error']}")
         elif line["event"] == "ended" and (self._live is None or record.status == "failed"):
-            self.say(self.line_of(record))
+            self.print_line(self.line_of(record))
 
-    def line_of(self, record: Record) -> str:
+    def line_of(self, record: TrialRecord) -> str:
         """Return text such as `trial 00003  finished  12 epochs  val_loss 0.041  learning_rate=0.003`."""
         epochs = f"{record.epochs} epoch{'s' * (record.epochs != 1)}"
         parts = [f"trial {record.name}", record.status, epochs, *self._metric(record), in_words(self._config(record))]
         return _GAP.join([*parts, *([record.error] if record.error else [])])
 
-    def _metric(self, record: Record) -> list[str]:
+    def _metric(self, record: TrialRecord) -> list[str]:
         row = record.best_row(self._sweep.metric, self._sweep.mode)
         return [] if row is None else [f"{self._sweep.metric} {number(row[self._sweep.metric])}"]
 
-    def _config(self, record: Record) -> dict[str, Any]:
+    def _config(self, record: TrialRecord) -> dict[str, Any]:
         return record.best_config(self._sweep.metric, self._sweep.mode)
 
     def _table(self, caption: bool = True) -> Any:
@@ -79,15 +79,15 @@ class Table:
         rows = [self._row(record, names) for record in ordered[: max(3, self._console.height - _ROOM)]]
         heads = ["trial", "status", "epochs", sweep.metric, *names]
         num_shown = _num_fitting([heads, *rows], self._console.width)
-        for place, head in enumerate(heads[:num_shown]):
-            table.add_column(head, no_wrap=True, justify="left" if place < 2 else "right")
+        for column, head in enumerate(heads[:num_shown]):
+            table.add_column(head, no_wrap=True, justify="left" if column < 2 else "right")
         if num_shown < len(heads):
             table.add_column("…")
         for row in rows:
             table.add_row(*row[:num_shown])
         return table
 
-    def _row(self, record: Record, names: Sequence[str]) -> list[str]:
+    def _row(self, record: TrialRecord, names: Sequence[str]) -> list[str]:
         row = record.best_row(self._sweep.metric, self._sweep.mode) or {}
         config = self._config(record)
         metric = number(row[self._sweep.metric]) if row else ""
@@ -117,10 +117,10 @@ class Table:
             self._live.stop()
             self._live = None
             self._console.print(self._table(caption=False))
-        self.say(self._counts())
+        self.print_line(self._counts())
         if best is not None and (record := self._sweep.best()) is not None:
-            self.say(f"best: {self.line_of(record)}")
-            self.say(f"its settings, for train --config: {best}")
+            self.print_line(f"best: {self.line_of(record)}")
+            self.print_line(f"its settings, for train --config: {best}")
 
 
 def _num_fitting(rows: Sequence[Sequence[str]], width: int) -> int:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from distributed.config.gpus import visible_gpus
-from distributed.config.merging import MergedConfig, Typed, merge
+from distributed.config.merging import MergedConfig, Overrides, merge
 from distributed.config.settings import canonical
 from distributed.errors import ConfigError, ResourceError, TrainingInterrupted
 from distributed.launching.engines import seed_generators
@@ -32,7 +32,7 @@ from distributed.tuning.proposals import check_search
 from distributed.tuning.results import checkpoint_of, taken_up
 from distributed.tuning.search import engine, run_search
 from distributed.tuning.space import Space, make_space
-from distributed.tuning.sweep import Record, Sweep, open_sweep, scores
+from distributed.tuning.sweep import Sweep, TrialRecord, open_sweep, scores
 
 if TYPE_CHECKING:
     from distributed.tuning.mlflow_run import SweepRun
@@ -155,7 +155,7 @@ class DistributedTuner:
         )  # fmt: skip
         engine().check_here(plan)  # before the directory is created, which would refuse the corrected call
         check_directories(self._merged())
-        sweep = open_sweep(directory, self.metric, self.mode, self._asked(number), self._resume)
+        sweep = open_sweep(directory, self.metric, self.mode, self._configuration(number), self._resume)
         sweep.recall(self.space)
         self._sweep = sweep
         plan = dataclasses.replace(plan, earlier=tuple(record for record, _ in scores(sweep)))
@@ -170,7 +170,7 @@ class DistributedTuner:
         finally:
             sweep.interrupt()
             sweep.write()
-            sweep.write_best(job.typed if isinstance(job, ScriptJob) else Typed())
+            sweep.write_best(job.overrides if isinstance(job, ScriptJob) else Overrides())
             for each in listeners:
                 each.close(status)
             sweep.run.unlock()
@@ -181,20 +181,20 @@ class DistributedTuner:
     def _job(self, directory: Path) -> FunctionJob | ScriptJob:
         if callable(self.train_fn):
             return FunctionJob(self.train_fn, self._seed, self._settings, environ_of_trials(self._merged()))
-        typed = Typed(flag={"seed": self._seed, **self._settings}, script=os.fspath(self.train_fn))
-        return script_job(typed, self.metric, self.mode, directory)
+        overrides = Overrides(flag={"seed": self._seed, **self._settings}, script=os.fspath(self.train_fn))
+        return script_job(overrides, self.metric, self.mode, directory)
 
     def _merged(self) -> MergedConfig:
-        return merge(Typed(), {}, sweep=self._settings)
+        return merge(Overrides(), {}, sweep=self._settings)
 
     def _listeners(self, sweep: Sweep, number: int) -> list[SweepRun | CellProgress]:
         """Return the displays and logs that follow the search."""
         cell = CellProgress(sweep, number) if in_notebook() else None
         script = script_name() if callable(self.train_fn) else os.fspath(self.train_fn)
-        tracked = run_of_sweep(sweep, self._merged(), script, self._asked(number), logger.warning)
+        tracked = run_of_sweep(sweep, self._merged(), script, self._configuration(number), logger.warning)
         return [each for each in (cell, tracked) if each is not None]
 
-    def _asked(self, number: int) -> dict[str, Any]:
+    def _configuration(self, number: int) -> dict[str, Any]:
         space = {name: _written(each) for name, each in self.space.items()}
         return {
             "search": self._search, "scheduler": self.scheduler, "seed": self._seed, "num_samples": number,
@@ -262,7 +262,7 @@ class DistributedTuner:
             raise ConfigError("there are results after tune(): call it first")
         return self._sweep
 
-    def _best(self) -> Record:
+    def _best(self) -> TrialRecord:
         best = self._done().best()
         if best is None:
             raise ConfigError(f"no trial reported a finite {self.metric}: see {self._done().directory / 'sweep.json'}")
@@ -291,7 +291,7 @@ def _checked(settings: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
     named, _ = canonical(settings, own)
     if "checkpoint_dir" in named:
         raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
-    check_libraries(merge(Typed(), {}, sweep=named))
+    check_libraries(merge(Overrides(), {}, sweep=named))
     return named
 
 
@@ -299,12 +299,12 @@ def _check_names(space: Space, settings: Mapping[str, Any]) -> None:
     """Apply the checks of the command line to the search space of a script."""
     from distributed.tuning.scripts import check_names
 
-    check_names(space, Typed(flag=settings))
+    check_names(space, Overrides(flag=settings))
 
 
-def _check_numbers(**given: Any) -> None:
+def _check_numbers(**counts: Any) -> None:
     """Raise ConfigError for a value that is no integer or too small. `num_gpus` and `max_concurrent` may be None."""
-    for name, value in given.items():
+    for name, value in counts.items():
         if value is None and name in ("num_gpus", "max_concurrent"):
             continue
         least = 1 if name == "max_concurrent" else 0
@@ -355,7 +355,7 @@ def _trials_on(num_gpus: int, each: float) -> int:
     return int(num_gpus / each + 1e-9)
 
 
-def _row(sweep: Sweep, record: Record) -> dict[str, Any]:
+def _row(sweep: Sweep, record: TrialRecord) -> dict[str, Any]:
     metrics = record.best_row(sweep.metric, sweep.mode) or {}
     config = record.best_config(sweep.metric, sweep.mode)
     first = {"trial": record.name, "status": record.status}

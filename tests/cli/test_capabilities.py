@@ -154,7 +154,7 @@ def test_every_condition_is_tried():
 
 
 def another(name):
-    """A value that is not the default, as it is typed."""
+    """A value that is not the default, as a word of the command line."""
     return "gloo" if name == "communication_backend" else str(values(name)[0]).lower()
 
 

@@ -199,7 +199,7 @@ def test_a_torchrun_script_finds_its_world(facts):
     assert [each["environ"]["RANK"] for each in ours] == ["0", "1"]
 
 
-def test_a_script_finds_the_port_that_was_typed(facts):
+def test_a_script_finds_the_port_that_was_set(facts):
     ours, done = facts[1]["ours"]
     port = done.args[done.args.index("--master-port") + 1]
     assert [each["environ"]["MASTER_PORT"] for each in ours] == [port, port]
@@ -573,14 +573,14 @@ def job():
     import torch
     from distributed.launching.request import handover, link
     told = handover()
-    print("job:", Mine.text, os.environ["RANK"], told.typed.flag["epochs"], told.run_dir, link() is not None)
+    print("job:", Mine.text, os.environ["RANK"], told.overrides.flag["epochs"], told.run_dir, link() is not None)
     ENDING
 
 with open("job.pickle", "wb") as file:
     file.write(cloudpickle.dumps(job))
-from distributed.config.merging import Typed
+from distributed.config.merging import Overrides
 request = LaunchRequest(
-    "run", Typed(flag={"epochs": 2}), payload="job.pickle", working_dir=os.getcwd(), sys_path=tuple(sys.path),
+    "run", Overrides(flag={"epochs": 2}), payload="job.pickle", working_dir=os.getcwd(), sys_path=tuple(sys.path),
     nproc_per_node=2, verbose=False)
 try:
     print("code", start_launcher(request))
@@ -640,7 +640,7 @@ def test_a_worker_of_another_launcher_does_not_launch_again(run_cli, tmp_path):
         """
         import os, sys
         from distributed.launching.request import handover, link
-        epochs = handover().typed.flag["epochs"]
+        epochs = handover().overrides.flag["epochs"]
         print("rank", os.environ["RANK"], os.environ["LOCAL_RANK"], epochs, sys.argv[1:], link(), __name__)
         import torch
         print("seed", torch.initial_seed())

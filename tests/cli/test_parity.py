@@ -16,7 +16,7 @@ from distributed.config.plan import BatchPlan
 from distributed.config.registry import REGISTRY
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
-from distributed.parity.comparison import Asked, Trained, cells_of, farthest
+from distributed.parity.comparison import ParityOptions, Trained, cells_of, farthest
 from distributed.parity.runs import Start, is_for
 from tests.conftest import needs_backend
 
@@ -220,8 +220,8 @@ def test_a_backend_without_its_library_is_left_out_of_all(monkeypatch, tmp_path)
 
     monkeypatch.setattr(capabilities, "missing_libraries", lambda row: ("engine",) if row.name == "fsdp" else ())
     report = module.Report("s.py", 5, 1e-9)
-    asked = Asked("s.py", (), tuple(REGISTRY), True, (1,), 5, 1e-9, None, (), DistributedConfig(), tmp_path)
-    assert list(module._usable(asked, report)) == [name for name in REGISTRY if name != "fsdp"]
+    options = ParityOptions("s.py", (), tuple(REGISTRY), True, (1,), 5, 1e-9, None, (), DistributedConfig(), tmp_path)
+    assert list(module._usable(options, report)) == [name for name in REGISTRY if name != "fsdp"]
     (skipped,) = report.skipped
     assert skipped.what == "fsdp" and REGISTRY["fsdp"].install in skipped.reason and report.is_good
 
@@ -229,9 +229,9 @@ def test_a_backend_without_its_library_is_left_out_of_all(monkeypatch, tmp_path)
 def test_options_of_a_backend_go_to_its_runs(tmp_path):
     settings = ("fsdp.cpu_offload=true", "ray.engine=fsdp", "seed=1")
     config = DistributedConfig(fsdp={"cpu_offload": True}, ray={"engine": "fsdp"}, seed=1)
-    asked = Asked("s.py", (), tuple(REGISTRY), True, (1,), 5, 1e-9, None, settings, config, tmp_path)
+    options = ParityOptions("s.py", (), tuple(REGISTRY), True, (1,), 5, 1e-9, None, settings, config, tmp_path)
     found = {
-        name: [setting.partition("=")[0] for setting in settings if is_for(asked, setting, name)] for name in REGISTRY
+        name: [setting.partition("=")[0] for setting in settings if is_for(options, setting, name)] for name in REGISTRY
     }
     assert found.pop("fsdp") == ["fsdp.cpu_offload", "seed"]
     assert found.pop("ray") == ["fsdp.cpu_offload", "ray.engine", "seed"]
@@ -243,7 +243,7 @@ def measured(monkeypatch, tmp_path, refusing, *backends, dependent=(), cut=0.0):
     weights by `cut`."""
     from distributed.parity import comparison as module
 
-    def trained(asked, cell, start):
+    def trained(options, cell, start):
         if cell.backend in refusing:
             raise ConfigError(f"{cell.backend} does not take it")
         batch = BatchPlan(8, 1, 1, 8)
@@ -253,10 +253,10 @@ def measured(monkeypatch, tmp_path, refusing, *backends, dependent=(), cut=0.0):
     monkeypatch.setattr(module, "run", trained)
     monkeypatch.setattr(capabilities, "missing_libraries", lambda row: ())
     is_all = not backends
-    asked = Asked(
+    options = ParityOptions(
         "s.py", (), backends or tuple(REGISTRY), is_all, (1, 2), 5, 1e-9, None, (), DistributedConfig(), tmp_path
     )
-    return module.measure(asked, lambda cell: None)
+    return module.measure(options, lambda cell: None)
 
 
 def test_a_script_that_one_framework_refuses_is_compared_within_the_other(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from distributed.cli.__main__ import run
-from distributed.cli.train import make_parser, read_typed, train_parser
+from distributed.cli.train import make_parser, read_overrides, train_parser
 from distributed.config.flags import SETTINGS
 from distributed.config.settings import GROUPS, DistributedConfig, group_options
 from distributed.errors import DistributedError, ResourceError
@@ -66,26 +66,26 @@ def test_help_shows_every_name_whole_at_80_columns(capsys):
     assert "scheduler_interval=step|epoch" in flagless
 
 
-def test_only_what_was_typed_counts():
-    typed = read_typed(
+def test_only_flags_on_the_command_line_count():
+    overrides = read_overrides(
         None, {"epochs": "3", "mixed_precision": "no", "shuffle": False}, ["ddp.bucket_cap_mb=50"], "a.py", ("-x",)
     )
 
-    assert typed.flag == {"epochs": 3, "mixed_precision": "no", "shuffle": False, "ddp": {"bucket_cap_mb": 50}}
-    assert (typed.script, typed.script_args, typed.file) == ("a.py", ("-x",), {})
+    assert overrides.flag == {"epochs": 3, "mixed_precision": "no", "shuffle": False, "ddp": {"bucket_cap_mb": 50}}
+    assert (overrides.script, overrides.script_args, overrides.file) == ("a.py", ("-x",), {})
 
 
 def test_flags_are_stronger_than_the_file_and_aliases_are_said(tmp_path):
     (tmp_path / "c.yaml").write_text("epochs: 5\nlearning_rate: 1e-4\nscript: old.py\nscript_args: [--deep]\n")
 
-    typed = read_typed(str(tmp_path / "c.yaml"), {"epochs": "3", "save_interval": "10"}, [], None, ())
+    overrides = read_overrides(str(tmp_path / "c.yaml"), {"epochs": "3", "save_interval": "10"}, [], None, ())
 
-    assert typed.flag == {"epochs": 3, "checkpoint_every_n_steps": 10}
-    assert typed.file == {"epochs": 5, "learning_rate": "1e-4"}
-    assert (typed.script, typed.script_args) == ("old.py", ("--deep",))
+    assert overrides.flag == {"epochs": 3, "checkpoint_every_n_steps": 10}
+    assert overrides.file == {"epochs": 5, "learning_rate": "1e-4"}
+    assert (overrides.script, overrides.script_args) == ("old.py", ("--deep",))
     which = f"script old.py, from {tmp_path / 'c.yaml'}"
-    assert typed.notices == (which, "save_interval is read as checkpoint_every_n_steps")
-    assert read_typed(str(tmp_path / "c.yaml"), {}, [], "new.py", ()).notices == ()
+    assert overrides.notices == (which, "save_interval is read as checkpoint_every_n_steps")
+    assert read_overrides(str(tmp_path / "c.yaml"), {}, [], "new.py", ()).notices == ()
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,12 @@ def test_a_switch_may_say_its_value(words, value):
 def test_a_setting_that_may_be_true_may_stand_bare():
     given = make_parser().parse_args(["--mixed-precision", "--resume-from-checkpoint", "--epochs", "3"])
     flags = {name: value for name, value in vars(given).items() if name in SETTINGS and value is not None}
-    typed = read_typed(None, flags, [], "a.py", ())
-    assert typed.flag == {"mixed_precision": True, "resume_from_checkpoint": True, "epochs": 3}
+    overrides = read_overrides(None, flags, [], "a.py", ())
+    assert overrides.flag == {"mixed_precision": True, "resume_from_checkpoint": True, "epochs": 3}
 
 
 def test_a_default_can_be_switched_off():
-    assert read_typed(None, {"checkpoint_frequency": "null"}, [], "a.py", ()).flag == {"checkpoint_frequency": None}
+    assert read_overrides(None, {"checkpoint_frequency": "null"}, [], "a.py", ()).flag == {"checkpoint_frequency": None}
 
 
 HERE = ("train", "--script", "here.py")
@@ -269,7 +269,7 @@ def test_dry_run_says_everything_and_starts_nothing(capsys, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("typed", "again"),
+    ("command", "again"),
     [
         (["--epochs", "3", "--run-dir", "my runs", "--resume"], "--script here.py --epochs 3 --run-dir 'my runs' --resume"),
         (["--run_dir=r", "--set", "ddp.bucket_cap_mb=5"], "--script here.py --set ddp.bucket_cap_mb=5 --run-dir r --resume"),
@@ -277,14 +277,14 @@ def test_dry_run_says_everything_and_starts_nothing(capsys, tmp_path, monkeypatc
          "--script here.py --mixed-precision --run-dir r --resume -- --name 'a b' --resume"),
     ],
 )  # fmt: skip
-def test_the_command_that_goes_on_with_a_run_is_the_one_that_was_typed(typed, again, tmp_path, monkeypatch):
+def test_the_command_that_goes_on_with_a_run_is_the_one_of_the_user(command, again, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: sys.executable)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.py").touch()
     (tmp_path / "my runs").mkdir()  # which --resume asks for
     requests = []
     monkeypatch.setattr("distributed.launcher.start.launch", lambda request: requests.append(request) or 0)
-    assert run([*HERE, *typed]) == 0
+    assert run([*HERE, *command]) == 0
     assert requests[0].again == f"python -m distributed.cli train {again}"
 
 

@@ -234,7 +234,7 @@ def test_a_script_that_always_crashes_is_told_by_its_cause(run_cli, place, clust
         (["--search", "random"], SPACE, 2, "set num_samples"),
         (["--search", "random", "--num-sample", "3"], SPACE, 2, "is not a flag of tune (did you mean '--num-samples'?)"),
         (["--nproc-per-node", "64"], SPACE, 3, "a trial needs 64 CPU"),
-        (["--learning-rate", "1"], SPACE, 2, "learning_rate is in the search space and typed as 1.0 too"),
+        (["--learning-rate", "1"], SPACE, 2, "learning_rate is in the search space and set to 1.0 too"),
         (["--checkpoint-dir", "x"], SPACE, 2, "would be shared by all trials"),
         (["--tensorboard-dir", "/proc/none"], SPACE, 2, "tensorboard_dir '/proc/none' cannot be written"),
         (["--mode", "low"], SPACE, 2, "choose min or max"),

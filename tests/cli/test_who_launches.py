@@ -44,7 +44,7 @@ def worker(monkeypatch):
         for name in names:
             monkeypatch.setenv(name, environ.get(name, ""))  # restored afterwards
         seen = []
-        monkeypatch.setattr(start, "_run_as_worker", lambda typed, merged, this, *more: seen.append(this) or 0)
+        monkeypatch.setattr(start, "_run_as_worker", lambda overrides, merged, this, *more: seen.append(this) or 0)
         assert run([*TRAIN, *flags]) == 0
         return seen[0], {name: os.environ[name] for name in names if os.environ[name]}
 
@@ -147,7 +147,7 @@ def values(lines, *names):
 
 
 @pytest.mark.parametrize("ask", [["--nproc-per-node", "8"], ["--world-size", "16"]])
-def test_a_node_of_slurm_keeps_its_place_where_a_port_or_the_nodes_are_typed(ask, plan):
+def test_a_node_of_slurm_keeps_its_place_where_a_port_or_the_nodes_are_set(ask, plan):
     lines = plan(*ask, "--master-port", "29511", "--num-nodes", "2", **TASK)
 
     assert processes(lines).startswith("8 processes on each of 2 nodes")

@@ -51,7 +51,7 @@ OF_ALL = {
 
 def read_by_adapters():
     text = "\n".join(path.read_text() for path in ADAPTER_FILES)
-    return {name for name in settings_for_all() if re.search(rf'config\.{name}\b|is_typed\("{name}"\)', text)}
+    return {name for name in settings_for_all() if re.search(rf'config\.{name}\b|is_given\("{name}"\)', text)}
 
 
 def test_what_the_adapters_read_is_listed():

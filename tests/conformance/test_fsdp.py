@@ -121,10 +121,10 @@ def test_options_that_contradict_are_refused():
 
 
 def make(options):
-    from distributed.config.merging import Typed, merge
+    from distributed.config.merging import Overrides, merge
     from distributed.config.plan import ProcessPlan
 
-    merged = merge(Typed(), {"backend": "fsdp", "fsdp": options})
+    merged = merge(Overrides(), {"backend": "fsdp", "fsdp": options})
     return FSDPBackend(merged, merged.config.options("fsdp"), ProcessPlan(1, 2, "cpu", "fsdp"))
 
 

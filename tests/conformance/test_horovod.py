@@ -410,10 +410,10 @@ def test_a_script_that_called_hvd_init_is_in_a_horovod_world(run_cli, tmp_path):
 
 
 def make(options, world=2, **settings):
-    from distributed.config.merging import Typed, merge
+    from distributed.config.merging import Overrides, merge
     from distributed.config.plan import ProcessPlan
 
-    merged = merge(Typed(), {"backend": "horovod", "horovod": options, **settings})
+    merged = merge(Overrides(), {"backend": "horovod", "horovod": options, **settings})
     return HorovodBackend(merged, merged.config.options("horovod"), ProcessPlan(1, world, "cpu", "horovod"))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distributed.backends import make_backend
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import row_in_use
 from distributed.config.settings import DistributedConfig
@@ -155,7 +155,7 @@ def adapter(monkeypatch, engine="tensorflow", world=2, **settings):
     needs_backend("horovod")
     needs_backend("tensorflow")
     options = {"keras_backend": "tensorflow", **settings.pop("horovod", {})}
-    merged = merge(Typed(), {"backend": "horovod", "horovod": options, **settings})
+    merged = merge(Overrides(), {"backend": "horovod", "horovod": options, **settings})
     return make_backend(merged, ProcessPlan(1, world, "cpu", "horovod"))
 
 

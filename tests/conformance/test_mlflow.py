@@ -15,7 +15,7 @@ from distributed.cli.__main__ import run as run_command
 from distributed.errors import ResourceError
 from distributed.loggers._mlflow import sender as sender_module
 from distributed.loggers._mlflow.database import make_whole
-from distributed.loggers._mlflow.spool import Record, Spool
+from distributed.loggers._mlflow.spool import RunRecord, Spool
 from distributed.loggers._mlflow.system import SystemSampler
 from tests.conftest import poll
 from tests.mlflow_server import door, mlflow_server
@@ -92,7 +92,7 @@ def on_sqlite(place, run_cli_once):
 
 def test_a_run_is_complete_at_mlflow_and_nothing_lies_in_the_working_directory(on_sqlite):
     client, runs, done = on_sqlite
-    record = Record.read(runs / "one")
+    record = RunRecord.read(runs / "one")
     run = client.get_run(record.run_id)
 
     assert run.info.status == "FINISHED" and run.info.run_name == "one"
@@ -130,7 +130,7 @@ def test_a_run_is_complete_at_mlflow_and_nothing_lies_in_the_working_directory(o
 
 def test_a_restart_goes_on_in_the_same_run_and_no_step_is_there_twice(on_sqlite):
     client, runs, _ = on_sqlite
-    record = Record.read(runs / "two")
+    record = RunRecord.read(runs / "two")
     experiment = client.get_run(record.run_id).info.experiment_id
 
     assert json.loads((runs / "two" / "result.json").read_text())["status"] == "finished"
@@ -146,7 +146,7 @@ def test_a_restart_goes_on_in_the_same_run_and_no_step_is_there_twice(on_sqlite)
 
 def test_code_of_another_rank_joins_the_run(on_sqlite):
     client, runs, _ = on_sqlite
-    assert client.get_run(Record.read(runs / "two").run_id).data.metrics["from_rank_1"] == 7.0
+    assert client.get_run(RunRecord.read(runs / "two").run_id).data.metrics["from_rank_1"] == 7.0
 
 
 def test_scaling_is_measured_against_the_run_of_one_process(on_sqlite, place, run_cli):
@@ -154,7 +154,7 @@ def test_scaling_is_measured_against_the_run_of_one_process(on_sqlite, place, ru
     done = run_cli(command(runs / "alike", "--set", "mlflow_checkpoint=false", processes=2), cwd=place)
     assert done.returncode == 0, done.output
 
-    one, alike, two = (client.get_run(Record.read(runs / name).run_id) for name in ("one", "alike", "two"))
+    one, alike, two = (client.get_run(RunRecord.read(runs / name).run_id) for name in ("one", "alike", "two"))
     ratio = alike.data.metrics["throughput"] / one.data.metrics["throughput"]
     assert alike.data.metrics["speedup"] == pytest.approx(ratio)
     assert alike.data.metrics["scaling_efficiency"] == pytest.approx(ratio / 2)
@@ -165,7 +165,7 @@ def test_scaling_is_measured_against_the_run_of_one_process(on_sqlite, place, ru
 
 def test_a_registered_model_opens_without_a_pickle(on_sqlite, monkeypatch):
     client, runs, _ = on_sqlite
-    run_id = Record.read(runs / "two").run_id
+    run_id = RunRecord.read(runs / "two").run_id
     (version,) = client.search_model_versions("name='net'")
 
     assert version.run_id == run_id
@@ -188,12 +188,12 @@ def test_a_registered_model_opens_without_a_pickle(on_sqlite, monkeypatch):
 
 def test_a_resume_goes_on_in_the_same_run_with_what_changed_beside_it(on_sqlite, place, run_cli):
     client, runs, _ = on_sqlite
-    before = Record.read(runs / "one").run_id
+    before = RunRecord.read(runs / "one").run_id
     done = run_cli(command(runs / "one", "--epochs", "2", "--resume"), cwd=place)
     assert done.returncode == 0, done.output
 
     run = client.get_run(before)
-    assert Record.read(runs / "one").run_id == before and run.info.status == "FINISHED"
+    assert RunRecord.read(runs / "one").run_id == before and run.info.status == "FINISHED"
     assert steps(client, before, "loss") == list(range(1, 33))
     assert steps(client, before, "system/cpu_utilization_percentage")[:2] == [0, 1]
     changed = {name: value for name, value in run.data.params.items() if ".from_" in name}
@@ -244,12 +244,12 @@ def test_what_a_server_missed_at_the_start_is_there_after_a_resume(entrance, run
     done = run_cli(command(run, script=patience), cwd=tmp_path, env=env(entrance.uri))
     assert done.returncode == 0 and done.output.count("warning:") == 1, done.output
     assert done.output.count(WARNING) == 1 and "mlflow-sync" in done.stdout
-    assert Record.read(run).run_id is None
+    assert RunRecord.read(run).run_id is None
 
     entrance.mode = "open"
     done = run_cli(command(run, "--epochs", "2", "--resume", script=patience), cwd=tmp_path, env=env(entrance.uri))
     assert done.returncode == 0 and "warning" not in done.output, done.output
-    run_id = Record.read(run).run_id
+    run_id = RunRecord.read(run).run_id
     client = client_of(entrance.uri)
     assert steps(client, run_id, "loss") == list(range(1, 33)) == num_steps(run)
     assert steps(client, run_id, "val_loss") == [16, 32]
@@ -271,12 +271,12 @@ def test_a_slow_server_holds_no_step_up_and_gets_the_rest_later(entrance, start,
     for _ in range(2):
         sent = run_cli(["mlflow-sync", run], cwd=tmp_path)
         assert sent.returncode == 0 and f"all is at {entrance.uri}" in sent.stdout, sent.output
-    run_id = Record.read(run).run_id
+    run_id = RunRecord.read(run).run_id
     client = client_of(entrance.uri)
     assert steps(client, run_id, "loss") == list(range(1, 17))
     assert client.get_run(run_id).info.status == "FINISHED"
     assert len(client.search_runs([client.get_run(run_id).info.experiment_id], "attributes.run_name = 'slow'")) == 1
-    assert Record.read(run).sent == Spool(run).size
+    assert RunRecord.read(run).sent == Spool(run).size
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ def sending(tmp_path, monkeypatch):
     warnings = []
 
     def make(uri):
-        record = Record.read(tmp_path) or Record(experiment="middle", name="run")
+        record = RunRecord.read(tmp_path) or RunRecord(experiment="middle", name="run")
         sender = sender_module.Sender(tmp_path, record, spool, uri, warnings.append)
         sender.start()
         return sender
@@ -319,11 +319,11 @@ def test_what_a_server_missed_in_the_middle_is_sent_when_it_is_back_and_never_tw
     client = client_of(entrance.uri)
     assert steps(client, sender.run_id, "loss") == [1, 2, 3] and steps(client, sender.run_id, "val loss") == [3]
 
-    record = Record.read(tmp_path)
+    record = RunRecord.read(tmp_path)
     record.sent = 0  # the state after a crash between the answer and its record
     record.write(tmp_path)
     assert make(entrance.uri).finish()
-    assert Record.read(tmp_path).run_id == sender.run_id and Record.read(tmp_path).sent == spool.size
+    assert RunRecord.read(tmp_path).run_id == sender.run_id and RunRecord.read(tmp_path).sent == spool.size
     assert steps(client, sender.run_id, "loss") == [1, 2, 3] and len(warnings) == 1
 
 
@@ -351,14 +351,14 @@ def test_a_run_deleted_at_mlflow_is_one_warning_and_told_anew_by_the_next_attemp
     make, spool, warnings = sending
     spool.append(metrics(1, loss=3.0))
     first = make(entrance.uri)
-    poll(lambda: (kept := Record.read(tmp_path)) and kept.sent == spool.size, 60, lambda: str(warnings))
+    poll(lambda: (kept := RunRecord.read(tmp_path)) and kept.sent == spool.size, 60, lambda: str(warnings))
     sent = spool.size
     client = client_of(entrance.uri)
     client.delete_run(first.run_id)
     for step in (2, 3, 4, 5, 6):
         spool.append(metrics(step, loss=2.0))
     poll(lambda: warnings, 60, lambda: "no warning came")
-    assert not first.finish() and Record.read(tmp_path).sent == sent
+    assert not first.finish() and RunRecord.read(tmp_path).sent == sent
     (warning,) = warnings
     assert f"has the run {first.run_id} no more" in warning and "distributed mlflow-sync" in warning
     second = make(entrance.uri)
@@ -369,7 +369,7 @@ def test_a_run_deleted_at_mlflow_is_one_warning_and_told_anew_by_the_next_attemp
 
 def test_the_end_waits_for_each_answer_and_altogether_as_long_as_it_may(entrance, sending, tmp_path, monkeypatch):
     make, spool, warnings = sending
-    Record(experiment="late", name="late", run_id="0" * 32, wanted="1" * 32).write(tmp_path)
+    RunRecord(experiment="late", name="late", run_id="0" * 32, wanted="1" * 32).write(tmp_path)
     spool.append(metrics(1, loss=1.0))
     entrance.mode, entrance.late_s = "late", 0.1
     # Measured by the server's clock, so that a busy machine does not shorten the wait.
@@ -394,7 +394,7 @@ def test_the_command_sends_the_rest_to_a_slow_server_and_names_what_that_refuses
     spool.append(metrics(1, **{"loss": 3.0, "a?b": 1.0}))
     with spool.path.open("ab") as file:
         file.write(b'{"kind": "metr')  # the half line of a writer that was killed
-    Record(experiment="late", name="rest").write(tmp_path)
+    RunRecord(experiment="late", name="rest").write(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", entrance.uri)
     monkeypatch.setattr(sender_module, "_PATIENCE_S", 0.1)  # how long the end of a run waits
 
@@ -406,7 +406,7 @@ def test_the_command_sends_the_rest_to_a_slow_server_and_names_what_that_refuses
     said = capsys.readouterr()
     assert f"all is at {entrance.uri}" in said.out
     assert said.err.count("\n") == 1 and said.err.startswith("warning: ") and "refuses metrics a?b" in said.err
-    record = Record.read(tmp_path)
+    record = RunRecord.read(tmp_path)
     assert record.sent == spool.size and steps(client_of(entrance.uri), record.run_id, "loss") == [1]
 
 
@@ -478,7 +478,7 @@ def test_a_run_that_fails_or_is_stopped_says_so(entrance, start, run_cli, tmp_pa
     )  # fmt: skip
     assert done.returncode == 1 and "three" in done.stderr, done.output
     client = client_of(entrance.uri)
-    assert client.get_run(Record.read(tmp_path / "run").run_id).info.status == "FAILED"
+    assert client.get_run(RunRecord.read(tmp_path / "run").run_id).info.status == "FAILED"
 
 
 @pytest.mark.parametrize(

@@ -126,21 +126,21 @@ def test_the_default_is_adamw_at_the_learning_rate(seen):
     assert agrees(seen["adamw"], by_hand([0.02] * UPDATES, adamw=True))
 
 
-def test_a_typed_rate_replaces_that_of_an_optimizer_and_its_schedule(seen, worlds, world):
-    assert agrees(seen["typed-rate"], by_hand([0.02 * 0.5**i for i in range(UPDATES)]))
-    assert agrees(seen["typed-rate-factories"], by_hand([0.03 * 0.5**i for i in range(UPDATES)]))
+def test_a_set_rate_replaces_that_of_an_optimizer_and_its_schedule(seen, worlds, world):
+    assert agrees(seen["set-rate"], by_hand([0.02 * 0.5**i for i in range(UPDATES)]))
+    assert agrees(seen["set-rate-factories"], by_hand([0.03 * 0.5**i for i in range(UPDATES)]))
     assert worlds[world][1].count("learning_rate=0.02 replaces the optimizer's 0.1") == 1
     assert worlds[world][1].count("learning_rate=0.03 replaces the optimizer's 0.1") == 1
 
 
-def test_a_typed_rate_cannot_replace_several_different_ones(seen):
-    error = seen["typed-rate-groups"]["error"]
+def test_a_set_rate_cannot_replace_several_different_ones(seen):
+    error = seen["set-rate-groups"]["error"]
     assert error.startswith("ConfigError: learning_rate=0.02 cannot replace the different rates 0.1, 0.3")
 
 
-def test_a_rate_typed_at_a_resume_replaces_the_optimizers_own_and_the_schedule_goes_on(seen, worlds, world):
+def test_a_rate_set_at_a_resume_replaces_the_optimizers_own_and_the_schedule_goes_on(seen, worlds, world):
     assert agrees(
-        seen["typed-rate-resumed"], by_hand([0.1 * 0.5**i for i in range(4)] + [0.025 * 0.5**i for i in range(4, 8)])
+        seen["set-rate-resumed"], by_hand([0.1 * 0.5**i for i in range(4)] + [0.025 * 0.5**i for i in range(4, 8)])
     )
     assert agrees(seen["schedule-resumed"], by_hand([0.1 * 0.5**i for i in range(UPDATES)]))
     assert worlds[world][1].count("learning_rate=0.025 replaces the checkpoint's 0.1") == 1
@@ -516,7 +516,7 @@ TESTED = {  # setting -> a test of its effect or of its refusal
     "early_stopping_patience": EARLY,
     "monitor": EARLY,
     "monitor_mode": EARLY,
-    "learning_rate": HERE_TESTS + "test_a_typed_rate_replaces_that_of_an_optimizer_and_its_schedule",
+    "learning_rate": HERE_TESTS + "test_a_set_rate_replaces_that_of_an_optimizer_and_its_schedule",
     "lr_scaling": HERE_TESTS + "test_the_rate_is_scaled_for_default_and_given_optimizers_and_their_schedules",
     "warmup_steps": HERE_TESTS + "test_warmup_raises_the_rate_over_its_updates",
     "warmup_start": HERE_TESTS + "test_a_warmup_with_a_start_rises_by_the_same_factor_each_update",

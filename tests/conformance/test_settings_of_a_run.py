@@ -43,7 +43,7 @@ def test_a_checkpoint_directory_of_an_earlier_run_is_not_taken_over_unasked(scri
     assert again.returncode == 0 and "resumed from step-00000002" in again.stdout, again.output
 
 
-def test_a_rate_typed_at_resume_holds_for_the_rest(script, run_cli, tmp_path):
+def test_a_rate_set_at_resume_holds_for_the_rest(script, run_cli, tmp_path):
     command = ["train", "--script", script("Trainer(model)"), "--run-dir", str(tmp_path / "run")]
     assert run_cli([*command, "--epochs", "1"]).returncode == 0
     done = run_cli([*command, "--epochs", "2", "--resume", "--learning-rate", "0.5"])

@@ -63,12 +63,12 @@ def test_every_rank_stops_at_the_same_step_and_a_resume_changes_no_bit(run_cli, 
     done = run_cli(arguments(tmp_path, [fault], workers=workers), env=SLOWLY)
     step = check_stopped(done, tmp_path, code)
     shown = re.search("^to go on with it:\n  (.*)$", done.stdout, re.MULTILINE)
-    typed, _, own = " ".join(arguments(tmp_path, [fault], workers=workers)).partition(" -- ")
+    command, _, own = " ".join(arguments(tmp_path, [fault], workers=workers)).partition(" -- ")
     again = run_cli(arguments(tmp_path, [], "--resume", workers=workers))
 
     assert step <= latest
     run_dir = f" --run-dir {tmp_path / 'run'}"
-    words = f"-m distributed.cli {typed.replace(run_dir, '')}{run_dir} --resume -- {own}"
+    words = f"-m distributed.cli {command.replace(run_dir, '')}{run_dir} --resume -- {own}"
     assert shown is not None, done.stdout
     python, *rest = shlex.split(shown[1])
     assert python in ("python", sys.executable) and " ".join(rest) == words

@@ -50,7 +50,7 @@ MIRRORED = [
 DROPPING = ["dropping", "dropping-resumed"]
 
 STEPS = [
-    "plain", "adamw", "clipped", "warmed", "squares", "weighted", "sample-weights", "decayed", "decayed-warmed", "typed",
+    "plain", "adamw", "clipped", "warmed", "squares", "weighted", "sample-weights", "decayed", "decayed-warmed", "set-rate",
     "regularized",
 ]  # fmt: skip
 

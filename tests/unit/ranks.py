@@ -12,14 +12,14 @@ from distributed.backends.base import ShardedData
 from distributed.config.data import DataOptions
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
-from distributed.state import DataRole, Group, WorkerContext
+from distributed.state import DataRole, UpdateBatch, WorkerContext
 
 Reduce = Callable[[Mapping[str, float]], dict[str, float]]
 
 
 def on_ranks(world: int, work: Callable[[int, Reduce], Any]) -> list[Any]:
     """`work(rank, reduce)` of every rank. Only one runs at a time, as the generators of a process are shared."""
-    meeting, turn = threading.Barrier(world, timeout=20), threading.Lock()
+    barrier, turn = threading.Barrier(world, timeout=20), threading.Lock()
     parts: list[Mapping[str, float]] = [{}] * world
 
     def run(rank: int) -> Any:
@@ -27,9 +27,9 @@ def on_ranks(world: int, work: Callable[[int, Reduce], Any]) -> list[Any]:
             parts[rank] = dict(sums)
             turn.release()
             try:
-                meeting.wait()
+                barrier.wait()
                 total = {name: sum(part[name] for part in parts) for name in sums}
-                meeting.wait()
+                barrier.wait()
             finally:
                 turn.acquire()
             return total
@@ -77,10 +77,10 @@ def sharded(
 
 def groups_of_ranks(
     data: Any, batch: BatchPlan, *, epoch: int = 0, skip: int = 0, per_rank: bool = False, **settings: Any
-) -> list[list[Group]]:
-    """All groups of an epoch, by rank. `per_rank`: `data` is a list with each rank's own."""
+) -> list[list[UpdateBatch]]:
+    """All update batches of an epoch, by rank. `per_rank`: `data` is a list with each rank's own."""
 
-    def work(rank: int, reduce: Reduce) -> list[Group]:
+    def work(rank: int, reduce: Reduce) -> list[UpdateBatch]:
         part = sharded(data[rank] if per_rank else data, batch, rank, reduce, **settings)
         try:
             return list(part.epoch(epoch, skip))
@@ -90,7 +90,7 @@ def groups_of_ranks(
     return on_ranks(batch.data_parallel_size, work)
 
 
-def samples_used(ranks: list[list[Group]], read: Callable[[Any], list[Any]]) -> list[list[Any]]:
+def samples_used(ranks: list[list[UpdateBatch]], read: Callable[[Any], list[Any]]) -> list[list[Any]]:
     """For every update the samples that count, over all ranks; checks what must hold at any time."""
     assert len({len(groups) for groups in ranks}) == 1
     updates = []

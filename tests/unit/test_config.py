@@ -16,7 +16,7 @@ import pytest
 
 import distributed
 from distributed.backends.capabilities import capabilities_of
-from distributed.config.merging import Typed, config_yaml, merge, read_config_file, split_sweep
+from distributed.config.merging import Overrides, config_yaml, merge, read_config_file, split_sweep
 from distributed.config.plan import ProcessPlan, in_effect, plan_batch, plan_processes
 from distributed.config.registry import REGISTRY
 from distributed.config.settings import ALIASES, DistributedConfig, canonical
@@ -136,17 +136,17 @@ def test_a_loaders_batch_size_counts_beside_a_replaced_config():
 
 
 def test_what_a_backends_own_config_implies_leaves_the_rest_as_it_was_given():
-    """`sources.py` looks at `config.given` to tell whether a batch size was typed."""
-    merged = merge(Typed(), {"backend": "deepspeed", "deepspeed": {"deepspeed_config": {"gradient_clipping": 1.0}}})
+    """`sources.py` looks at `config.given` to tell whether a batch size was given."""
+    merged = merge(Overrides(), {"backend": "deepspeed", "deepspeed": {"deepspeed_config": {"gradient_clipping": 1.0}}})
     assert merged.config.gradient_clipping == 1.0 and "batch_size" not in merged.config.given
 
 
 def test_the_strongest_source_wins_and_every_source_is_kept():
-    typed = Typed(
+    overrides = Overrides(
         file={"epochs": 2, "seed": 5, "ddp": {"bucket_cap_mb": 5, "static_graph": True}},
         flag={"epochs": 9, "ddp": {"bucket_cap_mb": 7}},
     )
-    merged = merge(typed, {"epochs": 4, "batch_size": 8})
+    merged = merge(overrides, {"epochs": 4, "batch_size": 8})
     assert (merged.config.epochs, merged.config.seed, merged.config.batch_size) == (9, 5, 8)
     assert merged.config.ddp == {"bucket_cap_mb": 7.0, "static_graph": True}
     assert {name: merged.source(name) for name in ("epochs", "seed", "batch_size", "monitor")} == {
@@ -156,13 +156,13 @@ def test_the_strongest_source_wins_and_every_source_is_kept():
 
 
 def test_a_value_equal_to_the_default_still_counts_as_set_in_code():
-    merged = merge(Typed(file={"epochs": 5}), DistributedConfig(epochs=1).given)
+    merged = merge(Overrides(file={"epochs": 5}), DistributedConfig(epochs=1).given)
     assert merged.config.epochs == 1
 
 
 def test_a_written_config_gives_the_same_settings_with_the_same_strength(tmp_path):
-    typed = Typed(file={"seed": 5}, flag={"epochs": 9, "ddp": {"bucket_cap_mb": 7.5}, "learning_rate": 1e-5})
-    merged = merge(typed, {"epochs": 4, "batch_size": 8, "mixed_precision": True, "checkpoint_frequency": None})
+    overrides = Overrides(file={"seed": 5}, flag={"epochs": 9, "ddp": {"bucket_cap_mb": 7.5}, "learning_rate": 1e-5})
+    merged = merge(overrides, {"epochs": 4, "batch_size": 8, "mixed_precision": True, "checkpoint_frequency": None})
     path = tmp_path / "config.yaml"
     path.write_text(config_yaml(merged, "train.py", ("--width", "3")))
     again = read_config_file(path)
@@ -212,7 +212,7 @@ def test_a_bad_file_is_named_with_its_fault(tmp_path, text, words):
 @pytest.mark.parametrize("text", ["", "\n# nothing\n", "---\n"])
 def test_an_empty_file_sets_nothing(tmp_path, text):
     (tmp_path / "empty.yaml").write_text(text)
-    assert read_config_file(tmp_path / "empty.yaml") == Typed()
+    assert read_config_file(tmp_path / "empty.yaml") == Overrides()
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -254,10 +254,10 @@ def test_a_sweeps_dict_is_split_into_settings_and_hyperparameters():
 WHERE_THE_FILE_SAYS = "epochs: 5\nseed: 4\nddp: {bucket_cap_mb: 3, static_graph: true}\nsave_interval: 7\n"
 
 
-def test_a_trainer_reads_a_file_weaker_than_its_arguments_and_a_typed_file(tmp_path, monkeypatch):
+def test_a_trainer_reads_a_file_weaker_than_its_arguments_and_a_file_of_a_flag(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text(WHERE_THE_FILE_SAYS)
-    typed = Typed(file={"seed": 9, "ddp": {"static_graph": False}}, flag={"log_every_n_steps": 2})
-    monkeypatch.setattr("distributed.training.setup.handover", lambda: Handover(typed))
+    overrides = Overrides(file={"seed": 9, "ddp": {"static_graph": False}}, flag={"log_every_n_steps": 2})
+    monkeypatch.setattr("distributed.training.setup.handover", lambda: Handover(overrides))
 
     merged = Trainer(print, tmp_path / "c.yaml", epochs=2, ddp={"bucket_cap_mb": 6}).merged
 
@@ -269,7 +269,9 @@ def test_a_trainer_reads_a_file_weaker_than_its_arguments_and_a_typed_file(tmp_p
 
 
 def test_a_trainer_reads_what_a_run_wrote_and_its_flags_are_weak_there(tmp_path):
-    merged = merge(Typed(flag={"epochs": 9, "ddp": {"bucket_cap_mb": 7}}), {"seed": 3, "ddp": {"static_graph": True}})
+    merged = merge(
+        Overrides(flag={"epochs": 9, "ddp": {"bucket_cap_mb": 7}}), {"seed": 3, "ddp": {"static_graph": True}}
+    )
     (tmp_path / "config.yaml").write_text(config_yaml(merged, "train.py"))
 
     again = Trainer(print, str(tmp_path / "config.yaml"), seed=4).merged
@@ -285,7 +287,7 @@ def test_what_a_trainer_cannot_read_is_named(config, words):
         Trainer(print, config)
 
 
-def test_the_running_script_is_known_as_typed_and_a_notebook_or_module_is_none(tmp_path):
+def test_the_running_script_is_known_as_on_the_command_line_and_a_notebook_or_module_is_none(tmp_path):
     code = (
         "import sys; from distributed.launching.request import running_script as r; print(r().script, *r().script_args)"
     )
@@ -304,7 +306,7 @@ def test_the_running_script_is_known_as_typed_and_a_notebook_or_module_is_none(t
 
 
 def planned(n=2, loader=None, file=None, flag=None, sweep=None, **code):
-    return plan_batch(merge(Typed(file=file or {}, flag=flag or {}), code, sweep=sweep), n, loader)
+    return plan_batch(merge(Overrides(file=file or {}, flag=flag or {}), code, sweep=sweep), n, loader)
 
 
 def numbers(plan):
@@ -330,7 +332,7 @@ def test_three_numbers_that_disagree_are_an_error_with_the_numbers_in_it():
         planned(batch_size=8, global_batch_size=100)
 
 
-def test_a_loaders_batch_size_counts_unless_something_stronger_is_typed():
+def test_a_loaders_batch_size_counts_unless_something_stronger_is_given():
     assert numbers(planned(loader=16)) == (16, 1, 32)
     assert numbers(planned(loader=16, flag={"batch_size": 4})) == (4, 1, 8)
     assert numbers(planned(loader=16, sweep={"batch_size": 4})) == (4, 1, 8)
@@ -344,7 +346,7 @@ def test_a_loaders_batch_size_counts_unless_something_stronger_is_typed():
 
 def test_a_written_config_shows_the_batch_in_effect_and_says_it_to_nobody(tmp_path):
     """A run from it leaves the numbers to the same loader and equation, also with another flag."""
-    merged = merge(Typed(file={"batch_size": 4}), {})
+    merged = merge(Overrides(file={"batch_size": 4}), {})
     shown = in_effect(merged, plan_batch(merged, 2, 16), 16)
     text = config_yaml(shown)
     assert "batch_size: 16  # loader" in text and "global_batch_size: 32  # derived" in text
@@ -355,12 +357,12 @@ def test_a_written_config_shows_the_batch_in_effect_and_says_it_to_nobody(tmp_pa
     assert numbers(plan_batch(merge(again, {"global_batch_size": 50}), 2, 16)) == (25, 1, 50)
 
 
-def test_all_three_may_be_typed_where_the_batch_size_is_the_largest_slice():
+def test_all_three_may_be_given_where_the_batch_size_is_the_largest_slice():
     three = {"global_batch_size": 32, "gradient_accumulation_steps": 1}
-    assert numbers(plan_batch(merge(Typed(flag={**three, "batch_size": 11}), {}), 3)) == (11, 1, 32)
+    assert numbers(plan_batch(merge(Overrides(flag={**three, "batch_size": 11}), {}), 3)) == (11, 1, 32)
     for wrong in (10, 12):
         with pytest.raises(ConfigError, match=f"global_batch_size=32 is not batch_size={wrong} x"):
-            plan_batch(merge(Typed(flag={**three, "batch_size": wrong}), {}), 3)
+            plan_batch(merge(Overrides(flag={**three, "batch_size": wrong}), {}), 3)
 
 
 # processes
@@ -380,7 +382,9 @@ def test_axes_share_the_processes_and_the_data_axis_counts_the_replicas():
     assert ProcessPlan(1, 2, "cpu", "pytorch-ddp", {"tensor": 2}).data_parallel_size == 1
     with pytest.raises(ConfigError, match="data 4 x tensor 3 = 12 processes are not the 8 of the run"):
         ProcessPlan(2, 4, "cpu", "pytorch-ddp", {"data": 4, "tensor": 3})
-    adapter = FakeBackend(merge(Typed(), {}), FakeOptions(), ProcessPlan(1, 4, "cpu", "fake", {"data": 2, "tensor": 2}))
+    adapter = FakeBackend(
+        merge(Overrides(), {}), FakeOptions(), ProcessPlan(1, 4, "cpu", "fake", {"data": 2, "tensor": 2})
+    )
     assert plan_batch(adapter.merged, adapter.data_parallel_size).global_batch_size == 2 * adapter.config.batch_size
 
 
@@ -446,10 +450,10 @@ def test_what_the_error_advises_where_gpus_are_missing_works(gpus, given):
     with pytest.raises(ResourceError) as caught:
         processes(gpus, **given)
     advised = re.findall(r"--([\w-]+) (\w+)", str(caught.value))
-    typed = {name.replace("-", "_"): int(value) if value.isdecimal() else value for name, value in advised}
-    assert typed.items() - given.items(), "it advises what was asked for already"
+    advised_settings = {name.replace("-", "_"): int(value) if value.isdecimal() else value for name, value in advised}
+    assert advised_settings.items() - given.items(), "it advises what was asked for already"
     wanted = config.nproc_per_node or (config.num_gpus or 0) // config.num_nodes or config.gpus_per_node or 1
-    assert processes(gpus, **given | typed)[1:] == (config.num_nodes, wanted, "cpu")
+    assert processes(gpus, **given | advised_settings)[1:] == (config.num_nodes, wanted, "cpu")
 
 
 @pytest.fixture
@@ -518,9 +522,9 @@ from distributed.config.registry import REGISTRY, BackendRow
 REGISTRY["toy"] = BackendRow("toy", "toy_backend", "Toy", "toy", (), (), "", "a toy", aliases={"toy_speed": "speed"})
 from distributed.cli.__main__ import run
 from distributed.config.settings import DistributedConfig, canonical
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 settings, said = canonical({"toy_speed": 3, "backend": "toy"})
-print(said, merge(Typed(), settings).config.options("toy"))
+print(said, merge(Overrides(), settings).config.options("toy"))
 try: DistributedConfig(toy={"sped": 3})
 except Exception as error: print(error)
 run(["train", "--help"])

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from distributed.config.merging import Typed
+from distributed.config.merging import Overrides
 from distributed.config.settings import DistributedConfig
 from distributed.launching import output
 from distributed.launching.request import LaunchRequest
@@ -214,7 +214,7 @@ def test_a_notebook_gets_the_browsers_own_bar_with_the_same_parts():
 
 def test_a_launcher_sends_its_bar_to_the_caller_and_prints_the_rest(capsys):
     read, write = os.pipe()
-    request = LaunchRequest(run_dir="", typed=Typed(), bar_fd=write)
+    request = LaunchRequest(run_dir="", overrides=Overrides(), bar_fd=write)
     display = output.display_of(request)
     display.print_output("no end", False)
     display.handle({**EVENT, "kind": "progress"})

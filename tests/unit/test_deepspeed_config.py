@@ -84,7 +84,7 @@ def test_what_does_not_fit_names_both_sides_and_the_fix(settings, said):
     assert said in str(caught.value)
 
 
-def test_what_the_config_says_of_our_settings_counts_as_typed(tmp_path):
+def test_what_the_config_says_of_our_settings_counts_as_given(tmp_path):
     own = {
         "train_batch_size": 64, "gradient_accumulation_steps": 4, "gradient_clipping": 0.7, "steps_per_print": 5,
         "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"lr": 3e-4}},
@@ -96,7 +96,7 @@ def test_what_the_config_says_of_our_settings_counts_as_typed(tmp_path):
         assert (config.global_batch_size, config.gradient_accumulation_steps) == (64, 4)
         assert (config.gradient_clipping, config.log_every_n_steps, config.mixed_precision) == (0.7, 5, "bf16")
         assert (config.learning_rate, made.backend.stage) == (3e-4, 1)
-        assert made.merged.is_typed("learning_rate")
+        assert made.merged.is_given("learning_rate")
         assert made.merged.config.deepspeed["deepspeed_config"] == own  # what a run writes down and workers get
 
 

@@ -22,11 +22,11 @@ from distributed.backends.out_of_memory import out_of_memory
 from distributed.backends.single import SingleBackend
 from distributed.backends.torch_base import NoOptions
 from distributed.config.data import DataOptions
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan, ProcessPlan, plan_processes
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ResourceError, TrainingError
-from distributed.state import DataRole, Group, Job, StepResult, WorkerContext
+from distributed.state import DataRole, Job, StepResult, UpdateBatch, WorkerContext
 from tests.unit.fake_gpu import HostWaits, fake_gpu
 
 BATCH = BatchPlan(4, 1, 1, 4)
@@ -129,7 +129,7 @@ def test_the_weights_of_targets_that_count_are_summed_up_alike_on_a_gpu():
 
 def prepared(**settings):
     """A backend of one process, for a net on the CPU."""
-    merged = merge(Typed(), {"epochs": 1, **settings})
+    merged = merge(Overrides(), {"epochs": 1, **settings})
     backend = SingleBackend(merged, NoOptions(), ProcessPlan(1, 1, "cpu", "single"))
     backend.setup()
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -154,11 +154,11 @@ def test_what_follows_a_backward_pass_makes_nobody_wait(clipping):
         loss = Loss(torch.ones((), device=gpu), None)
         passes.start_counting([Loss(loss.value, 4.0), Loss(loss.value, 2.0)])
         assert passes._total.is_cuda
-        update.finish(Group([], 4, 0), [loss], StepResult([]))
+        update.finish(UpdateBatch([], 4, 0), [loss], StepResult([]))
         assert update._unread is not None
         update._looks_later = False
         with pytest.raises(HostWaits):
-            update.finish(Group([], 4, 4), [loss], StepResult([]))
+            update.finish(UpdateBatch([], 4, 4), [loss], StepResult([]))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_gpu_that_torch_cannot_use_is_said_in_one_line():
     with pytest.raises(
         ResourceError, match=r"torch \S+ cannot use \(.+\): install a torch for it, or add --device cpu"
     ):
-        world.OneProcess(CUDA)
+        world.OneTorchProcess(CUDA)
 
 
 def test_ranks_share_the_gpus_that_are_there(monkeypatch):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distributed.backends.single import SingleBackend
 from distributed.backends.torch_base import NoOptions
 from distributed.callbacks import Callback
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.state import DataRole, Job, TrainState
 from distributed.training.common_step import CommonStep
@@ -54,7 +54,7 @@ BATCH = BatchPlan(4, 1, 1, 4)
 
 
 def prepared(metrics, **settings):
-    merged = merge(Typed(), {"epochs": 1, **settings})
+    merged = merge(Overrides(), {"epochs": 1, **settings})
     backend = SingleBackend(merged, NoOptions(), ProcessPlan(1, 1, "cpu", "single"))
     backend.setup()
 

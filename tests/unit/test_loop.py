@@ -13,7 +13,7 @@ import pytest
 
 from distributed.callbacks import Callback, EarlyStopping, FitContext, bound
 from distributed.checkpoints.store import CheckpointStore
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError, TrainingError
 from distributed.loggers.files import MetricsFile
@@ -49,7 +49,7 @@ class Recorder(Callback):
 
 
 def make(samples=10, state=None, callbacks=(), val=None, saved=None, shuffle=True, **settings):
-    merged = merge(Typed(), {"epochs": 2, **settings})
+    merged = merge(Overrides(), {"epochs": 2, **settings})
     backend = FakeBackend(merged, FakeOptions(), ProcessPlan(1, 1, "cpu", "fake"))
     backend.setup()
     common = CommonStep(0, 1, None, "test")
@@ -195,7 +195,7 @@ def test_one_rank_alone_stops_all_at_the_same_step():
 
 
 def stop_on_rank_1(callback, pause_s=0.0, **settings):
-    store, meeting, parts = Store(), threading.Barrier(2, timeout=20), [None, None]
+    store, barrier, parts = Store(), threading.Barrier(2, timeout=20), [None, None]
 
     def rank_of(rank):
         run = make(samples=20, callbacks=[callback] if rank else [], **{"log_every_n_steps": 1, **settings})
@@ -207,14 +207,14 @@ def stop_on_rank_1(callback, pause_s=0.0, **settings):
         def gather(value):
             called.append(sorted(value) if isinstance(value, dict) else "gather")
             parts[rank] = value
-            meeting.wait()
+            barrier.wait()
             both = list(parts)
-            meeting.wait()
+            barrier.wait()
             return both
 
         def train_step(group, step=run.backend.train_step):
             time.sleep(pause_s)
-            meeting.wait()
+            barrier.wait()
             return step(group)
 
         run.backend.train_step, world.gather = train_step, gather

@@ -13,7 +13,7 @@ from distributed.backends._torch.averages import Averages
 from distributed.backends._torch.objective import Loss
 from distributed.backends._torch.over_all import ENGINE, alone
 from distributed.backends.over_all import Wholes
-from distributed.state import Group, MicroBatch
+from distributed.state import MicroBatch, UpdateBatch
 from distributed.training.loop import _add, means_of
 from tests.unit.ranks import on_ranks
 from tests.unit.test_over_all import Ranks
@@ -65,7 +65,7 @@ class Rank:
         micro = MicroBatch(None, len(places))
         if split == "val":
             return self.averages.of_evaluation(micro, loss)
-        return self.averages.of_training([micro], [loss], Group([], min(size, len(targets) - start), start))
+        return self.averages.of_training([micro], [loss], UpdateBatch([], min(size, len(targets) - start), start))
 
     def _measure(self, split, sums, is_end=True):
         return self.averages.measured.measure(split, means_of(sums), is_end=is_end)

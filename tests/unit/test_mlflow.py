@@ -10,12 +10,12 @@ import types
 import pytest
 
 from distributed.cli.__main__ import run
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError, ResourceError
 from distributed.loggers._mlflow import tracking_uri
 from distributed.loggers._mlflow.run import grouped, metric_name
-from distributed.loggers._mlflow.spool import Record, Spool, last_steps, logged_params
+from distributed.loggers._mlflow.spool import RunRecord, Spool, last_steps, logged_params
 from distributed.loggers.base import is_on_mlflow
 from distributed.loggers.mlflow import JoinedRun, MlflowLogger
 from distributed.loggers.registry import check, environ_of_run, environ_of_workers
@@ -31,7 +31,7 @@ def _no_mlflow_variables(monkeypatch):
 
 
 def merged(**settings):
-    return merge(Typed(), settings)
+    return merge(Overrides(), settings)
 
 
 def test_an_experiment_or_a_name_for_the_model_asks_for_tracking_unless_it_is_switched_off():
@@ -49,11 +49,11 @@ def parameters(path, device, wanted=None, **settings):
         batch=BatchPlan(8, 1, 4, 32), context=types.SimpleNamespace(world_size=4),
         backend=types.SimpleNamespace(devices_per_process=1),
     )  # fmt: skip
-    Record(wanted=wanted).write(path)
+    RunRecord(wanted=wanted).write(path)
     return MlflowLogger(fit)._params()
 
 
-def test_what_a_run_runs_on_is_logged_whether_it_was_typed_or_not(tmp_path):
+def test_what_a_run_runs_on_is_logged_whether_it_was_given_or_not(tmp_path):
     expected = {"backend": "pytorch-ddp", "num_nodes": "2", "nproc_per_node": "2", "world_size": "4"}
     for settings in ({}, {"nproc_per_node": 2}, {"num_gpus": 4}):
         assert (
@@ -131,9 +131,9 @@ def test_a_folder_of_the_librarys_name_beside_the_script_is_no_library(monkeypat
 def test_only_a_run_that_the_user_had_open_is_handed_to_a_further_attempt(monkeypatch, tmp_path):
     monkeypatch.setattr(tracking_uri, "given_out", set())
     assert environ_of_run(tmp_path) == {}
-    Record(run_id="ours").write(tmp_path)
+    RunRecord(run_id="ours").write(tmp_path)
     assert environ_of_run(tmp_path) == {}  # a `start_run` of the script's own is another one
-    Record(run_id="a child of his", wanted="his", tracking_uri="http://host:1").write(tmp_path)
+    RunRecord(run_id="a child of his", wanted="his", tracking_uri="http://host:1").write(tmp_path)
     assert environ_of_run(tmp_path) == {tracking_uri.RUN_ID: "his", tracking_uri.URI: "http://host:1"}
     assert tracking_uri.given_out == {"his"}
 
@@ -153,7 +153,7 @@ def test_the_store_lies_beside_the_runs_also_for_a_later_trainer(tmp_path):
 def test_a_store_is_found_again_from_another_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(tracking_uri.URI, "sqlite:///mlflow.db?timeout=9")
-    record, uri = Record.chosen(tmp_path / "run", None, "any")
+    record, uri = RunRecord.chosen(tmp_path / "run", None, "any")
     assert uri == "sqlite:///mlflow.db?timeout=9"
     assert record.tracking_uri == f"sqlite:///{tmp_path}/mlflow.db?timeout=9"
     for whole in (
@@ -213,11 +213,11 @@ def test_the_spool_forgets_half_a_line_and_nothing_else(tmp_path):
 
 
 def test_a_record_that_cannot_be_read_is_none(tmp_path):
-    assert Record.read(tmp_path) is None
-    Record(key="k", sent=7).write(tmp_path)
-    assert Record.read(tmp_path) == Record(key="k", sent=7)
+    assert RunRecord.read(tmp_path) is None
+    RunRecord(key="k", sent=7).write(tmp_path)
+    assert RunRecord.read(tmp_path) == RunRecord(key="k", sent=7)
     (tmp_path / "mlflow.json").write_text("[1]")
-    assert Record.read(tmp_path) is None
+    assert RunRecord.read(tmp_path) is None
 
 
 def test_a_request_holds_a_thousand_metrics_at_most_and_one_of_anything_else():
@@ -302,5 +302,5 @@ def test_searches_of_one_script_share_an_experiment(tmp_path, asked, name, monke
         (tmp_path / search).mkdir()
         settings = merged(mlflow_tracking=True, **asked)
         run_of_sweep(Sweep(tmp_path / search, "loss", "min"), settings, "examples/train.py", {}, print)
-        record = Record.read(tmp_path / search)
+        record = RunRecord.read(tmp_path / search)
         assert (record.experiment, record.name) == (name, search)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from distributed import over_all
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.errors import ConfigError
 from distributed.metrics.direction import is_larger_better
 from distributed.metrics.monitor import best_metrics, check_monitor, check_reported
@@ -78,7 +78,7 @@ def test_the_object_or_function_says_what_the_name_does_not():
 
 
 def test_no_best_is_claimed_where_the_direction_is_unknown():
-    config = merge(Typed(), {}).config
+    config = merge(Overrides(), {}).config
     rows = [
         {"epoch": 1, "val_ce": 0.4, "val_v": 1.0, "val_f1": 0.1},
         {"epoch": 2, "val_ce": 0.3, "val_v": 2.0, "val_f1": 0.2},
@@ -92,18 +92,18 @@ def test_a_misspelt_monitor_is_told_before_its_mode_is_asked_for():
         patch.delitem(sys.modules, "keras", raising=False)
         for name in ("val_los", "val_acuracy"):
             with pytest.raises(ConfigError, match=f"{name!r} is not reported .did you mean"):
-                check_monitor(merge(Typed(), {"monitor": name}), [1], Job(model))
+                check_monitor(merge(Overrides(), {"monitor": name}), [1], Job(model))
         with pytest.raises(ConfigError, match="does not say whether") as error:
-            check_monitor(merge(Typed(), {"monitor": "val_v"}), [1], Job(model, metrics={"v": lambda o, t: 0.0}))
+            check_monitor(merge(Overrides(), {"monitor": "val_v"}), [1], Job(model, metrics={"v": lambda o, t: 0.0}))
         assert "'val_v' does not say whether smaller or larger values are better" in str(error.value)
         with pytest.raises(ConfigError, match=r"better \(did you mean 'val_loss'\?\): set monitor_mode"):
-            check_monitor(merge(Typed(), {"monitor": "val_los"}), [1], Job(model, training_step=lambda m, b: 0.0))
+            check_monitor(merge(Overrides(), {"monitor": "val_los"}), [1], Job(model, training_step=lambda m, b: 0.0))
         metrics = {"ce": SparseCategoricalCrossentropy()}
-        check_monitor(merge(Typed(), {"monitor": "val_ce"}), [1], Job(model, metrics=metrics))
+        check_monitor(merge(Overrides(), {"monitor": "val_ce"}), [1], Job(model, metrics=metrics))
 
 
 def test_the_best_is_by_name_and_for_the_monitor_by_its_mode():
-    config = merge(Typed(), {"monitor": "val_speed", "monitor_mode": "min"}).config
+    config = merge(Overrides(), {"monitor": "val_speed", "monitor_mode": "min"}).config
     rows = [
         {"epoch": 1, "step": 3, "val_loss": 2.0, "val_speed": 7.0, "val_f1": 0.5},
         {"epoch": 2, "step": 6, "val_loss": 3.0, "val_speed": 9.0, "val_f1": float("nan"), "learning_rate": 1.0},
@@ -113,7 +113,7 @@ def test_the_best_is_by_name_and_for_the_monitor_by_its_mode():
 
 
 def test_a_monitor_that_nobody_reports_is_named_with_the_nearest_that_is():
-    config = merge(Typed(), {"monitor": "val_acuracy", "monitor_mode": "max"}).config
+    config = merge(Overrides(), {"monitor": "val_acuracy", "monitor_mode": "max"}).config
 
     with pytest.raises(ConfigError, match=r"'val_acuracy' is not reported \(did you mean 'val_accuracy'\?\): choose"):
         check_reported(config, {"epoch": 1, "step": 3, "loss": 1.0, "val_accuracy": 0.5}, is_validated=True)
@@ -133,7 +133,7 @@ def test_a_monitor_that_nobody_reports_is_named_with_the_nearest_that_is():
 )
 def test_metrics_that_may_report_several_values_leave_only_their_own_names_open(monitor, is_possible):
     metrics = {"f1": lambda outputs, targets: 0.0, "pr": over_all(lambda outputs, targets: {"recall": 0.5})}
-    merged = merge(Typed(), {"monitor": monitor, "monitor_mode": "max"})
+    merged = merge(Overrides(), {"monitor": monitor, "monitor_mode": "max"})
     model = type("Model", (), {"parameters": None})()
     refused = contextlib.nullcontext() if is_possible else pytest.raises(ConfigError, match=f"{monitor!r} is not rep")
     with pytest.MonkeyPatch.context() as patch, refused:
@@ -142,7 +142,7 @@ def test_metrics_that_may_report_several_values_leave_only_their_own_names_open(
 
 
 def test_a_metric_that_an_earlier_row_has_may_be_absent():
-    config = merge(Typed(), {"monitor": "val_f1", "monitor_mode": "max"}).config
+    config = merge(Overrides(), {"monitor": "val_f1", "monitor_mode": "max"}).config
     row = {"epoch": 2, "step": 6, "val_loss": 1.0}
     check_reported(config, row, is_validated=True, earlier=[{"epoch": 1, "val_f1": 0.5}])
     with pytest.raises(ConfigError, match="'val_f1' is not reported"):
@@ -150,8 +150,8 @@ def test_a_metric_that_an_earlier_row_has_may_be_absent():
 
 
 def test_the_default_monitor_may_be_absent_where_nothing_is_validated():
-    check_reported(merge(Typed(), {}).config, {"epoch": 1, "step": 3, "loss": 1.0}, is_validated=False)
-    check_monitor(merge(Typed(), {}), None)
+    check_reported(merge(Overrides(), {}).config, {"epoch": 1, "step": 3, "loss": 1.0}, is_validated=False)
+    check_monitor(merge(Overrides(), {}), None)
 
 
 @pytest.mark.parametrize(
@@ -164,5 +164,5 @@ def test_the_default_monitor_may_be_absent_where_nothing_is_validated():
 )
 def test_what_watches_validation_needs_validation_data(settings, name):
     with pytest.raises(ConfigError, match=f"{name} watches 'val_.*pass val_data, or set monitor='loss'"):
-        check_monitor(merge(Typed(), settings), None)
-    check_monitor(merge(Typed(), settings), [1])
+        check_monitor(merge(Overrides(), settings), None)
+    check_monitor(merge(Overrides(), settings), [1])

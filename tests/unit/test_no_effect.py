@@ -22,7 +22,7 @@ from distributed.backends.capabilities import capabilities_of, settings_for_all
 from distributed.backends.effects import EFFECTS, Situation, lines_of, needs_of, without_effect
 from distributed.cli.__main__ import run
 from distributed.config.fields import rules
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import REGISTRY, backend_class, option_class
 from distributed.config.settings import DistributedConfig, canonical
@@ -104,7 +104,7 @@ def request_with(settings: dict[str, Any]) -> LaunchRequest:
 
 def situation(backend: str, settings: dict[str, Any], who: str, nodes: int, processes: int, **more: Any) -> Situation:
     given, _ = canonical({"backend": backend, **settings})
-    adapter = make_backend(merge(Typed(), given), ProcessPlan(nodes, processes, "cpu", backend))
+    adapter = make_backend(merge(Overrides(), given), ProcessPlan(nodes, processes, "cpu", backend))
     request = {"ours": request_with(given), "ours, before the script": request_with({})}.get(who)
     return Situation(adapter, request, who != "nobody", **more)
 
@@ -374,7 +374,7 @@ def test_what_a_flag_switches_off_takes_its_details_with_it(file, flags, monkeyp
         Trainer(print, **{name: file[name]})
 
     monkeypatch.setattr(
-        distributed.training.setup, "handover", lambda: distributed.launching.request.Handover(Typed(file, flags))
+        distributed.training.setup, "handover", lambda: distributed.launching.request.Handover(Overrides(file, flags))
     )
     trainer = Trainer(print, device="cpu")
     assert set(without_effect(Situation(trainer.backend, None, False))) == {name}

@@ -8,7 +8,7 @@ import pytest
 
 from distributed import DistributedConfig, Trainer
 from distributed.cli.__main__ import run
-from distributed.cli.train import ALIAS_SWITCHES, make_parser, read_flags, read_typed
+from distributed.cli.train import ALIAS_SWITCHES, make_parser, read_flags, read_overrides
 from distributed.cli.train import ALIASES as FLAG_ALIASES
 from distributed.config.fields import in_code, in_file, rules
 from distributed.config.flags import SETTINGS, as_flag
@@ -89,7 +89,7 @@ def test_an_answer_is_written_as_the_question_was(tmp_path):
     with pytest.raises(ConfigError, match=r"^fp16 is not a setting: use mixed_precision='fp16'$"):
         Trainer(print, fp16=True)
     with pytest.raises(ConfigError, match=r"^fp16 is not a setting: use --mixed-precision fp16$"):
-        read_typed(None, {}, ["fp16=true"], "a.py", ())
+        read_overrides(None, {}, ["fp16=true"], "a.py", ())
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_the_example_in_an_error_is_written_as_the_setting_was(name, value, code
     for call, example in (
         (lambda: DistributedConfig(**{name: value}), code),
         (lambda: read_config_file(tmp_path / "c.yaml"), file),
-        (lambda: read_typed(None, {}, [f"{name}={value}"], "a.py", ()), flag),
+        (lambda: read_overrides(None, {}, [f"{name}={value}"], "a.py", ()), flag),
     ):
         with pytest.raises(ConfigError) as caught:
             call()
@@ -176,7 +176,7 @@ def test_the_example_in_an_error_is_written_as_the_setting_was(name, value, code
 )
 def test_a_wrong_flag_is_answered_with_a_flag(flags, said):
     with pytest.raises(ConfigError) as caught:
-        read_typed(None, flags, [], "a.py", ())
+        read_overrides(None, flags, [], "a.py", ())
     assert str(caught.value) == said
 
 

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from distributed.config.merging import MergedConfig, Typed
+from distributed.config.merging import MergedConfig, Overrides
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launcher.start import launch_request
@@ -27,7 +27,7 @@ FOUND = Profile(
 def request(tmp_path, monkeypatch, **flags):
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    return launch_request(Typed(flag={"device": "cpu", "nproc_per_node": 2, **flags}, script="train.py"), None)
+    return launch_request(Overrides(flag={"device": "cpu", "nproc_per_node": 2, **flags}, script="train.py"), None)
 
 
 @pytest.mark.parametrize(("backend", "is_silenced"), [(None, True), ("fsdp", True), ("tensorflow", False)])

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import ProcessPlan
 from distributed.errors import ConfigError
 from distributed.testing import FakeBackend, FakeOptions
@@ -18,7 +18,7 @@ class Picky(FakeBackend):
 
 
 def make(device="cpu", **settings):
-    return Picky(merge(Typed(), settings), FakeOptions(), ProcessPlan(1, 1, device, "picky"))
+    return Picky(merge(Overrides(), settings), FakeOptions(), ProcessPlan(1, 1, device, "picky"))
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_a_half_line_and_foreign_lines_are_left_out(tmp_path):
     assert ">unknown<" in report_text([run])
 
 
-def test_what_a_user_typed_cannot_become_markup(tmp_path):
+def test_what_a_user_wrote_cannot_become_markup(tmp_path):
     nasty = "<!--<script></script><img src=x onerror=alert(1)>"
     events = [{"time": BEGAN + 5, "event": "worker_failed", "rank": 0, "cause": nasty}]
     text = report_text([write_run(tmp_path / "run", settings={"monitor": nasty}, events=events)])

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distributed import Callback, EarlyStopping, Trainer
 from distributed.backends import checking
 from distributed.backends._torch import loading
-from distributed.config.merging import Typed
+from distributed.config.merging import Overrides
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.request import Handover
@@ -294,7 +294,7 @@ def test_a_fit_on_inputs_alone_says_what_the_outputs_are_compared_with(capsys):
 @pytest.mark.parametrize(("world_size", "is_told"), [(1, False), (2, True)])
 def test_restarts_that_begin_anew_are_told_where_several_processes_were_started_by_hand(world_size, is_told):
     files = object.__new__(TrainerFiles)
-    files._run, files._given = object(), None
+    files._run, files._handover = object(), None
     files._context = WorkerContext(0, world_size, 0, world_size, 0, "cpu")
     files._worker = WorkerEnvironment(0, 0, world_size, world_size, 0, "localhost", 29500, 0, "environment")
     assert [line.startswith("this launcher's restarts begin at step 0") for line in files.notices()] == [True] * is_told
@@ -505,7 +505,7 @@ def attempt(run_dir, restart_count, *callbacks, **settings):
     """Fit as a worker does in this attempt of a launch with --resume."""
     _Taken.first, _Taken.count = None, 0
     runner = trainer(None, *callbacks, epochs=2, **settings)
-    runner.setup.handover = Handover(Typed(), str(run_dir), resume=run_dir.exists(), restart_count=restart_count)
+    runner.setup.handover = Handover(Overrides(), str(run_dir), resume=run_dir.exists(), restart_count=restart_count)
     runner.setup.restart_count = restart_count
     session = runner._fits.open_session()
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distributed.runs import temporary
-from distributed.runs.temporary import claim, sweep, temporary_directory
+from distributed.runs.temporary import claim, remove_leftovers, temporary_directory
 from tests.conftest import poll
 
 pytestmark = pytest.mark.timeout(30)
@@ -43,7 +43,7 @@ def left(start, tmp_path):
 
 def test_what_a_killed_process_left_is_removed_by_the_next_start_and_nothing_before(left, tmp_path):
     path, command = left
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert (path / "data" / "set").exists()
     command.signal(signal.SIGKILL)
     command.finish()
@@ -77,7 +77,7 @@ def test_a_process_id_that_came_again_is_not_its_owner(tmp_path):
     own = temporary._identity(os.getpid())
     earlier = own.rsplit(" ", 1)[0] + " 1"
     again, mine = made_by(tmp_path, "ray-again", earlier), made_by(tmp_path, "ray-mine", own)
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert not again.exists() and (mine / "data").exists()
 
 
@@ -88,7 +88,7 @@ def test_one_that_only_waits_to_be_reaped_has_ended(tmp_path):
     path = made_by(tmp_path, "ray-zombie", temporary._identity(child))
     os.kill(child, signal.SIGKILL)
     poll(lambda: temporary._identity(child) is None, 10, lambda: "it runs")
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert not path.exists()
     os.waitpid(child, 0)
 
@@ -118,7 +118,7 @@ def left_before_a_reboot(tmp_path):
 
 def test_what_a_process_before_a_reboot_left_is_removed(tmp_path, machine):
     path = left_before_a_reboot(tmp_path)
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert not path.exists()
 
 
@@ -131,7 +131,7 @@ def test_what_may_be_of_another_machine_or_container_stays(tmp_path, machine, ch
         machine.name = "node1"
     else:
         machine.as_container()
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert path.exists()
 
 
@@ -141,7 +141,7 @@ def test_without_an_identity_of_the_machine_it_stays(tmp_path, machine, text):
     if text is not None:
         machine.id.write_text(text)
     path = left_before_a_reboot(tmp_path)
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert path.exists()
 
 
@@ -149,14 +149,14 @@ def test_what_a_container_left_stays_where_the_machine_looks(tmp_path, machine, 
     with monkeypatch.context() as inside:
         inside.setattr(temporary, "_FIRST_NAMESPACE", "pid:[1]")
         path = left_before_a_reboot(tmp_path)
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert path.exists()
 
 
 def test_a_process_lives_on_when_its_machine_gets_another_name(tmp_path, machine):
     path = claim(tmp_path / "ray-mine")
     machine.name = "node1"
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert path.exists()
 
 
@@ -185,10 +185,10 @@ def test_what_is_not_surely_ours_stays(tmp_path):
     (tmp_path / "ray-file").write_text(ended)
     without = tmp_path / "ray-without"
     without.mkdir(mode=0o700)
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert all((path / "data").exists() for path in (*stays, open_to_all, target, linked)) and without.exists()
     assert (tmp_path / "ray-link").is_symlink() and (tmp_path / "ray-file").exists()
-    sweep(tmp_path / "nowhere")
+    remove_leftovers(tmp_path / "nowhere")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user")
@@ -196,7 +196,7 @@ def test_what_another_user_made_stays(tmp_path):
     boot, namespace, _, _ = temporary._identity(os.getpid()).split()
     path = made_by(tmp_path, "ray-theirs", f"{boot} {namespace} 999999999 1")
     os.chown(path, 65534, 65534)
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert (path / "data").exists()
 
 

@@ -11,7 +11,7 @@ from distributed import Trainer
 from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.backends._tensorflow.start import _own_host, set_environment
-from distributed.config.merging import Typed
+from distributed.config.merging import Overrides
 from distributed.config.registry import REGISTRY
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher.start import launch_request
@@ -147,5 +147,5 @@ def test_a_script_without_a_trainer_finds_the_engine_that_it_is_written_for(sour
 def test_the_workers_of_a_command_get_it(source, engine, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    typed = Typed(flag={"backend": "pytorch-ddp", "nproc_per_node": 2, "device": "cpu"}, script="train.py")
-    assert launch_request(typed, None).environ.get("KERAS_BACKEND") == engine
+    overrides = Overrides(flag={"backend": "pytorch-ddp", "nproc_per_node": 2, "device": "cpu"}, script="train.py")
+    assert launch_request(overrides, None).environ.get("KERAS_BACKEND") == engine

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from distributed import DistributedTuner
-from distributed.config.merging import Typed, read_config_file
+from distributed.config.merging import Overrides, read_config_file
 from distributed.errors import ConfigError, ResourceError, TrainingError
 from distributed.runs.directory import RunDirectory
 from distributed.training.trial import Trial
@@ -43,9 +43,9 @@ from distributed.tuning.ray import search as searching
 from distributed.tuning.ray import trial as running
 from distributed.tuning.ray.schedulers import make_scheduler
 from distributed.tuning.ray.trial import Order, Reports
-from distributed.tuning.search import note_line
+from distributed.tuning.search import record_line
 from distributed.tuning.space import make_space, read_space
-from distributed.tuning.sweep import Record, Sweep, open_sweep, scores
+from distributed.tuning.sweep import Sweep, TrialRecord, open_sweep, scores
 from distributed.tuning.table import Table
 from distributed.tuning.tuner import _row
 from tests.conftest import needs_backend
@@ -392,7 +392,7 @@ def test_a_trial_of_a_script_has_a_cpu_for_each_of_its_processes(tmp_path, monke
         (
             {"learning_rate": [0.1, 0.2]},
             {"learning_rate": 3},
-            "learning_rate is in the search space and typed as 3 too",
+            "learning_rate is in the search space and set to 3 too",
         ),
     ],
 )
@@ -522,11 +522,13 @@ def test_a_stop_before_any_trial_waits_for_nobody(tmp_path):
     sweep = sweep_of(tmp_path / "s")
 
     def waits():
-        watch = scripts._Watch(plan_of(tmp_path), sweep, None, None, types.SimpleNamespace(say=print), None)
+        watch = scripts._SearchWatch(
+            plan_of(tmp_path), sweep, None, None, types.SimpleNamespace(print_line=print), None
+        )
         return not watch._stops([signal.SIGINT])
 
     assert not waits()
-    sweep.note(0, "started", config={"lr": 1})
+    sweep.record_event(0, "started", config={"lr": 1})
     assert waits()
     sweep.run.unlock()
 
@@ -542,11 +544,11 @@ def sweep_of(directory, resume=False, num_samples=4, **changed):
 def test_a_sweep_is_written_and_goes_on(tmp_path):
     sweep = sweep_of(tmp_path / "s")
     for number, losses in enumerate(([0.9, 0.4, 0.5], [0.6], [math.nan])):
-        sweep.note(number, "started", config={"lr": 0.1 * (number + 1), "hidden": 8})
+        sweep.record_event(number, "started", config={"lr": 0.1 * (number + 1), "hidden": 8})
         for epoch, loss in enumerate(losses):
-            sweep.note(number, "row", row={"epoch": epoch + 1, "val_loss": loss})
-    sweep.note(0, "ended", status="finished")
-    sweep.note(2, "ended", status="failed", error="ValueError: no")
+            sweep.record_event(number, "row", row={"epoch": epoch + 1, "val_loss": loss})
+    sweep.record_event(0, "ended", status="finished")
+    sweep.record_event(2, "ended", status="failed", error="ValueError: no")
     with sweep.journal.open("a") as file:
         file.write('{"trial": 1, "ev')  # killed while it wrote
     sweep.run.unlock()
@@ -565,8 +567,8 @@ def test_a_sweep_is_written_and_goes_on(tmp_path):
 
 def test_a_value_that_is_named_like_a_column_of_the_results_has_another_name_there(tmp_path):
     sweep = sweep_of(tmp_path / "s")
-    sweep.note(0, "started", config={"epochs": 5, "lr": 0.1})
-    sweep.note(0, "row", row={"epoch": 1, "val_loss": 0.5, "lr": 0.2})
+    sweep.record_event(0, "started", config={"epochs": 5, "lr": 0.1})
+    sweep.record_event(0, "row", row={"epoch": 1, "val_loss": 0.5, "lr": 0.2})
     row = _row(sweep, sweep.records[0])
     assert (row["epochs"], row["config.epochs"], row["lr"], row["val_loss"]) == (1, 5, 0.1, 0.5)
 
@@ -577,8 +579,8 @@ def test_what_is_written_after_half_a_line_is_read_again(tmp_path):
         file.write('{"trial": 0, "event": "started", "con')  # killed while it wrote
     sweep.run.unlock()
     again = sweep_of(tmp_path / "s", resume=True)
-    again.note(1, "started", config={"lr": 1})
-    again.note(1, "row", row={"epoch": 1, "val_loss": 0.5})
+    again.record_event(1, "started", config={"lr": 1})
+    again.record_event(1, "row", row={"epoch": 1, "val_loss": 0.5})
     again.run.unlock()
     third = sweep_of(tmp_path / "s", resume=True)
     assert list(third.records) == [1] and third.records[1].rows == [{"epoch": 1, "val_loss": 0.5}]
@@ -601,7 +603,7 @@ def test_numbers_that_a_killed_search_did_not_begin_are_given_again(tmp_path):
     """The first trial had not begun when the second had: both have the values that were proposed to them."""
     proposals = make_proposals("random", make_space(SPACE), 0)
     first, second, third = (proposals.ask() for _ in range(3))
-    earlier = (Record(1, second, status="waiting"),)
+    earlier = (TrialRecord(1, second, status="waiting"),)
     again, waiting = primed(plan_of(tmp_path, space=make_space(SPACE), num_samples=3, earlier=earlier))
     assert waiting == [(0, first), (1, second)]
     assert again.ask() == third
@@ -613,8 +615,8 @@ def test_values_come_back_from_the_journal_as_they_were(tmp_path):
     space = make_space({"layers": [(64, 64), (8,)], "number": [int, float], "size": [1, True, 1.5]})
     values = {"layers": (8,), "number": float, "size": True}
     sweep = sweep_of(tmp_path / "s")
-    sweep.note(0, "started", config=values)
-    sweep.note(0, "row", row={"epoch": 1, "val_loss": 0.25})
+    sweep.record_event(0, "started", config=values)
+    sweep.record_event(0, "row", row={"epoch": 1, "val_loss": 0.25})
     sweep.run.unlock()
     again = sweep_of(tmp_path / "s", resume=True)
     assert again.records[0].config != values
@@ -628,12 +630,12 @@ def test_the_best_values_are_those_that_gave_the_best_metric(tmp_path):
     """A population changes a trial's values while it goes on."""
     sweep = sweep_of(tmp_path / "s")
     for rate, loss in ((0.1, 0.5), (0.2, 0.25), (0.4, 0.75)):
-        sweep.note(0, "started", config={"learning_rate": rate})
-        sweep.note(0, "row", row={"val_loss": loss})
-    sweep.note(0, "ended", status="finished")
+        sweep.record_event(0, "started", config={"learning_rate": rate})
+        sweep.record_event(0, "row", row={"val_loss": loss})
+    sweep.record_event(0, "ended", status="finished")
     best = sweep.summary()["best"]
     assert best["config"] == {"learning_rate": 0.2} and best["metrics"] == {"val_loss": 0.25}
-    assert read_config_file(sweep.write_best(Typed())).flag == {"learning_rate": 0.2}
+    assert read_config_file(sweep.write_best(Overrides())).flag == {"learning_rate": 0.2}
     assert sweep.records[0].config == {"learning_rate": 0.4}  # what it goes on with
     sweep.run.unlock()
 
@@ -645,34 +647,34 @@ def test_the_best_of_a_script_from_code_can_be_run_again(tmp_path, monkeypatch):
     Path("train.py").write_text("")
 
     def search(plan, sweep, show):
-        sweep.note(0, "started", config={"learning_rate": 0.2, "hidden": 8})
-        sweep.note(0, "row", row={"epoch": 1, "val_loss": 0.25})
+        sweep.record_event(0, "started", config={"learning_rate": 0.2, "hidden": 8})
+        sweep.record_event(0, "row", row={"epoch": 1, "val_loss": 0.25})
 
     monkeypatch.setattr(tuner_module, "run_search", search)
     tuner = DistributedTuner("train.py", {"learning_rate": [0.1, 0.2]}, run_dir="s", num_gpus=0, seed=3)
     assert tuner.tune(2) == {"learning_rate": 0.2, "hidden": 8}
-    typed = read_config_file("s/best.yaml")
-    assert typed.script == "train.py" and typed.script_args == ("--hidden", "8")
-    assert typed.flag == {"seed": 3, "learning_rate": 0.2, "monitor": "val_loss", "monitor_mode": "min"}
+    overrides = read_config_file("s/best.yaml")
+    assert overrides.script == "train.py" and overrides.script_args == ("--hidden", "8")
+    assert overrides.flag == {"seed": 3, "learning_rate": 0.2, "monitor": "val_loss", "monitor_mode": "min"}
 
 
 def test_the_best_settings_are_as_strong_as_flags_and_the_rest_are_arguments(tmp_path):
     sweep = sweep_of(tmp_path / "s")
-    sweep.note(0, "started", config={"lr": 0.25, "hidden": 8, "batch_size": 64})
-    sweep.note(0, "row", row={"epoch": 1, "val_loss": 0.1})
+    sweep.record_event(0, "started", config={"lr": 0.25, "hidden": 8, "batch_size": 64})
+    sweep.record_event(0, "row", row={"epoch": 1, "val_loss": 0.1})
     path = sweep.write_best(
-        Typed(file={"epochs": 3}, flag={"dtype": "float64"}, script="train.py", script_args=("-v",))
+        Overrides(file={"epochs": 3}, flag={"dtype": "float64"}, script="train.py", script_args=("-v",))
     )
-    typed = read_config_file(path)
-    assert typed.script == "train.py" and typed.script_args == ("-v", "--hidden", "8")
-    assert typed.file == {"epochs": 3}
-    assert typed.flag == {"dtype": "float64", "learning_rate": 0.25, "batch_size": 64}
+    overrides = read_config_file(path)
+    assert overrides.script == "train.py" and overrides.script_args == ("-v", "--hidden", "8")
+    assert overrides.file == {"epochs": 3}
+    assert overrides.flag == {"dtype": "float64", "learning_rate": 0.25, "batch_size": 64}
     sweep.run.unlock()
 
 
 def test_a_damaged_sweep_is_one_line_or_does_no_harm(tmp_path):
     sweep = sweep_of(tmp_path / "s")
-    sweep.note(0, "started", config={"lr": 1})
+    sweep.record_event(0, "started", config={"lr": 1})
     sweep.run.unlock()
     with sweep.journal.open("a") as file:
         file.write('[1]\n{"trial": 0}\n')
@@ -687,7 +689,7 @@ def test_a_damaged_sweep_is_one_line_or_does_no_harm(tmp_path):
 
 def test_a_resume_with_other_options_of_the_scheduler_is_refused(tmp_path):
     first, other = (
-        DistributedTuner(bowl, SPACE, scheduler="asha", scheduler_options={"grace_period": epochs})._asked(4)
+        DistributedTuner(bowl, SPACE, scheduler="asha", scheduler_options={"grace_period": epochs})._configuration(4)
         for epochs in (1, 2)
     )
     open_sweep(tmp_path / "s", "val_loss", "min", first, False).run.unlock()
@@ -717,10 +719,10 @@ def test_a_sweep_that_goes_on_must_be_the_same(tmp_path):
 
 def test_a_sweep_without_a_number_has_no_best(tmp_path):
     sweep = sweep_of(tmp_path / "s")
-    sweep.note(0, "started", config={"lr": 1})
-    sweep.note(0, "row", row={"epoch": 1, "val_loss": math.nan})
+    sweep.record_event(0, "started", config={"lr": 1})
+    sweep.record_event(0, "row", row={"epoch": 1, "val_loss": math.nan})
     sweep.interrupt()
-    assert sweep.best() is None and sweep.write_best(Typed()) is None
+    assert sweep.best() is None and sweep.write_best(Overrides()) is None
     assert sweep.summary()["best"] is None and sweep.records[0].status == "interrupted"
     sweep.run.unlock()
 
@@ -758,7 +760,7 @@ def test_one_number_is_the_metric_whoever_made_it(tmp_path):
     told = []
     for returned in (0.5, numpy.float32(0.5), {"score": numpy.float32(0.5), "all": Several()}):
         reports = Reports(Order(plan, str(tmp_path), is_shared=False), 0, None, tmp_path / "last.json")
-        reports._tell = lambda row, end: told.append((row, end))
+        reports._send = lambda row, end: told.append((row, end))
         reports.finish(returned)
     assert told == [({"score": 0.5}, True), ({"score": 0.5}, True), ({"score": 0.5, "all": "several"}, True)]
 
@@ -839,9 +841,9 @@ def test_trials_are_shown_as_they_end_and_the_best_at_last(tmp_path, monkeypatch
             {"trial": number, "event": "row", "row": {"epoch": 1, "val_loss": loss}},
             {"trial": number, "event": "ended", "status": status, "error": "ValueError: no" if loss is None else None},
         ):
-            note_line(sweep, line)
+            record_line(sweep, line)
             table.show(line)
-    table.close(sweep.write_best(Typed()))
+    table.close(sweep.write_best(Overrides()))
     said = out.getvalue()
     assert said.startswith("3 trials") and "trial 00002  failed  1 epoch  lr=0.3  ValueError: no" in said
     assert "3 of 3 trials: 1 finished, 1 stopped, 1 failed; " in said
@@ -857,8 +859,8 @@ def test_a_narrow_terminal_shows_fewer_values_and_every_metric(tmp_path, monkeyp
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")
     sweep = sweep_of(tmp_path / "s")
-    note_line(sweep, {"trial": 0, "event": "started", "config": {f"setting_{number}": 1.5 for number in range(7)}})
-    note_line(sweep, {"trial": 0, "event": "row", "row": {"val_loss": 0.12345}})
+    record_line(sweep, {"trial": 0, "event": "started", "config": {f"setting_{number}": 1.5 for number in range(7)}})
+    record_line(sweep, {"trial": 0, "event": "row", "row": {"val_loss": 0.12345}})
     Table(sweep, 1, []).close(None)
     (head,) = [line for line in out.getvalue().splitlines() if "status" in line][-1:]
     assert "val_loss" in head and "setting_0" in head and "setting_6" not in head and "…" in head
@@ -878,14 +880,14 @@ def test_a_terminal_that_has_gone_ends_no_search(tmp_path, monkeypatch):
     sweep.run.unlock()
 
 
-class Growing(Record):
+class Growing(TrialRecord):
     """A record that the search adds another to while it is looked at."""
 
     sweep: Sweep
 
     @property
     def since(self):
-        self.sweep.records[len(self.sweep.records)] = Record(len(self.sweep.records), {"lr": 1})
+        self.sweep.records[len(self.sweep.records)] = TrialRecord(len(self.sweep.records), {"lr": 1})
 
     @since.setter
     def since(self, value):

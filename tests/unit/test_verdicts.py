@@ -11,8 +11,8 @@ import types
 
 import pytest
 
-from distributed.backends._ray.hub import Hub
 from distributed.backends._ray.launch import _Launch
+from distributed.backends._ray.rendezvous import RendezvousServer
 from distributed.launching.forkserver import ForkServer
 from distributed.launching.request import LaunchRequest
 from distributed.launching.stopping import Signals, Stop
@@ -68,12 +68,12 @@ def test_the_launcher_says_whether_workers_are_still_missing(run, num_begun, is_
 def test_the_launcher_over_ray_says_whether_workers_are_still_missing(is_starting):
     told = []
     with Signals() as signals:
-        hub = object.__new__(Hub)
-        hub._signals, hub._stop, hub._lock = signals, Stop(10.0), threading.RLock()
-        hub._tell, hub._note = lambda **message: told.append(message), lambda news: None
-        hub._present = {} if is_starting else {0: types.SimpleNamespace(send=lambda **_: None)}
+        server = object.__new__(RendezvousServer)
+        server._signals, server._stop, server._lock = signals, Stop(10.0), threading.RLock()
+        server._send, server._add_news = lambda **message: told.append(message), lambda news: None
+        server._joined = {} if is_starting else {0: types.SimpleNamespace(send=lambda **_: None)}
         signal.raise_signal(signal.SIGINT)
-        hub._note_signals(None)
+        server._read_signals(None)
     assert told[0]["is_starting"] is is_starting
 
 

@@ -19,7 +19,7 @@ from distributed.checkpoints.durable import write_file
 from distributed.config.plan import BatchPlan
 from distributed.data import epoch_order, slices
 from distributed.errors import ConfigError, TrainingError
-from distributed.state import DataRole, Group, Job, MicroBatch, StepResult, Sums, WorkerContext
+from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, UpdateBatch, WorkerContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +44,13 @@ class ToyData(ShardedData):
         (self._inputs, self._targets), self.batch, self._seed, self._shuffle = data, batch, seed, shuffle
         self.num_samples: int = len(self._targets)
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
         order = epoch_order(self.num_samples, self._seed, epoch, self._shuffle)
         for start in range(skip, self.num_samples, self.batch.global_batch_size):
             chosen = order[start : start + self.batch.global_batch_size]
             parts = [chosen[list(part)] for part in slices(len(chosen), self.batch, 0)]
             micros = [MicroBatch((self._inputs[part], self._targets[part]), len(part)) for part in parts]
-            yield Group(micros, len(chosen), start)
+            yield UpdateBatch(micros, len(chosen), start)
 
 
 class ToyBackend(Backend[ToyOptions]):
@@ -100,12 +100,12 @@ class ToyBackend(Backend[ToyOptions]):
         rows = [("loss", float((self._error(each) ** 2).sum()), 1.0, each.num_samples) for each in micros]
         return StepResult(rows, sum(each.num_samples for each in micros))
 
-    def train_step(self, group: Group) -> StepResult:
-        result = self._result(group.micro_batches)
+    def train_step(self, update_batch: UpdateBatch) -> StepResult:
+        result = self._result(update_batch.micro_batches)
         if not all(math.isfinite(value) for _, value, _, _ in result.averages):
             raise TrainingError(f"update {self._step + 1}: the loss is not finite: lower learning_rate")
-        gradient = sum(each.batch[0].T @ self._error(each) for each in group.micro_batches)
-        self.model.weights -= self.learning_rates()[0] * 2 * gradient / group.num_samples
+        gradient = sum(each.batch[0].T @ self._error(each) for each in update_batch.micro_batches)
+        self.model.weights -= self.learning_rates()[0] * 2 * gradient / update_batch.num_samples
         self._step += 1
         return result
 

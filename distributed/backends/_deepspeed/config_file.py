@@ -52,24 +52,24 @@ _KNOWN: Mapping[str, set[str] | None] = {
 _ADAM = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam"}
 
 
-def read(given: Any) -> Any:
+def read(config: Any) -> Any:
     """Return a dict, the content of a JSON file or of a `deepspeed.DeepSpeedConfig` as a plain dict. Return any
     other value unchanged."""
-    given = getattr(given, "_param_dict", given)
-    if isinstance(given, Mapping):
-        return _plain(given)
-    if not isinstance(given, (str, os.PathLike)):
-        return given
+    config = getattr(config, "_param_dict", config)
+    if isinstance(config, Mapping):
+        return _plain(config)
+    if not isinstance(config, (str, os.PathLike)):
+        return config
     try:
-        content = json.loads(Path(given).read_text())
+        content = json.loads(Path(config).read_text())
     except OSError as error:
         raise ConfigError(
-            f"deepspeed_config={str(given)!r} cannot be read ({error.strerror}): name a JSON file"
+            f"deepspeed_config={str(config)!r} cannot be read ({error.strerror}): name a JSON file"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"deepspeed_config={str(given)!r} is not JSON ({error}): correct it") from None
+        raise ConfigError(f"deepspeed_config={str(config)!r} is not JSON ({error}): correct it") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"deepspeed_config={str(given)!r} holds no JSON object: write {{...}}")
+        raise ConfigError(f"deepspeed_config={str(config)!r} holds no JSON object: write {{...}}")
     return content
 
 
@@ -172,12 +172,12 @@ def adam(config: Mapping[str, Any], learning_rate: float) -> tuple[str, dict[str
     section = config.get("optimizer")
     if section is None:
         return None
-    given = {name: value for name, value in section.get("params", {}).items() if value != AUTO}
+    params = {name: value for name, value in section.get("params", {}).items() if value != AUTO}
     # DeepSpeed's "Adam" is AdamW unless `adam_w_mode` is false, and its default weight decay is 0.
-    is_decoupled = section["type"] == "AdamW" or given.pop("adam_w_mode", True)
+    is_decoupled = section["type"] == "AdamW" or params.pop("adam_w_mode", True)
     for name in ("adam_w_mode", "torch_adam"):
-        given.pop(name, None)
+        params.pop(name, None)
     decays = "weight_decay" in section.get("params", {})
     return "AdamW" if is_decoupled else "Adam", {
-        **({} if decays else {"weight_decay": 0.0}), **given, "lr": learning_rate,
+        **({} if decays else {"weight_decay": 0.0}), **params, "lr": learning_rate,
     }  # fmt: skip

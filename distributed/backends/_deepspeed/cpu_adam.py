@@ -15,14 +15,14 @@ from distributed.errors import ConfigError
 _numbers = itertools.count(1 << 20)  # numbers of our optimizers; DeepSpeed counts its own from 0
 
 
-def load(limit_s: float, say: Callable[[str], None]) -> Any:
+def load(limit_s: float, notice: Callable[[str], None]) -> Any:
     """Return the compiled operator. Compile it if necessary."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     builder = CPUAdamBuilder()
     flags = [*builder.cxx_args(), "-g0"]  # debug information is a third of the compiler's work
     builder.cxx_args = lambda: flags
-    return operators.load("cpu_adam", lambda: builder.load(verbose=False), limit_s, say)
+    return operators.load("cpu_adam", lambda: builder.load(verbose=False), limit_s, notice)
 
 
 class HostAdam:

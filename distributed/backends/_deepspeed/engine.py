@@ -84,7 +84,7 @@ class Engine:
             raise ConfigError(
                 f"deepspeed_config: DeepSpeed does not take {where}={first['input']!r} ({first['msg']}): correct it"
             ) from None
-        self._own.note()
+        self._own.record()
         self.wrapper.set_gradient_accumulation_boundary(True)
         if not self.stage:
             # the next step zeroes the gradients; until then the log may need their norm
@@ -230,7 +230,7 @@ class _Attributes:
         self._foreign: list[set[str]] = []
         self._parameters = [(module, module._parameters) for module in model.modules()]
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Record the attributes that DeepSpeed has added."""
         self._foreign = [set(vars(each)) - before for each, before in zip(self._each, self._before, strict=True)]
 

@@ -24,9 +24,9 @@ _FOREIGN_LOCK_S = 600.0  # in a directory of the user's own, a younger lock may 
 def directory() -> tuple[Path, bool]:
     """Return the directory of compiled operators, and whether it is ours. The user's TORCH_EXTENSIONS_DIR takes
     precedence."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if given and not given.endswith(_own_name()):
-        return Path(given), False
+    from_environ = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if from_environ and not from_environ.endswith(_own_name()):
+        return Path(from_environ), False
     return cache_home() / _own_name(), True
 
 
@@ -36,7 +36,7 @@ def _own_name() -> str:
     return f"extensions-torch{torch.__version__}-py{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}"
 
 
-def load(name: str, make: Callable[[], Any], limit_s: float, say: Callable[[str], None]) -> Any:
+def load(name: str, make: Callable[[], Any], limit_s: float, notice: Callable[[str], None]) -> Any:
     """Return the operator that `make` compiles, or loads if it was compiled before.
 
     Every rank calls it; it is no collective. One rank compiles, and the others of its machine wait.
@@ -46,21 +46,21 @@ def load(name: str, make: Callable[[], Any], limit_s: float, say: Callable[[str]
     lock does the same.
     """
     where, is_ours = directory()
-    _keep_private(where, is_ours, say)
+    _keep_private(where, is_ours, notice)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(where)
     with _held(where / "building.lock", limit_s, name):
         remove_stale_locks(where, is_ours)
         is_built = any((where / name).glob(f"{name}*.so"))
         if not is_built:
-            say(f"compiling DeepSpeed's {name} (C++, once, one to three minutes) in {where}")
+            notice(f"compiling DeepSpeed's {name} (C++, once, one to three minutes) in {where}")
         began = time.monotonic()
         operator = _made(name, make)
         if not is_built:
-            say(f"compiled {name} in {time.monotonic() - began:.0f} s")
+            notice(f"compiled {name} in {time.monotonic() - began:.0f} s")
     return operator
 
 
-def _keep_private(where: Path, is_ours: bool, say: Callable[[str], None]) -> None:
+def _keep_private(where: Path, is_ours: bool, notice: Callable[[str], None]) -> None:
     """Create the directory for this user alone. Others could put code there that runs in this process, so a shared
     directory of ours is an error."""
     reason = own_directory(where) if is_ours or not where.exists() else stranger(where)
@@ -69,7 +69,7 @@ def _keep_private(where: Path, is_ours: bool, say: Callable[[str], None]) -> Non
     text = f"DeepSpeed's operators are loaded from {where}, and {reason}"
     if is_ours:
         raise ResourceError(f"{text}: remove it, or name another one with TORCH_EXTENSIONS_DIR")
-    say(f"{text}: name a directory of mode 0700 with TORCH_EXTENSIONS_DIR")
+    notice(f"{text}: name a directory of mode 0700 with TORCH_EXTENSIONS_DIR")
 
 
 def remove_stale_locks(where: Path, is_ours: bool) -> list[Path]:

@@ -20,13 +20,13 @@ class FirstGradients:
         decayed = [p for group in groups for p in group["params"] if any(group.get(name) for name in _DECAYS)]
         watched = [p for p in decayed if p.requires_grad and p in names]
         self._seen = {names[p]: 0.0 for p in watched}
-        self._hooks = [p.register_hook(self._note(names[p])) for p in watched]
+        self._hooks = [p.register_hook(self._record(names[p])) for p in watched]
 
-    def _note(self, name: str) -> Callable[[torch.Tensor], None]:
-        def note(gradient: torch.Tensor) -> None:
+    def _record(self, name: str) -> Callable[[torch.Tensor], None]:
+        def record(gradient: torch.Tensor) -> None:
             self._seen[name] = 1.0
 
-        return note
+        return record
 
     def check(self, reduce: Callable[[dict[str, float]], dict[str, float]]) -> None:
         """Raise ConfigError if a parameter got no gradient on any rank. A collective: every rank must call it."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.schedule import Schedule
     from distributed.backends.deepspeed import DeepSpeedBackend
-    from distributed.state import Group, StepResult
+    from distributed.state import StepResult, UpdateBatch
 
 
 class EngineUpdate(Update):
@@ -26,12 +26,12 @@ class EngineUpdate(Update):
         self._stage, self._wrapper = backend.stage, backend.wrapper
         self._divide_by = 1.0
 
-    def _make_ready(self, group: Group, losses: list[Loss], result: StepResult) -> None:
+    def _make_ready(self, update_batch: UpdateBatch, losses: list[Loss], result: StepResult) -> None:
         if self._stage == 0:
-            super()._make_ready(group, losses, result)
+            super()._make_ready(update_batch, losses, result)
             return
         total: Any = self._backend.passes.take_total()
-        self._divide_by = 1.0 if total is None else total.item() / group.num_samples
+        self._divide_by = 1.0 if total is None else total.item() / update_batch.num_samples
 
     def _apply(self) -> bool:
         engine = self._wrapper.engine

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distributed.backends.deepspeed import DeepSpeedBackend
     from distributed.config.plan import BatchPlan
     from distributed.loggers.profiling import Profiler
-    from distributed.state import Group
+    from distributed.state import UpdateBatch
 
 
 class DeepSpeedWrapper(Wrapper):
@@ -55,7 +55,7 @@ class DeepSpeedWrapper(Wrapper):
 
         return EngineUpdate(self._backend, optimizer, schedule)
 
-    def before_first_update(self, group: Group) -> torch.nn.Module:
+    def before_first_update(self, update_batch: UpdateBatch) -> torch.nn.Module:
         from distributed.backends._deepspeed import loading
         from distributed.backends._deepspeed.cpu_adam import HostAdam
         from distributed.backends._deepspeed.engine import Engine
@@ -98,8 +98,8 @@ class DeepSpeedWrapper(Wrapper):
         }
         if own.mixed_precision != "no":
             ours[own.mixed_precision] = {"enabled": True}
-        given = {name: value for name, value in own.own_config.items() if name not in ("optimizer", "train_batch_size")}
-        config = config_file.merged(given, ours)
+        kept = {name: value for name, value in own.own_config.items() if name not in ("optimizer", "train_batch_size")}
+        config = config_file.merged(kept, ours)
         # A bucket is no larger than the model: DeepSpeed's default of two gigabytes is allocated at once.
         size = min(5 * 10**8, sum(p.numel() for p in own.plain.parameters()))
         zero = config["zero_optimization"]

@@ -140,9 +140,9 @@ class _Bucket:
 
     def fill(self) -> None:
         """Copy the present gradients into the tensor."""
-        for place, (p, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+        for index, (p, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if self._has_flags:
-                self._flags[place] = float(p.grad is not None)
+                self._flags[index] = float(p.grad is not None)
             if p.grad is None:
                 view.zero_()
             elif p.grad.data_ptr() != view.data_ptr():

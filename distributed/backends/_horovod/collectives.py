@@ -17,7 +17,7 @@ from distributed.backends._horovod.world import HorovodWorld
 from distributed.backends._tensorflow.world import carried
 
 
-class Collectives:
+class HorovodCollectives:
     """See `distributed.backends._tensorflow.world.Collectives`. Tensors of one call are sent as one vector."""
 
     def __init__(self, world: HorovodWorld, is_compressed: bool) -> None:

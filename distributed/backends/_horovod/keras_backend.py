@@ -62,7 +62,7 @@ class HorovodKerasBackend(TensorFlowBackend):
         start.import_quietly()
         if self.plan.device == "cuda":
             start.set_memory_growth(first_only=True)
-        from distributed.backends._horovod.collectives import Collectives
+        from distributed.backends._horovod.collectives import HorovodCollectives
         from distributed.backends._horovod.world import HorovodWorld, load
         from distributed.backends._tensorflow.world import TensorFlowWorld
 
@@ -74,7 +74,9 @@ class HorovodKerasBackend(TensorFlowBackend):
         self._joined = HorovodWorld(plan, self.config, self._warn, found)
         context = dataclasses.replace(self._joined.context, device=device)
         return TensorFlowWorld(
-            context, Collectives(self._joined, self.options.compression == "fp16"), self._joined.key_value_store()
+            context,
+            HorovodCollectives(self._joined, self.options.compression == "fp16"),
+            self._joined.key_value_store(),
         )
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:

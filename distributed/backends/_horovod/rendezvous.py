@@ -61,23 +61,23 @@ class Rendezvous:
             server.server_close()
 
     @staticmethod
-    def environ(place: WorkerEnvironment, opened: int) -> dict[str, str]:
+    def environ(environment: WorkerEnvironment, opened: int) -> dict[str, str]:
         """Return the variables that `horovodrun --gloo` sets for its worker at `place`, for a server on the port
         `opened`."""
-        num_nodes = place.world_size // place.local_world_size
+        num_nodes = environment.world_size // environment.local_world_size
         variables = {
-            "HOROVOD_RANK": place.rank,
-            "HOROVOD_SIZE": place.world_size,
-            "HOROVOD_LOCAL_RANK": place.local_rank,
-            "HOROVOD_LOCAL_SIZE": place.local_world_size,
-            "HOROVOD_CROSS_RANK": place.node_rank,
+            "HOROVOD_RANK": environment.rank,
+            "HOROVOD_SIZE": environment.world_size,
+            "HOROVOD_LOCAL_RANK": environment.local_rank,
+            "HOROVOD_LOCAL_SIZE": environment.local_world_size,
+            "HOROVOD_CROSS_RANK": environment.node_rank,
             "HOROVOD_CROSS_SIZE": num_nodes,
             # a common name for the ranks of one node; it is not resolved
-            "HOROVOD_HOSTNAME": f"node-{place.node_rank}",
+            "HOROVOD_HOSTNAME": f"node-{environment.node_rank}",
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HOROVOD_LOG_LEVEL": os.environ.get("HOROVOD_LOG_LEVEL", "fatal"),  # errors are raised as exceptions
-            ADDRESS: place.master_addr,
+            ADDRESS: environment.master_addr,
             PORT: opened,
         }
         # Otherwise Gloo uses the address of the host's name, which may be unreachable or unknown.

@@ -50,13 +50,13 @@ def _on_tensorflow() -> dict[str, tuple[If, ...]]:
     }
 
 
-def _meets_elsewhere(where: Situation, name: str) -> str:
+def _has_another_rendezvous(where: Situation, name: str) -> str:
     is_theirs = where.request is None and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
     is_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ and where.backend.config.communication_backend != "gloo"
     return "horovodrun and mpirun have limits of their own" if is_theirs or is_mpi else ""
 
 
-_MEETING = Need("processes that horovodrun and mpirun did not start", _meets_elsewhere)
+_OUR_RENDEZVOUS = Need("processes that horovodrun and mpirun did not start", _has_another_rendezvous)
 
 
 def check_job(job: Job) -> None:
@@ -72,7 +72,7 @@ def check_job(job: Job) -> None:
 
 NEEDS: Mapping[str, tuple[Need, ...]] = {
     **dict.fromkeys(("horovod.compression", "horovod.adasum", "horovod.timeline"), (SEVERAL_PROCESSES,)),
-    "start_timeout": (SEVERAL_PROCESSES, _MEETING),
+    "start_timeout": (SEVERAL_PROCESSES, _OUR_RENDEZVOUS),
 }
 REFUSES: Refusals = {
     "communication_backend=nccl": "Horovod uses NCCL for GPUs where it was built with it: drop it",

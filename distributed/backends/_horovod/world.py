@@ -17,8 +17,8 @@ from distributed.backends import wire
 from distributed.backends._horovod.exchange import Reduction, finished, this_process
 from distributed.backends._horovod.rendezvous import ADDRESS, Rendezvous
 from distributed.backends._horovod.timeline import is_prepared
-from distributed.backends._torch.meeting import meet
-from distributed.backends._torch.world import OneProcess, Pending, TorchWorld
+from distributed.backends._torch.rendezvous import rendezvous
+from distributed.backends._torch.world import OneTorchProcess, Pending, TorchWorld
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
@@ -190,7 +190,7 @@ def join(
     """Return the world of a run of Horovod. One process needs no Horovod, but must be able to load it."""
     if plan.world_size == 1:
         load()
-        return OneProcess(plan)
+        return OneTorchProcess(plan)
     return HorovodWorld(plan, config, warn, found, call)
 
 
@@ -249,14 +249,14 @@ def _refuse_second() -> None:
 
 def _meet(found: WorkerEnvironment, config: DistributedConfig, warn: Callable[[str], None], call: str) -> Any:
     """Wait for all ranks, or name the missing ones. Rank 0 serves Horovod's rendezvous if no launcher does."""
-    store = meet(found, config.start_timeout, warn, call)
+    store = rendezvous(found, config.start_timeout, warn, call)
     if ADDRESS not in os.environ:
-        told = messages(store, "horovod")
+        shared = messages(store, "horovod")
         if found.rank == 0:
             this_process.server = Rendezvous()  # listens until this process ends
             is_alone = found.local_world_size == found.world_size
-            told.set("port", str(this_process.server.open(found.master_addr, is_alone=is_alone)))
-        os.environ.update(Rendezvous.environ(found, int(told.get("port"))))
+            shared.set("port", str(this_process.server.open(found.master_addr, is_alone=is_alone)))
+        os.environ.update(Rendezvous.environ(found, int(shared.get("port"))))
     return store
 
 

@@ -13,8 +13,8 @@ from distributed.errors import ConfigError
 class Comparison:
     """Loss that is chosen at the first batch. A default choice is passed to `say`."""
 
-    def __init__(self, model: Any, loss_fn: Callable[..., Any] | None, say: Callable[[str], None]) -> None:
-        self._model, self._say = model, say
+    def __init__(self, model: Any, loss_fn: Callable[..., Any] | None, notice: Callable[[str], None]) -> None:
+        self._model, self._notice = model, notice
         self._loss_fn = None if is_of_keras(loss_fn) else loss_fn
         self._keras_loss = KerasLoss(loss_fn) if is_of_keras(loss_fn) else None
         self._is_compiled = loss_fn is None and getattr(model, "_compile_loss", None) is not None
@@ -36,7 +36,7 @@ class Comparison:
             return self._loss_fn(outputs, parts.x if parts.y is None else parts.y), False
         if self._keras_loss is None:
             function, why = default_loss(self._model, outputs, parts.y)
-            self._say(f"no loss_fn given: {why}")
+            self._notice(f"no loss_fn given: {why}")
             self._keras_loss = KerasLoss(function)
         return self._keras_loss(parts.y, outputs, parts.weight), False
 

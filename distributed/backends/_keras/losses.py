@@ -170,11 +170,11 @@ def compiled_metrics(model: Any, targets: Any, outputs: Any) -> dict[str, tuple[
     names = compiled._resolved_output_names or range(len(compiled._flat_metrics))
     found: dict[str, tuple[Any, Any, bool]] = {}
     for is_weighted, lists in ((False, compiled._flat_metrics), (True, compiled._flat_weighted_metrics)):
-        for place, each in zip(enumerate(names), lists, strict=True):
+        for position, each in zip(enumerate(names), lists, strict=True):
             for metric in getattr(each, "metrics", ()):
                 name = f"{each.output_name}_{metric.name}" if each.output_name else metric.name
                 name = f"weighted_{name}" if name in found else name
-                found[name] = (metric, place if len(lists) > 1 else None, is_weighted)
+                found[name] = (metric, position if len(lists) > 1 else None, is_weighted)
     return found
 
 
@@ -185,14 +185,14 @@ def metric_value(metric: Any, targets: Any, outputs: Any, weight: Any = None) ->
     return metric.total + 0, metric.count + 0
 
 
-def of_output(value: Any, place: Any) -> Any:
-    """Return the part of targets or outputs for the output `place` = (position, name), or all of it if `place` is
+def of_output(value: Any, position: Any) -> Any:
+    """Return the part of targets or outputs for the output `position` = (number, name), or all of it if `position` is
     None."""
     import keras
 
-    if place is None or value is None:
+    if position is None or value is None:
         return value
-    number, name = place
+    number, name = position
     if isinstance(value, dict):
         return value[name] if name in value else list(value.values())[number]
     return keras.tree.flatten(value)[number]

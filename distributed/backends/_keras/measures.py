@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 
 from distributed.backends._keras.losses import compute_in_floatx
-from distributed.backends.over_all import Engine, Kept, Measure, Update, driven
+from distributed.backends.over_all import Measure, MetricEngine, OutputsMeasure, Update, driven
 from distributed.backends.parts import Arguments, Part
 
 OBJECT = ("reset_state", "update_state", "result")  # names of the methods of a Keras metric
@@ -25,7 +25,7 @@ def is_mean(metric: Any) -> bool:
     return isinstance(metric, keras.metrics.Mean) and type(metric).result is keras.metrics.Mean.result
 
 
-def measure_of(metric: Any, engine: Engine, scope: Scope, prepare: Callable[[Arguments], Arguments]) -> Measure:
+def measure_of(metric: Any, engine: MetricEngine, scope: Scope, prepare: Callable[[Arguments], Arguments]) -> Measure:
     """Return what computes a Keras metric over all samples.
 
     Metrics of Keras itself have variables that are sums, so they are computed from the sums. The variables of a user's
@@ -41,7 +41,7 @@ def measure_of(metric: Any, engine: Engine, scope: Scope, prepare: Callable[[Arg
         with scope():
             return _number(driven(metric, updates, engine, OBJECT))
 
-    return Kept(drive, lambda call: prepare(in_order_of_keras(call)))
+    return OutputsMeasure(drive, lambda call: prepare(in_order_of_keras(call)))
 
 
 def in_order_of_keras(call: Arguments) -> Arguments:
@@ -56,13 +56,13 @@ class SumsMeasure:
     training = True
 
     def __init__(self, metric: Any, scope: Scope) -> None:
-        self._given, self._scope = metric, scope
+        self._original, self._scope = metric, scope
         self._sums: list[Any] | None = None
 
     @functools.cached_property
     def _metric(self) -> Any:
         """Copy of the metric, made at its first use: a metric of `compile` is found while a graph is traced."""
-        return _copy(self._given)
+        return _copy(self._original)
 
     def absorb(self, part: Part) -> None:
         """Add one batch."""

@@ -57,13 +57,13 @@ def check_engine(wanted: str, backend: str, *, here: bool, otherwise: str = "cho
     """
     import keras
 
-    typed = os.environ.get("KERAS_BACKEND")
-    found = keras.backend.backend() if here else typed or wanted
+    from_environ = os.environ.get("KERAS_BACKEND")
+    found = keras.backend.backend() if here else from_environ or wanted
     if found == wanted:
         return
-    if typed:
+    if from_environ:
         raise ConfigError(
-            f"KERAS_BACKEND={typed!r} does not fit backend={backend!r}, which needs Keras on {wanted!r}: set"
+            f"KERAS_BACKEND={from_environ!r} does not fit backend={backend!r}, which needs Keras on {wanted!r}: set"
             f" KERAS_BACKEND={wanted}, or {otherwise}"
         )
     raise ConfigError(
@@ -82,11 +82,11 @@ def check_model(model: Any) -> None:
         )
 
 
-def chosen_optimizer(given: Any, model: Any, learning_rate: float) -> Any:
+def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float) -> Any:
     """Return the built Keras optimizer for a built `model`: the given one, the compiled one, or AdamW with torch's
     defaults.
 
-    `given` may be a factory, which is called with the trainable variables. Raises ConfigError if the optimizer does not
+    `optimizer_or_factory` may be a factory, which is called with the trainable variables. Raises ConfigError if the optimizer does not
     work with our step.
     """
     import keras
@@ -96,11 +96,11 @@ def chosen_optimizer(given: Any, model: Any, learning_rate: float) -> Any:
         raise ConfigError(
             "the model has no trainable variable, so there is nothing to train: pass another model, or unfreeze a layer"
         )
-    optimizer = given
-    if given is None:
+    optimizer = optimizer_or_factory
+    if optimizer_or_factory is None:
         optimizer = getattr(model, "optimizer", None)
-    elif not is_optimizer(given) and callable(given):
-        optimizer = _made(given, variables, "optimizer", _FIX)
+    elif not is_optimizer(optimizer_or_factory) and callable(optimizer_or_factory):
+        optimizer = _made(optimizer_or_factory, variables, "optimizer", _FIX)
     if optimizer is None:
         optimizer = keras.optimizers.AdamW(learning_rate, weight_decay=1e-2, epsilon=1e-8)
     if not is_optimizer(optimizer):

@@ -58,8 +58,8 @@ def imported(script: Path) -> Iterator[set[str]]:
         names = set(_names(tree))
         yield names
         for name in names:
-            place = script.parent.joinpath(*name.split("."))
-            waiting += [file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()]
+            path = script.parent.joinpath(*name.split("."))
+            waiting += [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
 
 
 def _names(tree: ast.Module) -> Iterator[str]:

@@ -66,10 +66,10 @@ class Cluster:
         first."""
         if self._address is None:
             return None
-        given = _host_and_port(self._address) if self._address.startswith("ray://") else None
+        client_address = _host_and_port(self._address) if self._address.startswith("ray://") else None
         # the address given to Ray's client; the client may reach no other
-        if given is not None and given[0] not in _LOOPBACK:
-            return given[0]
+        if client_address is not None and client_address[0] not in _LOOPBACK:
+            return client_address[0]
         found = _host_and_port(self._ray.get_runtime_context().gcs_address)
         return found[0] if found is not None else None
 
@@ -165,36 +165,36 @@ class Cluster:
 
         ray = self._ray
         group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(str(self._group))))
-        places = self._places(group.bundle_specs)
+        bundle_indices = self._bundle_indices(group.bundle_specs)
         task = ray.remote(max_retries=0)(work)
         is_wanted = True
         while is_wanted:
             tasks = [
                 task.options(
                     num_cpus=self._cpus, num_gpus=int(self._request.device == "cuda"),
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_index),
                 ).remote(order, rank)
-                for rank, place in enumerate(places)
+                for rank, bundle_index in enumerate(bundle_indices)
             ]  # fmt: skip
             failed = [_has_failed(ray, each, Restart) for each in tasks]  # the list waits for all tasks
             is_wanted = any(failed)
 
-    def _places(self, bundles: list[dict[str, float]]) -> list[int]:
+    def _bundle_indices(self, bundles: list[dict[str, float]]) -> list[int]:
         """Return the bundle of each rank. Raises ResourceError if the ranks do not fit."""
         wanted = {"CPU": self._cpus, **({"GPU": 1.0} if self._request.device == "cuda" else {})}
-        places = [
+        bundle_indices = [
             index
             for index, bundle in enumerate(bundles)
             for _ in range(int(min(bundle.get(name, 0.0) / amount for name, amount in wanted.items())))
             if index > 0
         ]
         processes = self._request.nproc_per_node
-        if len(places) < processes:
+        if len(bundle_indices) < processes:
             raise ResourceError(
-                f"nproc_per_node={processes} is more than the {len(places)} that fit into the trial's placement group beside the"
+                f"nproc_per_node={processes} is more than the {len(bundle_indices)} that fit into the trial's placement group beside the"
                 f" trial: give it tune.PlacementGroupFactory([{{'CPU': 1}}] + [{wanted}] * {processes})"
             )
-        return places[:processes]
+        return bundle_indices[:processes]
 
 
 def own_token() -> dict[str, str]:
@@ -237,7 +237,7 @@ def new_scratch() -> Path:
     return Path(usual if len(usual) <= _LONGEST_DIRECTORY else "/tmp", f"ray-{secrets.token_hex(4)}")
 
 
-def check_place(address: str | None, processes: int, cpus: float) -> None:
+def check_placement(address: str | None, processes: int, cpus: float) -> None:
     """Raise ResourceError if the workers have no place, as far as that is known without Ray."""
     if address is None:
         check_cpus(processes, cpus, _local_cpus(), "this machine")
@@ -289,14 +289,14 @@ def _setting(address: str) -> str:
     return f"{name}={address!r}"
 
 
-def _unreached(address: str, said: str) -> ResourceError:
+def _unreached(address: str, output: str) -> ResourceError:
     """Return the error for a cluster that Ray cannot reach."""
     if address == "auto":
         return ResourceError(
             f"{_setting(address)} finds no Ray cluster on this machine: start one with 'ray start --head', name one as HOST:PORT, or"
             " drop it to use one of its own"
         )
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in output.splitlines() if line.strip()]
     return ResourceError(
         f"the Ray cluster at {address} was not joined ({lines[-1] if lines else 'no answer'}): 'ray status' there shows whether"
         " it is well; both sides must have one version of Ray and one RAY_AUTH_MODE"

@@ -28,7 +28,7 @@ def join(ray: Any, address: str, **settings: Any) -> None:
         ray.init(_own_cluster() if address == "auto" else address, **settings)
         return
     for _ in range(_TRIES):
-        watch = _Watch()
+        watch = _ConnectionWatch()
         try:
             ray.init(address, **settings)
             return
@@ -48,8 +48,8 @@ def _own_cluster() -> str:
     Ray 2.60 accepts a cluster that any user's process or file names, and unpickles its answers. This can go when Ray
     checks the owner. Raises ConnectionError if there is none.
     """
-    if (given := os.environ.get("RAY_ADDRESS", "auto")) != "auto":
-        return given
+    if (from_environ := os.environ.get("RAY_ADDRESS", "auto")) != "auto":
+        return from_environ
     running = {address for pid in _pids() if (address := _address_of(pid)) is not None}
     written = _written_address()
     if len(running) == 1 or (running and written not in running):
@@ -85,7 +85,7 @@ def _written_address() -> str | None:
     return None
 
 
-class _Watch:
+class _ConnectionWatch:
     """Close the connection of Ray's client when no answer is to be expected.
 
     If the server has no process for the client, the client waits for an answer; after an error it still waits for the

@@ -1,6 +1,6 @@
 """Launcher over Ray: Ray Train places the workers and restarts them; this launcher judges and shows what happened.
 
-Ray runs in a process of its own. In the launcher's process the hub and the workers' output have a thread each, and the
+Ray runs in a process of its own. In the launcher's process the rendezvous server and the workers' output have a thread each, and the
 main thread judges.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends._ray.cluster import Cluster
-from distributed.backends._ray.hub import Guest, Hub, attach
+from distributed.backends._ray.rendezvous import RendezvousServer, WorkerConnections, attach
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, Row, write_row
@@ -67,11 +67,11 @@ def _threads(request: LaunchRequest) -> dict[str, str]:
     These are the variables that the user set and, on an existing cluster, the number of CPUs that Ray reserves for each
     worker.
     """
-    given = {name: value for name in THREAD_VARIABLES if (value := os.environ.get(name))}
+    from_environ = {name: value for name in THREAD_VARIABLES if (value := os.environ.get(name))}
     if request.launcher_options.get("address") is None:
-        return given
+        return from_environ
     kept = str(max(1, int(request.launcher_options["cpus"])))
-    return {**dict.fromkeys(THREAD_VARIABLES, given.get("OMP_NUM_THREADS", kept)), **given}
+    return {**dict.fromkeys(THREAD_VARIABLES, from_environ.get("OMP_NUM_THREADS", kept)), **from_environ}
 
 
 class _Launch:
@@ -87,7 +87,9 @@ class _Launch:
         self._channel, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._output = WorkerOutput(run, display, side, self._verdicts.add, Epochs(self._report))
         self._stop = Stop(request.timeout_s)
-        self._hub = Hub(request.nproc_per_node, signals, self._stop, self._tell, self._begin, self._note)
+        self._server = RendezvousServer(
+            request.nproc_per_node, signals, self._stop, self._send, self._begin, self._add_news
+        )
         self._attempt, self._threads = 0, threads
         self._run_id = uuid.uuid4().hex
         # the error for which Ray, or this launcher, could not start the workers
@@ -100,13 +102,13 @@ class _Launch:
         ray = Subreaper(self._ray, self._run.logs / "ray.log", self._cluster.scratch)
         try:
             self._output.start()
-            self._hub.start(ray)
+            self._server.start(ray)
             is_judged = self._watch()
             if is_judged:
                 self._wait_for_ray()
         finally:
             ray.end()
-        self._tell_of_strangers()
+        self._warn_of_strangers()
         return self._verdicts.finish() if is_judged else self._never_begun()
 
     def _notices(self) -> list[str]:
@@ -130,7 +132,7 @@ class _Launch:
         while self._news_within(patience, too_few) == "begun":
             while (verdict := self._verdicts.judge(left)) is Verdict.AT_WORK:
                 continue
-            self._hub.dismiss(restart=verdict is Verdict.RESTART)
+            self._server.end_attempt(restart=verdict is Verdict.RESTART)
             if verdict is not Verdict.RESTART:
                 return True
             left -= 1
@@ -150,8 +152,8 @@ class _Launch:
             while self._news.get(timeout=_RAY_ENDS_S) == "begun":
                 continue
 
-    def _tell_of_strangers(self) -> None:
-        count = self._hub.door.num_refused
+    def _warn_of_strangers(self) -> None:
+        count = self._server.listener.num_refused
         if count:
             self._run.event("strangers_refused", count=count)
             text = f"{count} connections to this launcher were closed: they did not know the secret of this run"
@@ -179,7 +181,7 @@ class _Launch:
             payload = Path(self._request.payload).read_bytes() if self._request.payload is not None else None
             self._cluster.connect(len(payload or b""))
             address = reachable_address(self._cluster.host)
-            self._hub.door.listen(address)
+            self._server.listener.listen(address)
             report({"news": "joined"})
             self._cluster.train(self._order(address, payload), self._run.logs.absolute() / "ray")
         except DistributedError as error:
@@ -187,9 +189,9 @@ class _Launch:
         except BaseException as error:  # the top frame of a process: the parent must receive every error
             logging.getLogger(__name__).exception("Ray failed")
             lines = [line for line in str(error).splitlines() if line.strip()]
-            said = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
+            text = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
             report(
-                {"news": "failed", "error": f"Ray failed ({said}): see {self._run.logs / 'ray.log'}", "exit_code": 3}
+                {"news": "failed", "error": f"Ray failed ({text}): see {self._run.logs / 'ray.log'}", "exit_code": 3}
             )
         finally:
             self._cluster.leave()
@@ -198,7 +200,7 @@ class _Launch:
         """Return the order that every worker receives when Ray starts it."""
         request = dataclasses.replace(self._request, started_lines=())
         return {
-            "address": address, "port": self._hub.door.port, "token": self._hub.token,
+            "address": address, "port": self._server.listener.port, "token": self._server.token,
             # The user's own secret is not sent: whoever may use the cluster can read what Ray carries.
             "secret": secrets.token_hex(32),
             "request": json.loads(request.to_json()), "payload": payload, "cwd": str(Path.cwd()), "run_dir": request.run_dir,
@@ -208,38 +210,43 @@ class _Launch:
 
     def _report(self, row: Row) -> None:
         """Report a finished epoch to Ray and to the caller of `fit`."""
-        self._hub.order(op="report", metrics=row)
+        self._server.order(op="report", metrics=row)
         write_row(self._request.epochs_fd, row)
 
-    # ------------------------------------------------------------------ the hub's thread
+    # ------------------------------------------------------------------ the rendezvous server's thread
 
-    def _note(self, news: str, error: str | None = None, exit_code: int = 3) -> None:
+    def _add_news(self, news: str, error: str | None = None, exit_code: int = 3) -> None:
         """Record the news from Ray's process or a stop, with an error if there is one."""
         if error is not None and self._error is None:
             self._error = ConfigError(error) if exit_code == ConfigError.exit_code else ResourceError(error)
         self._news.put(news)
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         self._channel.send(json.dumps(message).encode())
 
-    def _begin(self, guests: dict[int, Guest]) -> None:
-        """Start the workers of an attempt with their places, after all have connected."""
-        blind = [guest for guest in guests.values() if not guest.hello["sees_run"]]
+    def _begin(self, workers: dict[int, WorkerConnections]) -> None:
+        """Start the workers of an attempt with their ranks, after all have connected."""
+        blind = [worker for worker in workers.values() if not worker.hello["sees_run"]]
         if blind:
             self._error = ResourceError(
                 f"run directory {str(self._run.path)!r} is not seen by rank {blind[0].hello['rank']} on"
                 f" {blind[0].hello['host']}: run from a directory that all nodes of the cluster share"
             )
-            self._hub.dismiss(restart=False)
+            self._server.end_attempt(restart=False)
             return
-        attach(self._output, guests)
-        self._verdicts.begin({rank: rank for rank in guests}, self._attempt)
-        places = self._places(guests)
-        num_nodes = 1 + max(place.node_rank for place in places)
-        for place, guest in zip(places, guests.values(), strict=True):
+        attach(self._output, workers)
+        self._verdicts.begin({rank: rank for rank in workers}, self._attempt)
+        environments = self._environments(workers)
+        num_nodes = 1 + max(environment.node_rank for environment in environments)
+        for environment, worker in zip(environments, workers.values(), strict=True):
             own = loopback_environ() if self._cluster.scratch is not None else {}
-            environ = {**self._environ(place, num_nodes), **own, **gpus_beside(guest, guests.values()), **self._threads}
-            guest.send(op="start", environ=environ, restart_count=self._attempt, store=self._store_file())
+            environ = {
+                **self._environ(environment, num_nodes),
+                **own,
+                **gpus_beside(worker, workers.values()),
+                **self._threads,
+            }
+            worker.send(op="start", environ=environ, restart_count=self._attempt, store=self._store_file())
         self._attempt += 1
         self._news.put("begun")
 
@@ -249,33 +256,33 @@ class _Launch:
         scratch = self._cluster.scratch
         return str(scratch / f"store-{self._attempt}") if scratch is not None else None
 
-    def _places(self, guests: dict[int, Guest]) -> list[WorkerEnvironment]:
-        """Return the place of every rank. Ranks of one node are consecutive, as Ray Train numbers them."""
-        nodes = list(dict.fromkeys(guest.hello["node"] for guest in guests.values()))
-        first = guests[0].hello
-        places: list[WorkerEnvironment] = []
-        for rank, guest in guests.items():
-            beside = [other for other, one in guests.items() if one.hello["node"] == guest.hello["node"]]
-            places.append(
+    def _environments(self, workers: dict[int, WorkerConnections]) -> list[WorkerEnvironment]:
+        """Return the environment of every rank. Ranks of one node are consecutive, as Ray Train numbers them."""
+        nodes = list(dict.fromkeys(worker.hello["node"] for worker in workers.values()))
+        first = workers[0].hello
+        environments: list[WorkerEnvironment] = []
+        for rank, worker in workers.items():
+            beside = [other for other, one in workers.items() if one.hello["node"] == worker.hello["node"]]
+            environments.append(
                 WorkerEnvironment(
-                    rank, beside.index(rank), len(guests), len(beside), nodes.index(guest.hello["node"]),
+                    rank, beside.index(rank), len(workers), len(beside), nodes.index(worker.hello["node"]),
                     first["address"], self._request.master_port or first["port"], self._attempt, "environment",
                 )
             )  # fmt: skip
-        return places
+        return environments
 
-    def _environ(self, place: WorkerEnvironment, num_nodes: int) -> dict[str, str]:
-        error_file = self._run.logs / f"rank-{place.rank}.error.json"
+    def _environ(self, environment: WorkerEnvironment, num_nodes: int) -> dict[str, str]:
+        error_file = self._run.logs / f"rank-{environment.rank}.error.json"
         error_file.unlink(missing_ok=True)
-        return place.to_torchrun_environ(
+        return environment.to_torchrun_environ(
             num_nodes=num_nodes, max_restarts=self._request.max_restarts, run_id=self._run_id, error_file=error_file
         )
 
 
-def gpus_beside(guest: Guest, guests: Iterable[Guest]) -> dict[str, str]:
-    """Return the GPUs of all workers on the node of `guest`.
+def gpus_beside(worker: WorkerConnections, workers: Iterable[WorkerConnections]) -> dict[str, str]:
+    """Return the GPUs of all workers on the node of `worker`.
 
     As under torchrun, every worker sees them all, and LOCAL_RANK selects its own. Ray shows a worker only its own GPU.
     """
-    gpus = [gpu for other in guests if other.hello["node"] == guest.hello["node"] for gpu in other.hello["gpus"]]
+    gpus = [gpu for other in workers if other.hello["node"] == worker.hello["node"] for gpu in other.hello["gpus"]]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}

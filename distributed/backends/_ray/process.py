@@ -22,14 +22,14 @@ def main(parent: int) -> None:
     die_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's workers block SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    given = json.loads(sys.stdin.buffer.read())
-    os.environ.update(given["environ"])
-    request = LaunchRequest.from_json(json.dumps(given["request"]))
+    order = json.loads(sys.stdin.buffer.read())
+    os.environ.update(order["environ"])
+    request = LaunchRequest.from_json(json.dumps(order["request"]))
     code = 1
     try:
         for name in request.preload:
             importlib.import_module(name)
-        code = run_worker(request, given, given["fds"])
+        code = run_worker(request, order, order["fds"])
     except KeyboardInterrupt:  # Ctrl-C before the script began
         code = 128 + signal.SIGINT
     except BaseException:  # the top frame of a process: report every error

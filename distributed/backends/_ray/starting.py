@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distributed.backends._ray.cluster import check_place
+from distributed.backends._ray.cluster import check_placement
 from distributed.backends.starting import TorchStarting
 from distributed.errors import ConfigError
 from distributed.launching.environments.registry import worker_environment
@@ -58,7 +58,7 @@ class RayStarting(TorchStarting):
                 "cpus": options.cpus_per_worker,
             }
         address = config.address or _connected()
-        check_place(address, plan.world_size, options.cpus_per_worker)
+        check_placement(address, plan.world_size, options.cpus_per_worker)
         return {"address": address, "cpus": options.cpus_per_worker, "callbacks": options.callbacks}
 
     def on_epoch(self, config: DistributedConfig) -> Callable[[Mapping[str, Any]], None] | None:
@@ -88,8 +88,8 @@ def _connected() -> str | None:
     if ray is not None and ray.is_initialized():
         address: str = ray.get_runtime_context().gcs_address
         return address
-    given = os.environ.get("RAY_ADDRESS")
-    return given if given and given != "local" else None
+    from_environ = os.environ.get("RAY_ADDRESS")
+    return from_environ if from_environ and from_environ != "local" else None
 
 
 def _trial() -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.backends._ray.hub import STREAMS, Seat, connect
+from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, connect
 from distributed.launching.listening import reachable_address
 from distributed.launching.secret import VARIABLE
 from distributed.runs.temporary import temporary_directory
@@ -71,40 +71,42 @@ def work(order: Mapping[str, Any], rank: int, report: Callable[[Mapping[str, Any
         "gpus": ray.get_runtime_context().get_accelerator_ids().get("GPU", []),
         "sees_run": Path(order["cwd"], order["run_dir"], ".lock").exists(),
     }  # fmt: skip
-    seat = connect(order["address"], order["port"], order["token"], hello)
-    orders = seat.read()
+    launcher = connect(order["address"], order["port"], order["token"], hello)
+    orders = launcher.read()
     start = next(orders, {"op": "end", "restart": False})
     if start["op"] != "start":
         return
-    process = _start(order, start, [seat.sockets[kind] for kind in STREAMS])
-    verdict = _Verdict(process)
+    process = _start(order, start, [launcher.sockets[kind] for kind in STREAMS])
+    verdict = _Orders(process)
     threads = [threading.Thread(target=verdict.listen, args=(orders,), daemon=True)]
     if report is not None:
         threads.append(threading.Thread(target=verdict.pass_on, args=(report,), daemon=True))
     for thread in threads:
         thread.start()
-    _hand_in(seat, process.wait())
+    _report_end(launcher, process.wait())
     for thread in threads:
         thread.join()
-    for each in seat.sockets.values():
+    for each in launcher.sockets.values():
         each.close()
     if verdict.is_restart:
         raise Restart(f"rank {rank} starts again")
 
 
-def _hand_in(seat: Seat, status: int) -> None:
+def _report_end(launcher: LauncherConnections, status: int) -> None:
     """Report how the process ended, after the launcher has read all of its output. Messages on different connections
     may overtake each other."""
     for kind in STREAMS:
-        seat.sockets[kind].shutdown(socket.SHUT_WR)  # end of the stream, even if a child of the process still holds it
+        launcher.sockets[kind].shutdown(
+            socket.SHUT_WR
+        )  # end of the stream, even if a child of the process still holds it
     for kind in STREAMS:
-        seat.sockets[kind].settimeout(_READ_S)
+        launcher.sockets[kind].settimeout(_READ_S)
         with contextlib.suppress(OSError):
-            seat.sockets[kind].recv(1)  # the launcher closes a stream after reading it to the end
-    seat.send(status=status)
+            launcher.sockets[kind].recv(1)  # the launcher closes a stream after reading it to the end
+    launcher.send(status=status)
 
 
-class _Verdict:
+class _Orders:
     """Execute the launcher's orders until the last one."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:

@@ -20,20 +20,20 @@ from keras.src.backend import tensorflow as engine
 @contextlib.contextmanager
 def exact_constants() -> Iterator[None]:
     """Trace graphs within the block with exact constants: factors of regularizers, slopes, scales."""
-    places = [
+    replaced = [
         (backend, "cast"),
         (engine, "cast"),
         (engine.core, "cast"),
         (engine.nn, "gelu"),
         (engine.nn, "leaky_relu"),
     ]
-    before = [getattr(module, name) for module, name in places]
-    for module, name in places:
+    before = [getattr(module, name) for module, name in replaced]
+    for module, name in replaced:
         setattr(module, name, {"cast": _cast, "gelu": _gelu, "leaky_relu": _leaky_relu}[name])
     try:
         yield
     finally:
-        for (module, name), function in zip(places, before, strict=True):
+        for (module, name), function in zip(replaced, before, strict=True):
             setattr(module, name, function)
 
 

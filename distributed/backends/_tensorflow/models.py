@@ -27,20 +27,20 @@ def policy_of(config: DistributedConfig, mixed_precision: str) -> str:
     return _POLICIES.get(mixed_precision, config.dtype)
 
 
-def build_model(given: Any, config: DistributedConfig, policy: str, replicas: Replicas | None = None) -> Any:
+def build_model(model_or_factory: Any, config: DistributedConfig, policy: str, replicas: Replicas | None = None) -> Any:
     """Return the given model, or what the given factory makes after seeding, with the element types `policy`.
 
     A model with other element types, or with variables outside of `replicas`, is made again from its own configuration
     with the same weights.
     """
-    if isinstance(given, keras.Model):
-        is_right = _follows(given, policy) and (replicas is None or replicas.holds(given))
-        return given if is_right else _rebuilt(given, policy)
+    if isinstance(model_or_factory, keras.Model):
+        is_right = _follows(model_or_factory, policy) and (replicas is None or replicas.holds(model_or_factory))
+        return model_or_factory if is_right else _rebuilt(model_or_factory, policy)
     states = random.getstate(), numpy.random.get_state()
     try:
         keras.utils.set_random_seed(config.seed & 0xFFFFFFFF)
         with _default(policy):
-            model = given()
+            model = model_or_factory()
     finally:
         random.setstate(states[0])
         numpy.random.set_state(states[1])
@@ -136,21 +136,21 @@ def statistics(model: Any) -> list[Any]:
     return [v.value for v in model.non_trainable_variables if "float" in str(v.dtype)]
 
 
-def with_weights(given: Any, directory: Path, config: DistributedConfig, policy: str) -> Any:
-    """Return the model of a checkpoint. If `given` is a model, it gets the weights too."""
+def with_weights(model_or_factory: Any, directory: Path, config: DistributedConfig, policy: str) -> Any:
+    """Return the model of a checkpoint. If `model_or_factory` is a model, it gets the weights too."""
     with floats_of(config.dtype):
-        built = build_model(given, config, policy)
+        built = build_model(model_or_factory, config, policy)
     files.load_model(built, directory)
-    give_back(built, given)
+    give_back(built, model_or_factory)
     return built
 
 
-def give_back(trained: Any, given: Any) -> None:
+def give_back(trained: Any, original: Any) -> None:
     """Copy the trained weights to the user's own model, if another model was made of it for its element types."""
-    if isinstance(given, keras.Model) and given is not trained:
-        if not given.built and trained.built:
-            given.build_from_config(trained.get_build_config())
-        copy_values(trained, given)
+    if isinstance(original, keras.Model) and original is not trained:
+        if not original.built and trained.built:
+            original.build_from_config(trained.get_build_config())
+        copy_values(trained, original)
 
 
 def build(model: Any, batch: Any, predict: Callable[[Any], Any]) -> None:

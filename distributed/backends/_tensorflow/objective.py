@@ -21,17 +21,17 @@ from distributed.backends.parts import Arguments, arguments
 from distributed.errors import ConfigError
 from distributed.metrics.monitor import check_names
 
-Rows = dict[str, tuple[Any, Any]]  # name -> (sum, count)
+MetricSums = dict[str, tuple[Any, Any]]  # name -> (sum, count)
 
 
 @dataclasses.dataclass
-class Measured:
+class MeasuredBatch:
     """Result of one micro-batch: a differentiable sum over its samples, and its divisor."""
 
     total: Any
     count: Any
     is_counted: bool  # whether the loss returned the count itself
-    metrics: Rows
+    metrics: MetricSums
     calls: Calls  # arguments of the metrics over all samples
 
 
@@ -56,10 +56,10 @@ class Objective:
         """
         self._model, self._training_step, self._dtype, self._chosen = model, training_step, dtype, chosen
         self._comparison = Comparison(model, loss_fn, notice)
-        self._given = {n: f for n, f in metrics.items() if isinstance(f, keras.metrics.Metric)}
+        self._keras_metrics = {n: f for n, f in metrics.items() if isinstance(f, keras.metrics.Metric)}
         self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # in the form of `compiled_metrics`
 
-    def __call__(self, batch: Any, num_samples: Any, training: bool) -> Measured:
+    def __call__(self, batch: Any, num_samples: Any, training: bool) -> MeasuredBatch:
         """Measure a batch. `num_samples` is a scalar, the number of samples that count."""
         split = "train" if training else "val"
         if self._training_step is not None:
@@ -67,9 +67,9 @@ class Objective:
         parts = unpacked(batch)
         outputs = tf.nest.map_structure(self._widened, self._model(parts.x, training=training))
         loss = self._compare(parts, outputs, training)
-        rows = self._measure(parts, outputs, num_samples, split)
+        sums = self._measure(parts, outputs, num_samples, split)
         return dataclasses.replace(
-            self._measured(loss, num_samples), metrics=rows, calls=self._calls(parts, outputs, split)
+            self._measured(loss, num_samples), metrics=sums, calls=self._calls(parts, outputs, split)
         )
 
     def build(self, batch: Any) -> None:
@@ -116,22 +116,22 @@ class Objective:
             value += more if count is None else more * tf.cast(count, value.dtype)
         return value, count
 
-    def _from_step(self, value: Any, num_samples: Any, split: str) -> Measured:
-        metrics: Rows = {}
-        given: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+    def _from_step(self, value: Any, num_samples: Any, split: str) -> MeasuredBatch:
+        metrics: MetricSums = {}
+        returned: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
         calls = {}
         for name in filter(self._chosen.is_call, self._chosen.wholes.names(split)):
-            if name not in given:
+            if name not in returned:
                 raise no_arguments(name)
-            calls[name] = arguments(given[name])
-        for name in sorted(self._chosen.functions(split).keys() - given.keys()):
+            calls[name] = arguments(returned[name])
+        for name in sorted(self._chosen.functions(split).keys() - returned.keys()):
             raise not_called(name)
         if isinstance(value, Mapping):
             if "loss" not in value:
                 raise ConfigError(f"training_step returned a dict without 'loss' ({', '.join(value)}): add the loss")
             check_names(name for name in value if name != "loss")
             means = {name: each for name, each in value.items() if name != "loss" and not self._chosen.is_call(name)}
-            metrics = {name: _row(_as_loss(each, name), num_samples) for name, each in means.items()}
+            metrics = {name: _sum_and_count(_as_loss(each, name), num_samples) for name, each in means.items()}
             value = value["loss"]
         elif hasattr(value, "loss"):
             value = value.loss
@@ -139,31 +139,31 @@ class Objective:
             raise ConfigError("training_step returned None: return the loss")
         return dataclasses.replace(self._measured(_as_loss(value), num_samples), metrics=metrics, calls=calls)
 
-    def _measured(self, loss: tuple[Any, Any], num_samples: Any) -> Measured:
+    def _measured(self, loss: tuple[Any, Any], num_samples: Any) -> MeasuredBatch:
         if not loss[0].dtype.is_floating:
             raise ConfigError(
                 f"the loss is {loss[0].dtype.name}, which has no gradient: return a floating-point tensor"
             )
-        return Measured(*_row(loss, num_samples), loss[1] is not None, {}, {})
+        return MeasuredBatch(*_sum_and_count(loss, num_samples), loss[1] is not None, {}, {})
 
     # metrics
 
-    def _measure(self, parts: KerasBatch, outputs: Any, num_samples: Any, split: str) -> Rows:
+    def _measure(self, parts: KerasBatch, outputs: Any, num_samples: Any, split: str) -> MetricSums:
         if parts.y is None:
             return {}
-        rows: Rows = {}
-        for name, (metric, place, is_weighted) in self._choose_metrics(parts.y, outputs).items():
+        sums: MetricSums = {}
+        for name, (metric, position, is_weighted) in self._choose_metrics(parts.y, outputs).items():
             weight = parts.weight if is_weighted else None
             if not is_mean(metric):
                 continue
-            rows[name] = metric_value(metric, of_output(parts.y, place), of_output(outputs, place), weight)
+            sums[name] = metric_value(metric, of_output(parts.y, position), of_output(outputs, position), weight)
         for name, function in self._chosen.functions(split).items():
             values = function(parts.y, outputs) if is_of_keras(function) else function(outputs, parts.y)
-            rows[name] = _row(_as_loss(values, name), num_samples)
-        if "accuracy" not in rows and not self._chosen.wholes.has("accuracy") and _is_class_index(outputs, parts.y):
+            sums[name] = _sum_and_count(_as_loss(values, name), num_samples)
+        if "accuracy" not in sums and not self._chosen.wholes.has("accuracy") and _is_class_index(outputs, parts.y):
             hits = tf.argmax(outputs, axis=1, output_type=tf.int64) == tf.cast(parts.y, tf.int64)
-            rows["accuracy"] = tf.reduce_sum(tf.cast(hits, tf.float64)), num_samples
-        return rows
+            sums["accuracy"] = tf.reduce_sum(tf.cast(hits, tf.float64)), num_samples
+        return sums
 
     def _calls(self, parts: KerasBatch, outputs: Any, split: str) -> Calls:
         if parts.y is None:
@@ -171,15 +171,15 @@ class Objective:
         calls: dict[str, Arguments] = {}
         chosen = self._choose_metrics(parts.y, outputs)
         for name in self._chosen.wholes.names(split):
-            _, place, is_weighted = chosen.get(name, (None, None, False))
+            _, position, is_weighted = chosen.get(name, (None, None, False))
             weight = {"sample_weight": parts.weight} if is_weighted and parts.weight is not None else {}
-            calls[name] = Arguments((of_output(outputs, place), of_output(parts.y, place)), weight)
+            calls[name] = Arguments((of_output(outputs, position), of_output(parts.y, position)), weight)
         return calls
 
     def _choose_metrics(self, targets: Any, outputs: Any) -> dict[str, tuple[Any, Any, bool]]:
         if self._metrics is None:
-            given = {name: (metric, None, False) for name, metric in self._given.items()}
-            self._metrics = given | compiled_metrics(self._model, targets, outputs)
+            own = {name: (metric, None, False) for name, metric in self._keras_metrics.items()}
+            self._metrics = own | compiled_metrics(self._model, targets, outputs)
             for name, (metric, _, _) in self._metrics.items():
                 if not is_mean(metric):
                     self._chosen.wholes.add(name, functools.partial(measure_of, metric))
@@ -202,11 +202,11 @@ def _as_loss(value: Any, metric: str | None = None) -> tuple[Any, Any]:
 def pair(function: Callable[..., Any], outputs: Any, targets: Any, num_samples: int) -> tuple[float, float]:
     """Return (sum, count) of a metric function, outside of a graph."""
     values = function(targets, outputs) if is_of_keras(function) else function(outputs, targets)
-    total, count = _row(_as_loss(values), num_samples)
+    total, count = _sum_and_count(_as_loss(values), num_samples)
     return float(total), float(count)
 
 
-def _row(loss: tuple[Any, Any], num_samples: Any) -> tuple[Any, Any]:
+def _sum_and_count(loss: tuple[Any, Any], num_samples: Any) -> tuple[Any, Any]:
     """Return (sum, count). A floating-point value keeps its type; the count is float64."""
     value, count = loss
     value = value if value.dtype.is_floating else tf.cast(value, tf.float64)

@@ -1,4 +1,4 @@
-"""Learning rate of a Keras optimizer: the typed rate, its scaling, its schedule, and a warm-up before both."""
+"""Learning rate of a Keras optimizer: the rate that the user set, its scaling, its schedule, and a warm-up before both."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from distributed.config.plan import BatchPlan
 from distributed.errors import CheckpointError, ConfigError
 
 
-def build_optimizer(given: Any, scheduler: Any, model: Any, source: Any, merged: MergedConfig) -> Any:
+def build_optimizer(optimizer_or_factory: Any, scheduler: Any, model: Any, source: Any, merged: MergedConfig) -> Any:
     """Return a built optimizer: the user's, the one that `source` (the model as given) was compiled with, or AdamW.
 
     An optimizer is made again with the same settings if it was built for `source` and another model was made of that,
     or if it was made outside of the strategy's scope.
     """
-    if given is None and source.compiled:
-        given = source.optimizer
+    if optimizer_or_factory is None and source.compiled:
+        optimizer_or_factory = source.optimizer
     strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
-    is_outside = strategy is not None and getattr(given, "_distribution_strategy", strategy) is not strategy
-    if is_optimizer(given) and ((given.built and source is not model) or is_outside):
-        given = type(given).from_config(given.get_config())
-    optimizer = chosen_optimizer(given, model, merged.config.learning_rate)
+    is_outside = (
+        strategy is not None and getattr(optimizer_or_factory, "_distribution_strategy", strategy) is not strategy
+    )
+    if is_optimizer(optimizer_or_factory) and ((optimizer_or_factory.built and source is not model) or is_outside):
+        optimizer_or_factory = type(optimizer_or_factory).from_config(optimizer_or_factory.get_config())
+    optimizer = chosen_optimizer(optimizer_or_factory, model, merged.config.learning_rate)
     if scheduler is not None:
         set_schedule(optimizer, scheduler)
     if merged.config.dtype == "float64":
@@ -57,7 +59,7 @@ class Rates:
         if self._schedule is not None:
             self._check_schedule()
         factor = _scaling(merged.config.lr_scaling, batch)
-        full = 1.0 if self._schedule is not None else self._typed(notice)
+        full = 1.0 if self._schedule is not None else self._given_rate(notice)
         self._full = full * factor  # with a schedule: the factor of its rates
         if factor != 1.0:
             what = "the schedule's rates" if self._schedule is not None else f"learning rate {full:g}"
@@ -89,20 +91,20 @@ class Rates:
     def _check_schedule(self) -> None:
         if not is_schedule(self._schedule):
             raise ConfigError("the optimizer's learning_rate is a function: give a number or a LearningRateSchedule")
-        if self._merged.is_typed("learning_rate"):
+        if self._merged.is_given("learning_rate"):
             raise ConfigError(
                 f"learning_rate={self._merged.config.learning_rate:g} cannot replace the rates of"
                 f" {type(self._schedule).__name__}: drop it, or set them in the schedule"
             )
 
-    def _typed(self, notice: Callable[[str], None]) -> float:
+    def _given_rate(self, notice: Callable[[str], None]) -> float:
         """Return the rate to start from. Keras keeps it with seven digits."""
-        before, typed = float(fixed_rate(self._optimizer) or 0.0), self._merged.config.learning_rate
-        if not self._merged.is_typed("learning_rate"):
+        before, learning_rate = float(fixed_rate(self._optimizer) or 0.0), self._merged.config.learning_rate
+        if not self._merged.is_given("learning_rate"):
             return before
-        if not _equal(before, typed):
-            notice(f"learning_rate={typed:g} replaces the optimizer's {before:g}")
-        return typed
+        if not _equal(before, learning_rate):
+            notice(f"learning_rate={learning_rate:g} replaces the optimizer's {before:g}")
+        return learning_rate
 
     def before_update(self, step: int) -> None:
         """Set the rate of the update after `step` others. A schedule counts updates itself."""

@@ -14,7 +14,7 @@ import tensorflow as tf
 from distributed.backends._keras import measures
 from distributed.backends._tensorflow.outputs import joined
 from distributed.backends.failures import not_a_number
-from distributed.backends.over_all import Kept, Measure, Update, driven
+from distributed.backends.over_all import Measure, OutputsMeasure, Update, driven
 from distributed.backends.parts import Arguments, Part, mapped
 from distributed.checkpoints.tensor_file import RawTensor
 from distributed.errors import ConfigError
@@ -81,7 +81,7 @@ def is_whole(metric: Any) -> bool:
 def measure_of(metric: Any) -> Measure:
     """Return what computes `metric`."""
     if isinstance(metric, OverAll):
-        return Kept(
+        return OutputsMeasure(
             lambda updates: _called(metric, updates), lambda call: _kept(metric, call), training=metric.training
         )
     if is_of_keras(metric):
@@ -92,7 +92,7 @@ def measure_of(metric: Any) -> Measure:
             " distributed.over_all(function)"
         )
     own = copy.deepcopy(metric)
-    return Kept(lambda updates: driven(own, updates, ENGINE, ("reset", "update", "compute")), on_host)
+    return OutputsMeasure(lambda updates: driven(own, updates, ENGINE, ("reset", "update", "compute")), on_host)
 
 
 def measure_of_function(function: Callable[..., Any], *, training: bool) -> Measure:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from distributed.backends._tensorflow.sources import Data
 from distributed.config.plan import BatchPlan
 from distributed.errors import ConfigError, ResourceError
-from distributed.state import Group
+from distributed.state import UpdateBatch
 
 
 def mirrored(device: str, number: int) -> Replicas:
@@ -106,10 +106,10 @@ class Replicas:
         if self.number == 1:
             return [(batch, num_samples)]
         counts = [len(range(replica, num_samples, self.number)) for replica in range(self.number)]
-        places = [slice(replica, None, self.number) if n else slice(0, 1) for replica, n in enumerate(counts)]
+        slices = [slice(replica, None, self.number) if n else slice(0, 1) for replica, n in enumerate(counts)]
         return [
             (tf.nest.map_structure(lambda leaf, where=where: leaf[where] if leaf.ndim else leaf, batch), n)
-            for where, n in zip(places, counts, strict=True)
+            for where, n in zip(slices, counts, strict=True)
         ]
 
     def holds(self, model: Any) -> bool:
@@ -142,8 +142,8 @@ class Joint(Data):
         """Updates per epoch of the inner data."""
         return self._inner.updates_per_epoch
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """Yield the groups of `epoch` after `skip` global samples."""
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
+        """Yield the update batches of `epoch` after `skip` global samples."""
         return self._inner.epoch(epoch, skip)
 
     def example(self) -> Any:

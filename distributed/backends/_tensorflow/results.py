@@ -22,8 +22,7 @@ from distributed.state import Job, StepResult, Sums
 if TYPE_CHECKING:
     from distributed.backends._tensorflow.world import TensorFlowWorld
 
-Rows = Mapping[str, tuple[Any, Any]]  # name -> (sum, count)
-Say = Callable[[str], None]
+MetricSums = Mapping[str, tuple[Any, Any]]  # name -> (sum, count)
 
 
 class Results:
@@ -34,8 +33,8 @@ class Results:
         job: Job,
         world: TensorFlowWorld,
         keeping_generators: Callable[[], contextlib.AbstractContextManager[None]],
-        warn: Say,
-        notice: Say,
+        warn: Callable[[str], None],
+        notice: Callable[[str], None],
     ) -> None:
         self._world = world
         self._unasked: Part | None = None
@@ -56,16 +55,16 @@ class Results:
         for name, parts in self._parts(deferred.split, calls, key).items():
             deferred.parts.setdefault(name, []).extend(parts)
 
-    def of_training(self, rows: Rows, num_samples: int, deferred: Deferred) -> StepResult:
+    def of_training(self, sums: MetricSums, num_samples: int, deferred: Deferred) -> StepResult:
         """Return the result of an update."""
-        return self._made("train", rows, num_samples, deferred)
+        return self._made("train", sums, num_samples, deferred)
 
-    def of_evaluation(self, rows: Rows, num_samples: int, calls: Sequence[Any]) -> StepResult:
+    def of_evaluation(self, sums: MetricSums, num_samples: int, calls: Sequence[Any]) -> StepResult:
         """Return the result of an evaluation batch."""
         self.measured.num_evaluated += 1
         deferred = Deferred("val", [], {})
         self.keep(deferred, calls, (self.measured.num_evaluated, 0))
-        return self._made("val", rows, num_samples, deferred)
+        return self._made("val", sums, num_samples, deferred)
 
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
         """Return name -> (sum, count) of each of `results` over all ranks, as `Backend.collect` does. A collective."""
@@ -73,14 +72,14 @@ class Results:
         if part is not None:
             self.measured.ask("train", over_all.on_host(part.value), part.num_samples)
         sums: dict[str, Any] = {}
-        for place, result in enumerate(results):
+        for index, result in enumerate(results):
             for name, value, _, count in result.averages:
-                rows = sums.setdefault(name, numpy.zeros((len(results), 2)))
-                rows[place] += (float(value), float(count))
+                array = sums.setdefault(name, numpy.zeros((len(results), 2)))
+                array[index] += (float(value), float(count))
         return added(self._world.gather(sums))
 
-    def _made(self, split: str, rows: Rows, num_samples: int, deferred: Deferred) -> StepResult:
-        averages = [(name, value, 1.0, count) for name, (value, count) in rows.items()]
+    def _made(self, split: str, sums: MetricSums, num_samples: int, deferred: Deferred) -> StepResult:
+        averages = [(name, value, 1.0, count) for name, (value, count) in sums.items()]
         result = StepResult(averages, num_samples, deferred)
         self.measured.wholes.keep(split, result)
         return result

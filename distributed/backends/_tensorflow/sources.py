@@ -17,7 +17,7 @@ from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
 from distributed.data import epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
-from distributed.state import DataRole, Group, MicroBatch, WorkerContext
+from distributed.state import DataRole, MicroBatch, UpdateBatch, WorkerContext
 
 Reduce = Callable[[Mapping[Any, float]], dict[Any, float]]
 _BATCHING = {"_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset", "BatchDataset", "PaddedBatchDataset"}
@@ -89,23 +89,27 @@ class MapData(Data):
         self._full = slices(batch.global_batch_size, batch, rank)
         _compare(agree, rank, batch.data_parallel_size, count, f"{name}: the ranks have data sets of different lengths")
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """Yield the groups of `epoch` after `skip` global samples."""
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
+        """Yield the update batches of `epoch` after `skip` global samples."""
         count, size = self.num_samples or 0, self.batch.global_batch_size
         order = epoch_order(count, self._seed, epoch, self._shuffle)
         for start in range(skip, count, size):
             number = min(size, count - start)
             own = self._full if number == size else slices(number, self.batch, self._rank)
-            micros = [self._micro(epoch, order, start, places) for places in own]
-            yield Group(micros, number, start)
+            micros = [self._micro(epoch, order, start, positions) for positions in own]
+            yield UpdateBatch(micros, number, start)
 
     def example(self) -> Any:
         """Return a batch of one sample."""
         return self._fetch(0, range(1), [0])
 
-    def _micro(self, epoch: int, order: Any, start: int, places: range) -> MicroBatch:
-        where = range(places.start + start, places.stop + start, places.step) if places else range(start, start + 1)
-        return MicroBatch(self._fetch(epoch, where, order[where.start : where.stop : where.step]), len(places))
+    def _micro(self, epoch: int, order: Any, start: int, positions: range) -> MicroBatch:
+        where = (
+            range(positions.start + start, positions.stop + start, positions.step)
+            if positions
+            else range(start, start + 1)
+        )
+        return MicroBatch(self._fetch(epoch, where, order[where.start : where.stop : where.step]), len(positions))
 
 
 class StreamData(Data):
@@ -126,8 +130,8 @@ class StreamData(Data):
         self._times_read = 0
         self._is_compared = agree is None
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """Yield the groups of `epoch` after `skip` global samples."""
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
+        """Yield the update batches of `epoch` after `skip` global samples."""
         while self._times_read < epoch:
             self._times_read += 1
             next(iter(self._updates(0)), None)
@@ -136,8 +140,10 @@ class StreamData(Data):
         for update in self._updates(skip):
             number = len(tf.nest.flatten(update)[0])
             self._check(update)
-            yield Group(
-                [self._micro(update, places) for places in slices(number, self.batch, self._rank)], number, position
+            yield UpdateBatch(
+                [self._micro(update, positions) for positions in slices(number, self.batch, self._rank)],
+                number,
+                position,
             )
             position += number
         if position == 0:
@@ -158,9 +164,9 @@ class StreamData(Data):
             data = self._samples.skip(skip).batch(size)
         return iter(data.prefetch(1).as_numpy_iterator())
 
-    def _micro(self, update: Any, places: range) -> MicroBatch:
-        where = slice(places.start, places.stop, places.step) if places else slice(0, 1)
-        return MicroBatch(tf.nest.map_structure(lambda leaf: leaf[where], update), len(places))
+    def _micro(self, update: Any, positions: range) -> MicroBatch:
+        where = slice(positions.start, positions.stop, positions.step) if positions else slice(0, 1)
+        return MicroBatch(tf.nest.map_structure(lambda leaf: leaf[where], update), len(positions))
 
     def _check(self, update: Any) -> None:
         """Refuse streams that differ between ranks. Otherwise most samples would never be used. A collective: every
@@ -205,11 +211,11 @@ class TorchData(Data):
         """Updates per epoch of the inner data."""
         return self._inner.updates_per_epoch
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """Yield the groups of `epoch` after `skip` global samples."""
-        for group in self._inner.epoch(epoch, skip):
-            micros = [MicroBatch(_arrays(micro.batch), micro.num_samples) for micro in group.micro_batches]
-            yield Group(micros, group.num_samples, group.position)
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
+        """Yield the update batches of `epoch` after `skip` global samples."""
+        for update_batch in self._inner.epoch(epoch, skip):
+            micros = [MicroBatch(_arrays(micro.batch), micro.num_samples) for micro in update_batch.micro_batches]
+            yield UpdateBatch(micros, update_batch.num_samples, update_batch.position)
 
     def example(self) -> Any:
         """Return the first batch of the first epoch."""

@@ -86,12 +86,12 @@ def import_seeded(request: LaunchRequest) -> None:
     import_quietly()
     if request.device != "cpu":
         set_memory_growth()
-    options = {**request.typed.file.get("tensorflow", {}), **request.typed.flag.get("tensorflow", {})}
+    options = {**request.overrides.file.get("tensorflow", {}), **request.overrides.flag.get("tensorflow", {})}
     if request.device == "cpu" and options.get("num_devices") is not None:
         from distributed.backends._tensorflow.replicas import split_cpu
 
         split_cpu(options["num_devices"])
-    _seed(int(request.typed.flag.get("seed", request.typed.file.get("seed", 0))))
+    _seed(int(request.overrides.flag.get("seed", request.overrides.file.get("seed", 0))))
 
 
 def set_environment(found: WorkerEnvironment | None, device: str) -> None:
@@ -144,12 +144,12 @@ def join(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
         ConfigError: TensorFlow was used in this process before.
     """
     if _ThisProcess.joined is None:
-        from distributed.backends._torch.meeting import meet
+        from distributed.backends._torch.rendezvous import rendezvous
 
         _refuse_late()
         for text in engine_warnings(backend_row("tensorflow").listens) if found.rank == 0 else ():
             warn(text)
-        store = meet(found, start_timeout, warn, "fit()")
+        store = rendezvous(found, start_timeout, warn, "fit()")
         with _addresses(found, messages(store, "tensorflow")):
             _ThisProcess.joined = Joined(_strategy(), store)
         _share_cluster()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import tensorflow as tf
 
-from distributed.backends._tensorflow.objective import Measured, Objective
+from distributed.backends._tensorflow.objective import MeasuredBatch, Objective
 from distributed.backends._tensorflow.world import TensorFlowWorld, heard
 from distributed.errors import ConfigError
 
@@ -22,13 +22,13 @@ Update = Callable[[list[Any], list[Any]], None]  # (gradients, variables)
 
 
 @dataclasses.dataclass
-class Pending:
-    """Gradients and counts of the micro-batches of an update so far, for each replica. `rows` are sums over all
+class PendingUpdate:
+    """Gradients and counts of the micro-batches of an update so far, for each replica. `sums` are sums over all
     replicas."""
 
     gradients: list[list[Any]]
     counts: list[Any]
-    rows: dict[str, tuple[Any, Any]]
+    sums: dict[str, tuple[Any, Any]]
     norm: Any = None  # norm of the summed gradient, after the last micro-batch
     calls: list[tuple[Any, int]] = dataclasses.field(
         default_factory=list
@@ -58,8 +58,8 @@ class Graphs:
     def _trace(self, function: Callable[..., Any], args: Any, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
         outputs: list[Any] = []
 
-        def flat(*given: Any) -> Any:
-            found = function(*tf.nest.pack_sequence_as(args, given))
+        def flat(*flat_args: Any) -> Any:
+            found = function(*tf.nest.pack_sequence_as(args, flat_args))
             outputs[:] = [tf.nest.map_structure(lambda _: 0, found)]
             return tf.nest.flatten(found)
 
@@ -96,8 +96,8 @@ class Step:
     # the update
 
     def forward_backward(
-        self, batch: Any, num_samples: int, of_update: int, before: Pending | None, is_last: bool
-    ) -> Pending:
+        self, batch: Any, num_samples: int, of_update: int, before: PendingUpdate | None, is_last: bool
+    ) -> PendingUpdate:
         """Add one micro-batch to an update.
 
         With the last micro-batch the gradients of all ranks are summed, divided by the true count and clipped, which is
@@ -117,14 +117,14 @@ class Step:
                 return self._backward(batch, number, nominal, before, empty[replica], any(empty), is_last)
 
             each = [(*part, *before) for part, *before in zip(parts, *carried, strict=True)]
-            gradients, counts, rows, norms, calls = zip(*self._replicas.run(backward, each), strict=True)
-            return list(gradients), list(counts), _added(rows), norms[0], list(calls)
+            gradients, counts, sums, norms, calls = zip(*self._replicas.run(backward, each), strict=True)
+            return list(gradients), list(counts), _added(sums), norms[0], list(calls)
 
         name = "train", empty, is_last, before is not None, self._objective.form("train")
-        gradients, counts, rows, norm, calls = self._graphs(name, call, parts, numpy.float64(of_update), *carried)
+        gradients, counts, sums, norm, calls = self._graphs(name, call, parts, numpy.float64(of_update), *carried)
         if before is not None:
-            rows = _added([before.rows, rows])
-        return Pending(gradients, counts, rows, norm if is_last else None, _counted(calls, cut))
+            sums = _added([before.sums, sums])
+        return PendingUpdate(gradients, counts, sums, norm if is_last else None, _counted(calls, cut))
 
     def _cut(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
         """Return the slice of each replica. Before the first one, create all variables, because replicas cannot."""
@@ -152,13 +152,13 @@ class Step:
             measured = self._objective(batch, number, training=True)
             value = measured.total / tf.cast(nominal, measured.total.dtype)
         gradients = self._gradients(tape, value, variables)
-        count, rows = measured.count, _rows(measured)
+        count, sums = measured.count, _sums_of(measured)
         with tf.control_dependencies([*gradients, value]):
             for variable, values in kept:
                 variable.assign(values if is_empty else tf.identity(variable.value))
         if is_empty:
             gradients = [tf.zeros_like(g) for g in gradients]
-            count, rows = tf.zeros_like(count), {n: (tf.zeros_like(a), tf.zeros_like(b)) for n, (a, b) in rows.items()}
+            count, sums = tf.zeros_like(count), {n: (tf.zeros_like(a), tf.zeros_like(b)) for n, (a, b) in sums.items()}
         else:  # a loss that is not finite makes the norm NaN, so that all ranks notice it
             gradients[0] += tf.cast(value * 0, gradients[0].dtype)
         if carried:
@@ -167,7 +167,7 @@ class Step:
         norm = tf.zeros((), tf.float64)
         if is_last:
             gradients, norm = self._summed(gradients, count, nominal, measured.is_counted)
-        return gradients, count, rows, norm, dict(measured.calls)
+        return gradients, count, sums, norm, dict(measured.calls)
 
     def _gradients(self, tape: Any, value: Any, variables: list[Any]) -> list[Any]:
         found = tape.gradient(value, variables)
@@ -216,7 +216,7 @@ class Step:
         """Return the sums and metric arguments of a batch.
 
         Returns:
-            `(rows, calls)`: (sum, count) over the samples of the batch by name, and for each replica the arguments of
+            `(sums, calls)`: (sum, count) over the samples of the batch by name, and for each replica the arguments of
             metrics over all samples with the number of samples.
         """
 
@@ -224,16 +224,16 @@ class Step:
 
         def measure(replica: int, batch: Any, number: Any) -> Any:
             measured = self._objective(batch, number, training=False)
-            return _rows(measured), dict(measured.calls)
+            return _sums_of(measured), dict(measured.calls)
 
         def call(parts: Any) -> Any:
             return self._replicas.run(measure, parts)
 
         name = "evaluate", self._objective.form("val")
         found = self._graphs(name, call, [(part, numpy.float64(number)) for part, number in cut])
-        counted = [rows for (rows, _), (_, number) in zip(found, cut, strict=True) if number]
-        rows = _added(counted) if counted else dict.fromkeys(found[0][0], (0.0, 0.0))
-        return rows, _counted([calls for _, calls in found], cut)
+        counted = [sums for (sums, _), (_, number) in zip(found, cut, strict=True) if number]
+        sums = _added(counted) if counted else dict.fromkeys(found[0][0], (0.0, 0.0))
+        return sums, _counted([calls for _, calls in found], cut)
 
     def predict(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
         """Return (the model's outputs as arrays, samples) of each replica."""
@@ -255,14 +255,14 @@ def _counted(calls: Sequence[Any], cut: Sequence[tuple[Any, int]]) -> list[tuple
     return [(each, number) for each, (_, number) in zip(calls, cut, strict=True)]
 
 
-def _added(rows: Sequence[Mapping[str, tuple[Any, Any]]]) -> dict[str, tuple[Any, Any]]:
-    """Return the sums of `rows` by name: (sum, count)."""
-    total = dict(rows[0])
-    for more in rows[1:]:
+def _added(sums: Sequence[Mapping[str, tuple[Any, Any]]]) -> dict[str, tuple[Any, Any]]:
+    """Return the total of `sums` by name: (sum, count)."""
+    total = dict(sums[0])
+    for more in sums[1:]:
         total = {name: (value + more[name][0], count + more[name][1]) for name, (value, count) in total.items()}
     return total
 
 
-def _rows(measured: Measured) -> dict[str, tuple[Any, Any]]:
-    rows = {"loss": (measured.total, measured.count), **measured.metrics}
-    return {name: (tf.cast(a, tf.float64), tf.cast(b, tf.float64)) for name, (a, b) in rows.items()}
+def _sums_of(measured: MeasuredBatch) -> dict[str, tuple[Any, Any]]:
+    sums = {"loss": (measured.total, measured.count), **measured.metrics}
+    return {name: (tf.cast(a, tf.float64), tf.cast(b, tf.float64)) for name, (a, b) in sums.items()}

@@ -193,7 +193,7 @@ def _by_type(combine: Callable[[list[Any]], list[Any]], tensors: list[Any]) -> l
     """Return the tensors combined by `combine` for each element type, in the order of `tensors`."""
     out = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        for place, total in zip(places, combine([tensors[i] for i in places]), strict=True):
-            out[place] = total
+        indices = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        for index, total in zip(indices, combine([tensors[i] for i in indices]), strict=True):
+            out[index] = total
     return out

@@ -24,16 +24,16 @@ from distributed.backends._torch.over_all import ENGINE, is_whole, measure_of, m
 from distributed.backends.checking import CHECK
 from distributed.backends.failures import no_arguments, not_called
 from distributed.backends.measured import Measured
-from distributed.backends.non_finite import Row, without_weight
+from distributed.backends.non_finite import Average, without_weight
 from distributed.backends.over_all import Deferred, Wholes
 from distributed.backends.parts import JOINED, Arguments, Part, arguments, mapped, num_bytes
 from distributed.backends.sums import added
-from distributed.state import Group, MicroBatch, StepResult, Sums
+from distributed.state import MicroBatch, StepResult, Sums, UpdateBatch
 
 # Outputs of up to this many elements are kept until the next log line, when metrics are computed on all of them.
 _SMALL_OUTPUTS = 1 << 16
 
-Kept = tuple[Any, Any, int]  # (outputs, targets, samples)
+KeptOutputs = tuple[Any, Any, int]  # (outputs, targets, samples)
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
@@ -53,7 +53,7 @@ class Averages:
         functions = {name: metric for name, metric in metrics.items() if not is_whole(metric)}
         self._metrics, self._device, self._dtype = functions, device, dtype
         self.measured = Measured(functions, wholes, ENGINE, measure_of_function, _pair, on_host, notice)
-        self._large: list[Kept] = []  # The large outputs of the newest update.
+        self._large: list[KeptOutputs] = []  # The large outputs of the newest update.
         if (check := self.measured.check("train")) is not None:
             check.parts_of = self._parts_of_updates
         self._has_accuracy = "accuracy" in metrics  # otherwise it is added for class indices
@@ -65,18 +65,20 @@ class Averages:
         """Compute `metric` over all samples. A metric that is already known is not added again."""
         self.measured.wholes.add(name, lambda: measure_of(metric, self._device, self._dtype))
 
-    def of_training(self, micros: Sequence[MicroBatch], losses: Sequence[Loss], group: Group) -> StepResult:
+    def of_training(
+        self, micros: Sequence[MicroBatch], losses: Sequence[Loss], update_batch: UpdateBatch
+    ) -> StepResult:
         """Return the result of one update. Large outputs are kept only for the newest update."""
-        rows: list[Row] = []
+        averages: list[Average] = []
         deferred = Deferred("train", [], {})
         for number, (micro, loss) in enumerate(zip(micros, losses, strict=True)):
-            rows += self._rows(loss, micro.num_samples)
+            averages += self._averages_of_loss(loss, micro.num_samples)
             if loss.targets is not None:
                 self._keep(loss.outputs, loss.targets, micro.num_samples, deferred.kept)
-            self._keep_parts(deferred, (group.position, number), micro.num_samples, loss)
-        result = StepResult(rows, group.num_samples, deferred)
+            self._keep_parts(deferred, (update_batch.position, number), micro.num_samples, loss)
+        result = StepResult(averages, update_batch.num_samples, deferred)
         if self._metrics and (check := self.measured.check("train")) is not None:
-            check.wait((group.position, result))
+            check.wait((update_batch.position, result))
         self.measured.wholes.keep("train", result)
         return result
 
@@ -86,13 +88,13 @@ class Averages:
         self.measured.num_evaluated += 1
         if n == 0:
             loss.count, loss.value = None if loss.count is None else 0.0, torch.zeros_like(loss.value)
-        rows = self._rows(loss, n)
+        averages = self._averages_of_loss(loss, n)
         deferred = Deferred("val", [(loss.outputs, loss.targets, n)] if loss.targets is not None else [], {})
         if deferred.kept and not (_is_small(loss.outputs) and _is_small(loss.targets)):
-            rows += self._measure(deferred.kept, "val")
+            averages += self._measure(deferred.kept, "val")
             deferred.kept.clear()
         self._keep_parts(deferred, (self.measured.num_evaluated, 0), n, loss)
-        result = StepResult(rows, n, deferred)
+        result = StepResult(averages, n, deferred)
         self.measured.wholes.keep("val", result)
         return result
 
@@ -122,7 +124,7 @@ class Averages:
         and the check keeps only those.
         """
         check = self.measured.check("train")
-        kept: list[tuple[list[int], Kept]] = []
+        kept: list[tuple[list[int], KeptOutputs]] = []
         for position, result in updates if check is not None else ():
             for number, (outputs, targets, n) in enumerate(result.deferred.kept if result.deferred else ()):
                 assert check is not None
@@ -151,21 +153,21 @@ class Averages:
 
     def _local_sums(self, results: Sequence[StepResult]) -> dict[str, Any]:
         """Return name -> array [results, 2] of this rank's sums and counts. The host waits for the device here."""
-        rows = [(place, *row) for place, result in enumerate(results) for row in result.averages]
-        rows += self._rows_of_metrics(results)
+        averages = [(index, *average) for index, result in enumerate(results) for average in result.averages]
+        averages += self._averages_of_metrics(results)
         by_name: defaultdict[str, list[tuple[int, Any, float, Any]]] = defaultdict(list)
-        for place, name, *entry in rows:
-            by_name[name].append((place, *entry))
+        for index, name, *entry in averages:
+            by_name[name].append((index, *entry))
         columns = [column for entries in by_name.values() for column in list(zip(*entries, strict=True))[1::2]]
         numbers = iter(self._on_host(columns))
         sums: dict[str, Any] = {}
         for name, entries in by_name.items():
             sums[name] = numpy.zeros((len(results), 2))
-            for (place, _, scale, _), value, count in zip(entries, next(numbers), next(numbers), strict=True):
-                sums[name][place] += (value * scale, count)
+            for (index, _, scale, _), value, count in zip(entries, next(numbers), next(numbers), strict=True):
+                sums[name][index] += (value * scale, count)
         return sums
 
-    def _rows_of_metrics(self, results: Sequence[StepResult]) -> list[tuple[int, *Row]]:
+    def _averages_of_metrics(self, results: Sequence[StepResult]) -> list[tuple[int, *Average]]:
         """Return the metrics of kept outputs, each with the index of its result.
 
         In training each update is measured separately: which updates would be measured together depends on the
@@ -173,29 +175,29 @@ class Averages:
         order.
         """
         kept = [
-            (place, each) for place, result in enumerate(results) if result.deferred for each in result.deferred.kept
+            (index, each) for index, result in enumerate(results) if result.deferred for each in result.deferred.kept
         ]
         split = next((result.deferred.split for result in results if result.deferred), "val")
         if split == "train" and self.measured.functions(split):
-            rows = self._measure_each(kept)
+            averages = self._measure_each(kept)
         else:
-            rows = [(0, *row) for row in self._measure([each for _, each in kept], split)]
-        return rows
+            averages = [(0, *average) for average in self._measure([each for _, each in kept], split)]
+        return averages
 
-    def _rows(self, loss: Loss, n: int) -> list[Row]:
+    def _averages_of_loss(self, loss: Loss, n: int) -> list[Average]:
         if loss.targets is None:
             for name in sorted(self._metrics.keys() - (loss.metrics or {}).keys()):  # all ranks name the same
                 raise not_called(name)
         value = loss.value.detach()
-        rows: list[Row] = [("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count)]
+        averages: list[Average] = [("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count)]
         if loss.metrics:
             means = {name: metric for name, metric in loss.metrics.items() if not self.measured.is_call(name)}
             own = [(name, *weighted(as_loss(metric, name), n, name)) for name, metric in means.items()]
-            rows += own if n else without_weight(own)
+            averages += own if n else without_weight(own)
             self._has_accuracy = self._has_accuracy or "accuracy" in loss.metrics
-        return rows
+        return averages
 
-    def _keep(self, outputs: Any, targets: Any, n: int, kept: list[Kept]) -> None:
+    def _keep(self, outputs: Any, targets: Any, n: int, kept: list[KeptOutputs]) -> None:
         if not self._metrics:
             if self._has_accuracy:
                 return
@@ -211,31 +213,36 @@ class Averages:
             self._large = kept
         kept.append((outputs, targets, n))
 
-    def _measure(self, kept: list[Kept], split: str) -> list[Row]:
+    def _measure(self, kept: list[KeptOutputs], split: str) -> list[Average]:
         """Return the metrics of kept outputs. A rank without samples returns the same names with zero weight."""
         with torch.no_grad(), self.measured.wholes.keeping_generators():
-            return self._rows_of(kept, self.measured.functions(split), split, default=not self._has_accuracy)
+            return self._averages_of(kept, self.measured.functions(split), split, default=not self._has_accuracy)
 
-    def _measure_each(self, kept: list[tuple[int, Kept]]) -> list[tuple[int, *Row]]:
-        """Return the metrics of training updates, given as (place, outputs). The default accuracy is computed at once."""
-        functions, rows = self.measured.functions("train"), []
+    def _measure_each(self, kept: list[tuple[int, KeptOutputs]]) -> list[tuple[int, *Average]]:
+        """Return the metrics of training updates, given as (index, outputs). The default accuracy is computed at once."""
+        functions, averages = self.measured.functions("train"), []
         with torch.no_grad(), self.measured.wholes.keeping_generators():
-            for place, each in kept:
-                rows += [(place, *row) for row in self._rows_of([each], functions, "train", default=False)]
+            for index, each in kept:
+                averages += [
+                    (index, *average) for average in self._averages_of([each], functions, "train", default=False)
+                ]
             if kept and not self._has_accuracy:
-                rows += [(0, *row) for row in self._rows_of([each for _, each in kept], {}, "train", default=True)]
-        return rows
+                averages += [
+                    (0, *average)
+                    for average in self._averages_of([each for _, each in kept], {}, "train", default=True)
+                ]
+        return averages
 
-    def _rows_of(
-        self, kept: list[Kept], functions: Mapping[str, Callable[..., Any]], split: str, *, default: bool
-    ) -> list[Row]:
-        rows: list[Row] = []
+    def _averages_of(
+        self, kept: list[KeptOutputs], functions: Mapping[str, Callable[..., Any]], split: str, *, default: bool
+    ) -> list[Average]:
+        averages: list[Average] = []
         counted = [entry for entry in kept if entry[2]]
         for outputs, targets, n in _joined(counted or kept[:1]):
             if split == "train" and functions and not (_is_small(outputs) and _is_small(targets)):
                 self.measured.ask("train", Arguments((outputs, targets), {}), n)
-            rows += evaluate_metrics(functions, outputs, targets, n, default=default)
-        return rows if counted else without_weight(rows)
+            averages += evaluate_metrics(functions, outputs, targets, n, default=default)
+        return averages if counted else without_weight(averages)
 
     def _on_host(self, columns: Sequence[Sequence[Any]]) -> list[list[float]]:
         """Return columns of floats and device scalars as floats. All device values are copied in one transfer."""
@@ -272,7 +279,7 @@ def _is_small(outputs: Any) -> bool:
     return isinstance(outputs, torch.Tensor) and outputs.numel() <= _SMALL_OUTPUTS
 
 
-def _parts_of(kept: list[tuple[list[int], Kept]]) -> list[Part]:
+def _parts_of(kept: list[tuple[list[int], KeptOutputs]]) -> list[Part]:
     """Return kept outputs as one part with the [position, number, samples] of each micro-batch.
 
     If the outputs cannot be joined, return one part per micro-batch.
@@ -283,20 +290,20 @@ def _parts_of(kept: list[tuple[list[int], Kept]]) -> list[Part]:
     (position, number, _), _ = kept[0]
     if len(joined) > 1:
         return [
-            Part((place[0], place[1]), n, on_host(Arguments((outputs, targets), {})))
-            for place, (outputs, targets, n) in kept
+            Part((where[0], where[1]), n, on_host(Arguments((outputs, targets), {})))
+            for where, (outputs, targets, n) in kept
             if n
         ]
     outputs, targets, n = joined[0]
     call = on_host(Arguments((outputs, targets), {}))
     return (
-        [Part((position, number), n, Arguments(call.args, {JOINED: [place for place, _ in kept if place[2]]}))]
+        [Part((position, number), n, Arguments(call.args, {JOINED: [where for where, _ in kept if where[2]]}))]
         if n
         else []
     )
 
 
-def _joined(kept: list[Kept]) -> list[Kept]:
+def _joined(kept: list[KeptOutputs]) -> list[KeptOutputs]:
     if len(kept) < 2:
         return kept
     outputs, targets, counts = zip(*kept, strict=True)

@@ -34,12 +34,12 @@ def secure(warn: Callable[[str], None]) -> None:
     """
     usual = importlib.import_module(f"{_INDUCTOR}.runtime.runtime_utils").default_cache_dir
     default = Path(usual()).absolute()
-    given = os.environ.get(_VARIABLE)
+    value = os.environ.get(_VARIABLE)
     reason = own_directory(default)
-    if given is not None and Path(given).absolute() != default:  # torch itself sets the variable to the default
-        chosen = Path(given)
+    if value is not None and Path(value).absolute() != default:  # torch itself sets the variable to the default
+        chosen = Path(value)
         if why := stranger(chosen) if os.path.lexists(chosen) else own_directory(chosen):
-            warn(f"torch.compile runs what lies in {_VARIABLE}={given}, and {why}: name a directory of mode 0700")
+            warn(f"torch.compile runs what lies in {_VARIABLE}={value}, and {why}: name a directory of mode 0700")
     elif reason is not None:
         chosen = _private()
         os.environ[_VARIABLE] = str(chosen)

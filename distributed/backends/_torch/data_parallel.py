@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from distributed.backends._torch.comm_hooks import CommHook
     from distributed.backends.ddp import DDPBackend, DDPOptions
-    from distributed.state import Group
+    from distributed.state import UpdateBatch
 
 _LEFT_OUT = "_ddp_params_and_buffers_to_ignore"  # the attribute of the model that DDP reads
 
@@ -33,9 +33,9 @@ class DDPWrapper(Wrapper):
         super().__init__(backend)
         self._options = backend.options
         self.hook: CommHook | None = None
-        self._watched: _Watch | None = None  # set during the first update
+        self._watched: _TwiceWatch | None = None  # set during the first update
         self._sparse: list[torch.nn.Parameter] = []
-        self._is_first_group = False
+        self._is_first_update_batch = False
         self._is_unused = False
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -59,7 +59,7 @@ class DDPWrapper(Wrapper):
                 static_graph=options.static_graph,
                 bucket_cap_mb=capacity,
             )
-        self._is_first_group = True
+        self._is_first_update_batch = True
         own.observer.begin(wrapped)
         if options.comm_hook is not None:
             hook = self.hook = self.hook or self._make_hook(options.comm_hook, model)
@@ -117,14 +117,14 @@ class DDPWrapper(Wrapper):
             self.hook = None
 
     def without_sync(self) -> contextlib.AbstractContextManager[None]:
-        if self._options.static_graph and self._is_first_group:
+        if self._options.static_graph and self._is_first_update_batch:
             # torch 2.13 aborts if the first backward of a static graph is not synchronised. The sums stay the same.
-            self._is_first_group = False
+            self._is_first_update_batch = False
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[None] = self._backend.wrapped.no_sync()
         return context
 
-    def before_first_update(self, group: Group) -> torch.nn.Module:
+    def before_first_update(self, update_batch: UpdateBatch) -> torch.nn.Module:
         """Let DDP order its buckets before a new wrapper continues a run.
 
         DDP reorders its buckets after its first backward, and sums of three or more terms depend on that order. A
@@ -135,14 +135,14 @@ class DDPWrapper(Wrapper):
         has_memory = self.hook is not None and self.hook.has_memory
         if is_further and not has_memory and not self._options.find_unused_parameters:
             with own.kind.without_draws():
-                own.passes.weightless(group.micro_batches[0], group, None, [], False)
-            self._is_first_group = False
+                own.passes.weightless(update_batch.micro_batches[0], update_batch, None, [], False)
+            self._is_first_update_batch = False
             for parameter in own.update.parameters:
                 parameter.grad = None
         self._watch_first_call()
         # A static graph waits for all pieces of a gradient.
-        self._watched = None if self._options.static_graph else _Watch(own.plain)
-        return super().before_first_update(group)
+        self._watched = None if self._options.static_graph else _TwiceWatch(own.plain)
+        return super().before_first_update(update_batch)
 
     def backward(self, value: torch.Tensor) -> None:
         super().backward(value)
@@ -213,7 +213,7 @@ class DDPObserver(TorchObserver):
         return super().waited_s() if self._wrapped is None else self._waits.take(self._wrapped._get_ddp_logging_data())
 
 
-class _Watch:
+class _TwiceWatch:
     """Detect parameters whose gradient arrives twice in one backward pass of the first update.
 
     DDP averages only the first of the two pieces and silently loses the second (torch 2.13).

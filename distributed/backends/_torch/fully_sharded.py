@@ -27,17 +27,19 @@ def is_sharded_model(model: torch.nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def build(given: Any, config: DistributedConfig, device: torch.device, *, is_main: bool) -> torch.nn.Module:
+def build(model_or_factory: Any, config: DistributedConfig, device: torch.device, *, is_main: bool) -> torch.nn.Module:
     """Return the user's model on the CPU.
 
     If a factory builds it, only the main process allocates memory. `shard` sends the values to the other ranks.
     """
-    if isinstance(given, torch.nn.Module) or is_main or "keras" in sys.modules:  # Keras cannot build without memory
-        return modules.build_model(given, config, device)
+    if (
+        isinstance(model_or_factory, torch.nn.Module) or is_main or "keras" in sys.modules
+    ):  # Keras cannot build without memory
+        return modules.build_model(model_or_factory, config, device)
     with torch.device("meta"):
-        model = modules.build_model(given, config, device)
+        model = modules.build_model(model_or_factory, config, device)
     if _has_hidden_meta(model):
-        return modules.build_model(given, config, device)
+        return modules.build_model(model_or_factory, config, device)
     return model
 
 

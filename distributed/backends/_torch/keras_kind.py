@@ -17,7 +17,7 @@ from distributed.backends._torch import optim
 from distributed.backends._torch.keras_module import KerasModule, keras_scope, to_float64, widen
 from distributed.backends._torch.keras_objective import KerasObjective
 from distributed.backends._torch.keras_optimizer import KerasOptimizer, LearningRateSchedule
-from distributed.backends._torch.kinds import Say, TorchKind
+from distributed.backends._torch.kinds import Notice, TorchKind
 from distributed.backends._torch.nested import move
 from distributed.backends._torch.over_all import is_whole
 from distributed.config.settings import DistributedConfig
@@ -82,9 +82,11 @@ class KerasKind(TorchKind):
     def batch_dependent(self) -> list[str]:
         return models.batch_dependent(self.model)
 
-    def optimizer(self, given: Any, scheduler: Any, merged: MergedConfig, say: Say) -> torch.optim.Optimizer:
+    def optimizer(
+        self, optimizer_or_factory: Any, scheduler: Any, merged: MergedConfig, notice: Notice
+    ) -> torch.optim.Optimizer:
         with self._scope():
-            chosen = models.chosen_optimizer(given, self.model, merged.config.learning_rate)
+            chosen = models.chosen_optimizer(optimizer_or_factory, self.model, merged.config.learning_rate)
             if scheduler is not None:
                 models.set_schedule(chosen, scheduler)
             if self._dtype == "float64":
@@ -92,8 +94,8 @@ class KerasKind(TorchKind):
         rate = files.fixed_rate(chosen)
         self._schedule = None if rate is not None else chosen._learning_rate
         if self._schedule is None:
-            rate = _typed_rate(rate, merged, say)
-        elif merged.is_typed("learning_rate"):
+            rate = _given_rate(rate, merged, notice)
+        elif merged.is_given("learning_rate"):
             raise ConfigError(
                 f"learning_rate={merged.config.learning_rate:g} cannot replace the rates of"
                 f" {type(self._schedule).__name__}: drop it, or set them in the schedule"
@@ -103,9 +105,9 @@ class KerasKind(TorchKind):
             LearningRateSchedule(self._schedule, optimizer, 1.0, self._scope).step()
         return optimizer
 
-    def scheduler(self, job: Job, optimizer: Any, merged: MergedConfig, batch: BatchPlan, say: Say) -> Any:
+    def scheduler(self, job: Job, optimizer: Any, merged: MergedConfig, batch: BatchPlan, notice: Notice) -> Any:
         before = optimizer.param_groups[0]["lr"]
-        optim.scale_rates(optimizer, None, merged, batch, say)
+        optim.scale_rates(optimizer, None, merged, batch, notice)
         if self._schedule is None:
             return None
         if merged.config.scheduler_interval == "epoch":
@@ -115,7 +117,7 @@ class KerasKind(TorchKind):
         factor = optimizer.param_groups[0]["lr"] / before if before else 1.0
         return LearningRateSchedule(self._schedule, optimizer, factor, self._scope)
 
-    def objective(self, job: Job, notice: Say) -> KerasObjective:
+    def objective(self, job: Job, notice: Notice) -> KerasObjective:
         own = {name: m for name, m in job.metrics.items() if _is_metric(m)}
         with self._scope():
             return KerasObjective(job.loss_fn, job.training_step, own, self.module, notice, self._scope)
@@ -152,14 +154,14 @@ class KerasKind(TorchKind):
             files.export(self.model, path)
 
 
-def _typed_rate(rate: Any, merged: MergedConfig, say: Say) -> float:
+def _given_rate(rate: Any, merged: MergedConfig, notice: Notice) -> float:
     """Return the `learning_rate` that the user set, or the optimizer's own `rate`, which Keras keeps as float32."""
-    typed = merged.config.learning_rate
-    if not merged.is_typed("learning_rate"):
+    learning_rate = merged.config.learning_rate
+    if not merged.is_given("learning_rate"):
         return float(rate)
-    if numpy.float32(typed) != numpy.float32(rate):
-        say(f"learning_rate={typed:g} replaces the optimizer's {rate:g}")
-    return typed
+    if numpy.float32(learning_rate) != numpy.float32(rate):
+        notice(f"learning_rate={learning_rate:g} replaces the optimizer's {rate:g}")
+    return learning_rate
 
 
 def _is_metric(value: Any) -> bool:

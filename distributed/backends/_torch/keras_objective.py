@@ -41,8 +41,8 @@ class KerasObjective(Objective):
     ) -> None:
         super().__init__(None if is_of_keras(loss_fn) else loss_fn, training_step, module, notice)
         self._module, self._model, self._scope = module, module.keras, scope
-        self._comparison = Comparison(module.keras, loss_fn, self._say)
-        self._given_metrics = metrics
+        self._comparison = Comparison(module.keras, loss_fn, self._notice_once)
+        self._keras_metrics = metrics
         self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # as `compiled_metrics` returns them
 
     def __call__(self, model: Callable[..., Any], batch: Any, num_items: torch.Tensor | None = None) -> Loss:
@@ -90,8 +90,8 @@ class KerasObjective(Objective):
             self._metrics = self._chosen(parts, outputs)
         measured: dict[str, Any] = {}
         with torch.no_grad():
-            for name, (metric, place, is_weighted) in self._metrics.items():
-                targets, chosen = of_output(parts.y, place), of_output(outputs, place)
+            for name, (metric, position, is_weighted) in self._metrics.items():
+                targets, chosen = of_output(parts.y, position), of_output(outputs, position)
                 weight = parts.weight if is_weighted else None
                 if is_mean(metric):
                     measured[name] = metric_value(metric, targets, chosen, weight)
@@ -101,8 +101,8 @@ class KerasObjective(Objective):
         return measured
 
     def _chosen(self, parts: KerasBatch, outputs: Any) -> dict[str, tuple[Any, Any, bool]]:
-        given = {name: (metric, None, False) for name, metric in self._given_metrics.items()}
-        chosen: dict[str, tuple[Any, Any, bool]] = given | compiled_metrics(self._model, parts.y, outputs)
+        own = {name: (metric, None, False) for name, metric in self._keras_metrics.items()}
+        chosen: dict[str, tuple[Any, Any, bool]] = own | compiled_metrics(self._model, parts.y, outputs)
         for name, (metric, _, _) in chosen.items():
             if not is_mean(metric):
                 self.add_metric(name, metric)

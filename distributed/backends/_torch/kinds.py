@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distributed.config.plan import BatchPlan
     from distributed.state import Job
 
-Say = Callable[[str], None]
+Notice = Callable[[str], None]
 
 
 class TorchKind:
@@ -58,25 +58,27 @@ class TorchKind:
         """Return the names of parts whose output depends on how a batch is split."""
         return modules.batch_dependent(self.module)
 
-    def optimizer(self, given: Any, scheduler: Any, merged: MergedConfig, say: Say) -> torch.optim.Optimizer:
+    def optimizer(
+        self, optimizer_or_factory: Any, scheduler: Any, merged: MergedConfig, notice: Notice
+    ) -> torch.optim.Optimizer:
         """Return the given optimizer, or the default one. A `learning_rate` set by the user replaces its rate."""
-        optimizer = optim.build_optimizer(given, self.module, merged)
-        if given is not None:
-            optim.replace_rate(optimizer, scheduler, merged, say)
+        optimizer = optim.build_optimizer(optimizer_or_factory, self.module, merged)
+        if optimizer_or_factory is not None:
+            optim.replace_rate(optimizer, scheduler, merged, notice)
         return optimizer
 
     def scheduler(
-        self, job: Job, optimizer: torch.optim.Optimizer, merged: MergedConfig, batch: BatchPlan, say: Say
+        self, job: Job, optimizer: torch.optim.Optimizer, merged: MergedConfig, batch: BatchPlan, notice: Notice
     ) -> Any:
         """Return the schedule of `job`, bound to `optimizer`.
 
         Scale the rates of both with the batch size if `lr_scaling` asks for it.
         """
         scheduler = optim.build_scheduler(job.scheduler, optimizer, job.optimizer)
-        optim.scale_rates(optimizer, scheduler, merged, batch, say)
+        optim.scale_rates(optimizer, scheduler, merged, batch, notice)
         return scheduler
 
-    def objective(self, job: Job, notice: Say) -> Objective:
+    def objective(self, job: Job, notice: Notice) -> Objective:
         """Return the objective, which computes losses from batches."""
         return Objective(job.loss_fn, job.training_step, self.module, notice=notice)
 

@@ -34,7 +34,7 @@ from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
 from distributed.data import epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
-from distributed.state import DataRole, Group, MicroBatch, WorkerContext
+from distributed.state import DataRole, MicroBatch, UpdateBatch, WorkerContext
 
 __all__ = ["loader_batch_size", "shard"]
 
@@ -124,8 +124,8 @@ class MapData(ShardedData):
         """The number of updates in the epoch that was started last."""
         return len(self._starts)
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """Return the groups of `epoch` after `skip` global samples. A collective if the user gave a sampler."""
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
+        """Return the update batches of `epoch` after `skip` global samples. A collective if the user gave a sampler."""
         self._end_iteration()
         keys = self._keys(epoch)
         starts = self._starts
@@ -205,7 +205,7 @@ class MapData(ShardedData):
         usual = self.batch.global_batch_size if self._source.batch_sampler is None else -1
         for start, end in zip(starts, ends, strict=False):
             own = self._full if end - start == usual else self._cut(end - start)
-            yield start, end - start, [_placed(places, start) for places in own]
+            yield start, end - start, [_positions_in_epoch(positions, start) for positions in own]
 
     def _cut(self, count: int) -> list[range]:
         micro_batches = None
@@ -214,10 +214,10 @@ class MapData(ShardedData):
             micro_batches = min(self.batch.gradient_accumulation_steps, fitting)
         return slices(count, self.batch, self._rank, micro_batches)
 
-    def _in_process(self, epoch: int, keys: Any, starts: Sequence[int]) -> Iterator[Group]:
+    def _in_process(self, epoch: int, keys: Any, starts: Sequence[int]) -> Iterator[UpdateBatch]:
         read = self._reader(epoch, keys)
         for start, count, parts in self._updates(starts):
-            yield Group([MicroBatch(read(where), n) for where, n in parts], count, start)
+            yield UpdateBatch([MicroBatch(read(where), n) for where, n in parts], count, start)
 
     def _reader(self, epoch: int, keys: Any) -> Callable[[range], Any]:
         source = self._source
@@ -234,13 +234,13 @@ class MapData(ShardedData):
 
         return (lambda where: pinned(source, read(where))) if source.pin_memory else read
 
-    def _from_workers(self, epoch: int, keys: Any, starts: Sequence[int]) -> Iterator[Group]:
+    def _from_workers(self, epoch: int, keys: Any, starts: Sequence[int]) -> Iterator[UpdateBatch]:
         self._requests.now = lambda: (
             (epoch, where, _at(keys, where)) for _, _, parts in self._updates(starts) for where, _ in parts
         )
         with contextlib.closing(read_loader(self._worker_loader(epoch))) as batches:
             for start, count, parts in self._updates(starts):
-                yield Group([MicroBatch(next(batches), n) for _, n in parts], count, start)
+                yield UpdateBatch([MicroBatch(next(batches), n) for _, n in parts], count, start)
 
     def _worker_loader(self, epoch: int) -> DataLoader[Any]:
         user = self._source.loader
@@ -289,14 +289,14 @@ def _as_fetched(batch: Any) -> Any:
     return batch
 
 
-def _placed(places: range, start: int) -> tuple[range, int]:
+def _positions_in_epoch(positions: range, start: int) -> tuple[range, int]:
     """Return (positions in the epoch, number of samples that count).
 
     An empty slice runs the update's first sample with weight 0.
     """
-    if not places:
+    if not positions:
         return range(start, start + 1), 0
-    return range(places.start + start, places.stop + start, places.step), len(places)
+    return range(positions.start + start, positions.stop + start, positions.step), len(positions)
 
 
 def _at(keys: Any, where: range) -> list[Any]:

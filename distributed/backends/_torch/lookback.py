@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from distributed.backends._torch.objective import Loss
-from distributed.state import Group
+from distributed.state import UpdateBatch
 
 
 class Reading:
@@ -34,14 +34,14 @@ class Unread:
     """Hold an update that was made before it was known whether its gradients were finite."""
 
     reading: Reading  # 0 if the gradients were finite
-    group: Group  # without the batches
+    update_batch: UpdateBatch  # without the batches
     losses: list[Loss]  # values only
 
     @classmethod
-    def of(cls, bad: torch.Tensor, group: Group, losses: Sequence[Loss]) -> Unread:
+    def of(cls, bad: torch.Tensor, update_batch: UpdateBatch, losses: Sequence[Loss]) -> Unread:
         """Return the record of an update. `bad` is 0 if all gradients are finite."""
         values = [Loss(loss.value.detach(), None) for loss in losses]
-        return cls(Reading(bad), Group([], group.num_samples, group.position), values)
+        return cls(Reading(bad), UpdateBatch([], update_batch.num_samples, update_batch.position), values)
 
     def is_bad(self) -> bool:
         """Return whether a gradient was NaN or infinite."""

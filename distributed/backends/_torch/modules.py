@@ -14,12 +14,12 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 
 
-def build_model(given: Any, config: DistributedConfig, device: torch.device) -> torch.nn.Module:
+def build_model(model_or_factory: Any, config: DistributedConfig, device: torch.device) -> torch.nn.Module:
     """Return the given module, or the one that a factory builds from the seed, in the `dtype` of the run.
 
     A factory may draw from the generator of `device`. A Keras model is returned in a KerasModule that is still empty.
     """
-    model = make_model(given, config, device)
+    model = make_model(model_or_factory, config, device)
     if is_model(model):
         from distributed.backends._torch.keras_module import KerasModule
 
@@ -60,17 +60,17 @@ def check_can_be_cut(model: torch.nn.Module, engine: str, *, allows_sparse: bool
             )
 
 
-def make_model(given: Any, config: DistributedConfig, device: torch.device) -> Any:
+def make_model(model_or_factory: Any, config: DistributedConfig, device: torch.device) -> Any:
     """Return the given torch or Keras model, or the one that a factory builds from the seed."""
-    if isinstance(given, torch.nn.Module) or is_model(given):
-        return given
+    if isinstance(model_or_factory, torch.nn.Module) or is_model(model_or_factory):
+        return model_or_factory
     before = random.getstate(), numpy.random.get_state()
     with forked(device):
         seed_torch(config.seed, device)
         random.seed(config.seed)  # Keras draws the seeds of its initializers from it
         numpy.random.seed(config.seed & 0xFFFFFFFF)
         try:
-            return given()
+            return model_or_factory()
         finally:
             random.setstate(before[0])
             numpy.random.set_state(before[1])

@@ -74,7 +74,7 @@ class Objective:
         self.add_metric: Callable[[str, Any], None] = lambda name, metric: None
         self._plain = plain_model
         self._notice = notice
-        self._said: set[str] = set()
+        self._noticed: set[str] = set()
         self._default: Callable[..., torch.Tensor] | None = None
         self._class_loss = None if loss_fn is None else class_loss(loss_fn)
         self.counts: bool = False  # whether training divides a class loss by its count, summed over the ranks
@@ -104,7 +104,7 @@ class Objective:
         if self._loss_fn is None and (own := self._own_loss(outputs)) is not None:
             return dataclasses.replace(self._weigh(own, batch), outputs=outputs)
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-            self._say("the data has no targets: outputs are compared with the inputs")
+            self._notice_once("the data has no targets: outputs are compared with the inputs")
         return self.compare(outputs, targets)
 
     def compare(self, outputs: Any, targets: Any) -> Loss:
@@ -275,7 +275,7 @@ class Objective:
         loss = own_loss(outputs)
         if loss is not None and self._is_float64 and loss.dtype != torch.float64:
             kind = str(loss.dtype).removeprefix("torch.")
-            self._say(
+            self._notice_once(
                 f"the model is float64 and makes its own loss in {kind}: results at different numbers of processes"
                 " agree to about 1e-7 only; a training_step can compute it in float64"
             )
@@ -287,9 +287,9 @@ class Objective:
             return as_loss(loss)
         count = self._labels_that_count(batch) if isinstance(batch, Mapping) else None
         if count is None:
-            self._say("the model's own loss is taken as a mean over samples")
+            self._notice_once("the model's own loss is taken as a mean over samples")
             return Loss(loss, None)
-        self._say("the model's own loss is weighted by the labels that are not -100")
+        self._notice_once("the model's own loss is weighted by the labels that are not -100")
         # For a batch without labels the model returns 0/0. Such a batch gets weight 0.
         return Loss(torch.where(count > 0, loss, torch.zeros_like(loss)) * count, count)
 
@@ -302,19 +302,21 @@ class Objective:
     def _choose_default(self, outputs: Any, targets: Any) -> Callable[..., torch.Tensor]:
         if isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor):
             if is_class_index(outputs, targets) and outputs.shape[1] > 1:
-                self._say("no loss_fn given: cross-entropy, because the targets are class indices")
+                self._notice_once("no loss_fn given: cross-entropy, because the targets are class indices")
                 return F.cross_entropy
             if targets.is_floating_point() and outputs.shape == targets.shape:
-                self._say("no loss_fn given: mean squared error, because the targets are floats of the outputs' shape")
+                self._notice_once(
+                    "no loss_fn given: mean squared error, because the targets are floats of the outputs' shape"
+                )
                 return F.mse_loss
         raise ConfigError(
             f"no loss_fn given, and outputs {_shape(outputs)} with targets {_shape(targets)} do not say which loss is meant: "
             + (_near_miss(outputs, targets) or _EXAMPLE)
         )
 
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _notice_once(self, text: str) -> None:
+        if text not in self._noticed:
+            self._noticed.add(text)
             self._notice(text)
 
 
@@ -357,12 +359,12 @@ def evaluate_metrics(
     metrics: Mapping[str, Callable[..., Any]], outputs: Any, targets: Any, num_samples: int, *, default: bool
 ) -> list[tuple[str, Any, float, Any]]:
     """Return (name, value, scale, count) of every metric, as in `StepResult.averages`. `default` adds the accuracy."""
-    rows: list[tuple[str, Any, float, Any]] = []
+    averages: list[tuple[str, Any, float, Any]] = []
     for name, function in metrics.items():
-        rows.append((name, *weighted(as_loss(function(outputs, targets), name), num_samples, name)))
+        averages.append((name, *weighted(as_loss(function(outputs, targets), name), num_samples, name)))
     if default and is_class_index(scores(outputs), targets):
-        rows.append(("accuracy", *weighted(as_loss(accuracy(scores(outputs), targets)), num_samples, "accuracy")))
-    return rows
+        averages.append(("accuracy", *weighted(as_loss(accuracy(scores(outputs), targets)), num_samples, "accuracy")))
+    return averages
 
 
 def weighted(loss: Loss, num_samples: int, name: str) -> tuple[Any, float, Any]:

@@ -16,16 +16,20 @@ from distributed.config.plan import BatchPlan
 from distributed.errors import ConfigError
 
 
-def build_optimizer(given: Any, model: torch.nn.Module, merged: MergedConfig) -> torch.optim.Optimizer:
+def build_optimizer(optimizer_or_factory: Any, model: torch.nn.Module, merged: MergedConfig) -> torch.optim.Optimizer:
     """Return the user's optimizer, or AdamW at `learning_rate`."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ConfigError(
             "the model has no parameter that requires a gradient, so there is nothing to train: pass another model"
         )
-    if given is None:
+    if optimizer_or_factory is None:
         return torch.optim.AdamW(parameters, lr=merged.config.learning_rate)
-    optimizer = given if isinstance(given, torch.optim.Optimizer) else given(parameters)
+    optimizer = (
+        optimizer_or_factory
+        if isinstance(optimizer_or_factory, torch.optim.Optimizer)
+        else optimizer_or_factory(parameters)
+    )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"the optimizer factory returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
@@ -53,7 +57,7 @@ def replace_rate(
     The initial rate of a schedule given as an object is replaced too.
     """
     rate = merged.config.learning_rate
-    if not merged.is_typed("learning_rate"):
+    if not merged.is_given("learning_rate"):
         return
     rates = {full_rate(group) for group in optimizer.param_groups}
     if len(rates) > 1:
@@ -64,8 +68,8 @@ def replace_rate(
     if rates != {rate}:
         before = rates.pop()
         notice(f"learning_rate={rate:g} replaces the optimizer's {before:g}")
-        given = scheduler if isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) else None
-        change_rates(optimizer, given, lambda old: rate if old == before else old * (rate / before))
+        schedule = scheduler if isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)) else None
+        change_rates(optimizer, schedule, lambda old: rate if old == before else old * (rate / before))
 
 
 def full_rate(group: Mapping[str, Any]) -> float:
@@ -117,20 +121,20 @@ def scale_rates(
     notice(f"lr_scaling={mode}: learning rate {before:g} x {factor:g} = {before * factor:g}")
 
 
-def build_scheduler(given: Any, optimizer: torch.optim.Optimizer, original: Any) -> Any:
+def build_scheduler(scheduler_or_factory: Any, optimizer: torch.optim.Optimizer, original: Any) -> Any:
     """Return the user's schedule bound to `optimizer`. A factory is called with it."""
-    if given is None:
+    if scheduler_or_factory is None:
         return None
-    if isinstance(given, (LRScheduler, ReduceLROnPlateau)):
-        bound = getattr(given, "optimizer", None)
+    if isinstance(scheduler_or_factory, (LRScheduler, ReduceLROnPlateau)):
+        bound = getattr(scheduler_or_factory, "optimizer", None)
         if bound is not optimizer and bound is not original:
             raise ConfigError(
                 "the schedule belongs to another optimizer: build it from the one given, or pass a factory"
             )
-        for schedule in _all_schedules(given):
+        for schedule in _all_schedules(scheduler_or_factory):
             schedule.optimizer = optimizer
-        return given
-    scheduler = given(optimizer)
+        return scheduler_or_factory
+    scheduler = scheduler_or_factory(optimizer)
     if not hasattr(scheduler, "step"):
         raise ConfigError(
             f"the scheduler factory returned a {type(scheduler).__name__}: return a schedule of torch.optim.lr_scheduler"

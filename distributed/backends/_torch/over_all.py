@@ -16,7 +16,7 @@ from distributed.backends._torch.objective import scores
 from distributed.backends._torch.outputs import Outputs, joined
 from distributed.backends._torch.tensor_io import dtype_word, raw_bytes, tensor_of
 from distributed.backends.failures import not_a_number
-from distributed.backends.over_all import Kept, Measure, Update, driven
+from distributed.backends.over_all import Measure, OutputsMeasure, Update, driven
 from distributed.backends.parts import Arguments, Part, mapped
 from distributed.checkpoints.tensor_file import RawTensor
 from distributed.metrics.over_all import (
@@ -33,7 +33,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class TorchEngine:
-    """Convert torch tensors, see `distributed.backends.over_all.Engine`."""
+    """Convert torch tensors, see `distributed.backends.over_all.MetricEngine`."""
 
     def joined(self, updates: Sequence[Update]) -> Arguments:
         """Return the arguments for all samples of `updates`."""
@@ -81,14 +81,16 @@ def measure_of(metric: Any, device: torch.device, dtype: torch.dtype | None) -> 
     """Return the Measure that computes `metric`. `dtype` is that of the run, or None for torch's default."""
     if isinstance(metric, OverAll):
         prepare = functools.partial(_prepared, functools.partial(_transformed, metric.transform))
-        return Kept(functools.partial(_called, metric), prepare, training=metric.training)
+        return OutputsMeasure(functools.partial(_called, metric), prepare, training=metric.training)
     if is_of_keras(metric):
         return _measure_of_keras(metric, device, dtype)
     own = copy.deepcopy(metric)
     _stop_synchronising(own)
     if (states := declared_states(own)) is not None:
         return StateMeasure(own, states, device, dtype)
-    return Kept(lambda updates: driven(own, updates, ENGINE, OBJECT), functools.partial(_prepared, with_scores))
+    return OutputsMeasure(
+        lambda updates: driven(own, updates, ENGINE, OBJECT), functools.partial(_prepared, with_scores)
+    )
 
 
 def _measure_of_keras(metric: Any, device: torch.device, dtype: torch.dtype | None) -> Measure:

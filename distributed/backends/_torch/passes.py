@@ -14,7 +14,7 @@ import torch
 from distributed.backends._torch.generators import forked
 from distributed.backends._torch.nested import move
 from distributed.errors import ConfigError
-from distributed.state import Group, MicroBatch
+from distributed.state import MicroBatch, UpdateBatch
 
 if TYPE_CHECKING:
     from distributed.backends._torch.objective import Loss, Objective
@@ -53,16 +53,16 @@ class Passes:
         """Restore the form of the loss from a checkpoint. Settling it on another batch could give another form."""
         self.objective.form, self.is_settled = form, True
 
-    def run(self, group: Group) -> list[Loss]:
+    def run(self, update_batch: UpdateBatch) -> list[Loss]:
         """Run all micro-batches of an update. Gradients are exchanged only in the last backward pass. All ranks."""
-        micros = group.micro_batches
+        micros = update_batch.micro_batches
         items = self._count_items(micros) if self.objective.takes_count else None
         losses: list[Loss] = []
         if len(micros) > 1:
             with self._wrapper.without_sync():
                 for micro in micros[:-1]:
-                    losses.append(self._forward_backward(micro, group, items, losses, False))
-        losses.append(self._forward_backward(micros[-1], group, items, losses, True))
+                    losses.append(self._forward_backward(micro, update_batch, items, losses, False))
+        losses.append(self._forward_backward(micros[-1], update_batch, items, losses, True))
         return losses
 
     def take_total(self) -> torch.Tensor | None:
@@ -74,30 +74,30 @@ class Passes:
         return total
 
     def _forward_backward(
-        self, micro: MicroBatch, group: Group, items: torch.Tensor | None, done: list[Loss], is_last: bool
+        self, micro: MicroBatch, update_batch: UpdateBatch, items: torch.Tensor | None, done: list[Loss], is_last: bool
     ) -> Loss:
         """Run one forward and backward pass.
 
         The loss is scaled so that the synchronised gradient is the mean over the update's true count.
         """
         if micro.num_samples == 0:
-            return self.weightless(micro, group, items, done, is_last)
+            return self.weightless(micro, update_batch, items, done, is_last)
         loss = self._forward(micro, items)
         replicas = self._num_replicas  # the exchange averages the gradients of this many ranks
         scale: Any
         if loss.count is None:
-            scale = micro.num_samples * replicas / group.num_samples
+            scale = micro.num_samples * replicas / update_batch.num_samples
         elif items is not None:
             scale = replicas / items
         else:  # the total count is not known yet: use a nominal one, corrected before clipping
-            scale = replicas / group.num_samples
+            scale = replicas / update_batch.num_samples
         if is_last and loss.count is not None and items is None:
             self.start_counting([*done, loss])
         self._wrapper.backward(self._scaled(loss.value, scale))
         return loss
 
     def weightless(
-        self, micro: MicroBatch, group: Group, items: torch.Tensor | None, done: list[Loss], is_last: bool
+        self, micro: MicroBatch, update_batch: UpdateBatch, items: torch.Tensor | None, done: list[Loss], is_last: bool
     ) -> Loss:
         """Run the passes of a rank without samples. They take part in every collective and change nothing."""
         buffers = [(buffer, buffer.clone()) for buffer in self._backend.plain.buffers()]

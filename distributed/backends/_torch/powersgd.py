@@ -33,8 +33,8 @@ class PowerSGD(CommHook):
     def __init__(
         self, parameters: list[tuple[str, torch.nn.Parameter]], rank: int | None, start_step: int | None
     ) -> None:
-        given = {"matrix_approximation_rank": rank, "start_powerSGD_iter": start_step}
-        self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        options = {"matrix_approximation_rank": rank, "start_powerSGD_iter": start_step}
+        self._options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         self._names = {id(parameter): name for name, parameter in parameters}
         self._memory: dict[str, torch.Tensor] = {}  # flat `error.NAME` and `factor.NAME`, while no bucket holds them
         self._start()
@@ -42,7 +42,7 @@ class PowerSGD(CommHook):
         self.notice = f"ddp.comm_hook=powersgd compresses from update {first} on; gradients are whole before"
 
     def _start(self, num_updates: int = 0) -> None:
-        self._state = powerSGD_hook.PowerSGDState(process_group=None, **self._given)
+        self._state = powerSGD_hook.PowerSGDState(process_group=None, **self._options)
         self._state.iter = num_updates
         self._layout: list[tuple[str, torch.Size]] = []
 

@@ -44,14 +44,14 @@ class Recomputing:
                 raise ConfigError(
                     f"checkpoint_scope() got a {type(module).__name__}: pass modules of the model, or nothing"
                 )
-        self._given = modules
+        self._modules = modules
 
     def __enter__(self) -> None:
         self._known: set[torch.nn.Module] = set()
         self._changed: list[torch.nn.Module] = []
         self._switched: list[Callable[[], None]] = []
-        self._hook = None if self._given else register_module_forward_pre_hook(self._called)
-        self._change(list(self._given))
+        self._hook = None if self._modules else register_module_forward_pre_hook(self._called)
+        self._change(list(self._modules))
 
     def __exit__(self, *failure: object) -> None:
         if self._hook is not None:

@@ -50,7 +50,7 @@ def save() -> RandomState:
     state = torch.default_generator.get_state()
     memory = _memory()
     if memory:
-        return RandomState(state, _python.gauss_next, tuple([place.read() for place in memory]), None)
+        return RandomState(state, _python.gauss_next, tuple([location.read() for location in memory]), None)
     return RandomState(state, None, (), (random.getstate(), numpy.random.get_state(legacy=False)))
 
 
@@ -62,8 +62,8 @@ def restore(state: RandomState) -> None:
         numpy.random.set_state(state.public[1])
         return
     _python.gauss_next = state.gauss
-    for place, raw in zip(_memory(), state.raw, strict=True):
-        place.write(raw)
+    for location, raw in zip(_memory(), state.raw, strict=True):
+        location.write(raw)
 
 
 def drawn(state: RandomState) -> int:
@@ -73,7 +73,7 @@ def drawn(state: RandomState) -> int:
     """
     if state.public is not None:
         return ALL
-    python, *of_numpy = [place.read() for place in _memory()]
+    python, *of_numpy = [location.read() for location in _memory()]
     moved = 0 if torch.default_generator.get_state().numpy().tobytes() == state.torch.numpy().tobytes() else TORCH
     if python != state.raw[0] or _python.gauss_next != state.gauss:
         moved |= PYTHON

@@ -34,7 +34,7 @@ class Schedule:
 
     def notice(self) -> str | None:
         """Return a notice about when the schedule steps, or None if the settings state it or there is no schedule."""
-        if self._is_of_keras or not self.follows_updates or self._merged.is_typed("scheduler_interval"):
+        if self._is_of_keras or not self.follows_updates or self._merged.is_given("scheduler_interval"):
             return None
         kind = type(self._scheduler).__name__
         return f"{kind} steps after every update: set scheduler_interval='epoch' where it counts epochs"
@@ -73,7 +73,7 @@ class Schedule:
             return
         name = self._merged.config.monitor
         if name not in metrics:
-            if self._merged.is_typed("monitor"):
+            if self._merged.is_given("monitor"):
                 if self._scheduler.last_epoch > 0:  # reported before, so it is reported in some epochs only
                     return
                 raise unknown_metric("monitor", name, metrics)

@@ -31,7 +31,7 @@ from distributed.backends.base import ShardedData
 from distributed.config.plan import BatchPlan
 from distributed.data import epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
-from distributed.state import Group, MicroBatch
+from distributed.state import MicroBatch, UpdateBatch
 
 _CHUNK = 32  # samples that a loader process reads in a row if the loader sets no batch size
 
@@ -64,19 +64,19 @@ class StreamData(ShardedData):
         self.num_samples = _length(source, batch)
         self._source, self._rank, self._seed, self._reduce = source, rank, seed, reduce
         self._fetcher = Fetcher(source.dataset, source.collate_fn, seed, train=train)
-        self._running: Iterator[Group] | None = None
+        self._running: Iterator[UpdateBatch] | None = None
         self._was_read = False
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """Return the groups of `epoch` after `skip` global samples.
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
+        """Return the update batches of `epoch` after `skip` global samples.
 
-        The first group is a collective: ranks compare streams.
+        The first update batch is a collective: ranks compare streams.
         """
         self.close()
         if isinstance(self._source.dataset, Iterator) and self._was_read:
             raise one_shot_error(self._source, f"epoch {epoch + 1}")
         self._was_read = True
-        self._running = self._groups(epoch, skip)
+        self._running = self._update_batches(epoch, skip)
         return self._running
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class StreamData(ShardedData):
         _finish(self._running)
         self._running = None
 
-    def _groups(self, epoch: int, skip: int) -> Iterator[Group]:
+    def _update_batches(self, epoch: int, skip: int) -> Iterator[UpdateBatch]:
         announce_epoch(self._source.dataset, epoch)
         updates = _read_in_pieces(self._samples(epoch), self.batch.global_batch_size, skip, self._own_stream(epoch))
         position, is_first = skip, True
@@ -94,19 +94,19 @@ class StreamData(ShardedData):
             if self._source.drop_last and len(samples) < self.batch.global_batch_size:
                 break
             is_first = False
-            yield self._group(epoch, position, samples)
+            yield self._update_batch(epoch, position, samples)
             position += len(samples)
         if position == 0 and not self._is_local:
             kind = type(self._source.dataset).__name__
             raise ConfigError(f"{self._source.name}: {kind} yields no batch: give it samples")
 
-    def _group(self, epoch: int, position: int, samples: list[Any]) -> Group:
+    def _update_batch(self, epoch: int, position: int, samples: list[Any]) -> UpdateBatch:
         micro_batches = []
-        for places in slices(len(samples), self.batch, self._rank):
-            own = [samples[i] for i in places] or samples[:1]
-            batch = self._fetcher.collate(epoch, position + (places.start if places else 0), own)
-            micro_batches.append(MicroBatch(pinned(self._source, batch), len(places)))
-        return Group(micro_batches, len(samples), position)
+        for positions in slices(len(samples), self.batch, self._rank):
+            own = [samples[i] for i in positions] or samples[:1]
+            batch = self._fetcher.collate(epoch, position + (positions.start if positions else 0), own)
+            micro_batches.append(MicroBatch(pinned(self._source, batch), len(positions)))
+        return UpdateBatch(micro_batches, len(samples), position)
 
     def _samples(self, epoch: int) -> Iterator[Any]:
         """Yield the whole stream. It is opened at the first sample."""
@@ -146,13 +146,13 @@ class WholeBatches(ShardedData):
 
     def __init__(self, source: Source, batch: BatchPlan, seed: int) -> None:
         self.batch, self._source, self._seed = batch, source, seed
-        self._running: Iterator[Group] | None = None
+        self._running: Iterator[UpdateBatch] | None = None
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """Return all groups of `epoch`. `skip` must be 0; the caller skips groups."""
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
+        """Return all update batches of `epoch`. `skip` must be 0; the caller skips update batches."""
         assert skip == 0
         self.close()
-        self._running = self._groups(epoch)
+        self._running = self._update_batches(epoch)
         return self._running
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class WholeBatches(ShardedData):
         _finish(self._running)
         self._running = None
 
-    def _groups(self, epoch: int) -> Iterator[Group]:
+    def _update_batches(self, epoch: int) -> Iterator[UpdateBatch]:
         source = self._source
         assert source.loader is not None
         announce_epoch(source.dataset, epoch)
@@ -182,7 +182,7 @@ class WholeBatches(ShardedData):
         for batches in _read_in_pieces(read_loader(loader), steps, 0, randomness):
             micro = [MicroBatch(pinned(source, batch), batch_length(batch, source.name)) for batch in batches]
             count = sum(each.num_samples for each in micro)
-            yield Group(micro, count, position)
+            yield UpdateBatch(micro, count, position)
             position += count
 
 
@@ -191,7 +191,7 @@ class PreshardedData(ShardedData):
 
     For every update they agree on the number of samples of each rank.
 
-    A rank that has run out of data runs its last batch again with weight 0 until all are done. Each group of `epoch`
+    A rank that has run out of data runs its last batch again with weight 0 until all are done. Each update batch of `epoch`
     is a collective.
     """
 
@@ -201,19 +201,19 @@ class PreshardedData(ShardedData):
         self.batch = batch
         self._local, self._rank, self._name, self._reduce = local, rank, name, reduce
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Group]:
-        """Yield the groups of `epoch`. Every rank must take all of them. A resume reads the used part again."""
-        groups, used, last = self._local.epoch(epoch), 0, None
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
+        """Yield the update batches of `epoch`. Every rank must take all of them. A resume reads the used part again."""
+        update_batches, used, last = self._local.epoch(epoch), 0, None
         while True:
-            group = next(groups, None)
-            micro = group.micro_batches if group is not None else []
+            update_batch = next(update_batches, None)
+            micro = update_batch.micro_batches if update_batch is not None else []
             samples, most = self._agree(sum(each.num_samples for each in micro), len(micro), is_first=used == 0)
             if samples == 0:
                 return
             last = _shallow(micro[-1].batch) if micro else last  # a step may remove entries of a dict
             micro = micro + [MicroBatch(_shallow(last), 0) for _ in range(most - len(micro))]
             if used >= skip:
-                yield Group(micro, samples, used)
+                yield UpdateBatch(micro, samples, used)
             used += samples
             if used - samples < skip < used:
                 raise ConfigError(
@@ -290,9 +290,9 @@ def _length(source: Source, batch: BatchPlan) -> int | None:
     return length - length % batch.global_batch_size if source.drop_last else length
 
 
-def _finish(groups: Iterator[Group] | None) -> None:
-    if groups is not None:
-        groups.close()  # type: ignore[attr-defined] # a generator: its frame holds the loader's iterator
+def _finish(update_batches: Iterator[UpdateBatch] | None) -> None:
+    if update_batches is not None:
+        update_batches.close()  # type: ignore[attr-defined] # a generator: its frame holds the loader's iterator
 
 
 _NUMPY_HAS = {torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -77,7 +77,7 @@ def save_model(model: torch.nn.Module, directory: Path, context: WorkerContext =
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in _model_state(model).items():
         dtype_word(name, tensor)
-        owner = first.setdefault(_place(tensor), name)
+        owner = first.setdefault(_storage_key(tensor), name)
         if owner != name:
             aliases[name] = owner
         else:
@@ -227,7 +227,7 @@ def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that is equal for two names of one tensor. Empty tensors are never tied."""
     if tensor.numel() == 0 or sharding.is_sharded(tensor):
         return (id(tensor),)
@@ -270,7 +270,7 @@ def _check_tied(own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTens
     """
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in own.items():
-        owner = first.setdefault(_place(tensor), name)
+        owner = first.setdefault(_storage_key(tensor), name)
         one, other = stored[owner], stored[name]
         if one is not other and (one.dtype != other.dtype or one.read() != other.read()):
             raise CheckpointError(f"checkpoint from another model: {owner} and {name} are one tensor here, two there")

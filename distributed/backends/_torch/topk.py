@@ -36,15 +36,15 @@ class TopK(CommHook):
 
     def average(self, bucket: Any) -> Any:
         buffer = bucket.buffer()
-        places = self._choose(buffer, [(self._names[id(p)], p.numel()) for p in bucket.parameters()])
+        indices = self._choose(buffer, [(self._names[id(p)], p.numel()) for p in bucket.parameters()])
         world = dist.get_world_size()
         # torch 2.13 renamed this function. Values and indices are sent in one message, because two messages could be
         # mixed up with those of another bucket.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        mine = torch.cat([buffer[places].view(torch.uint8), places.to(_place_type(buffer)).view(torch.uint8)])
+        mine = torch.cat([buffer[indices].view(torch.uint8), indices.to(_index_type(buffer)).view(torch.uint8)])
         everyone = mine.new_empty(world * len(mine))
         future = gather(everyone, mine, async_op=True).get_future()
-        return future.then(lambda done: _sum(everyone.view(world, -1), len(places), buffer).div_(world))
+        return future.then(lambda done: _sum(everyone.view(world, -1), len(indices), buffer).div_(world))
 
     def forget(self) -> None:
         self._left_out = {}
@@ -71,15 +71,15 @@ class TopK(CommHook):
             count = max(1, round(self._ratio * size)) if size else 0
             chosen.append(torch.topk(part.abs(), count, sorted=False).indices + start)
             start += size
-        places = torch.cat(chosen)
+        indices = torch.cat(chosen)
         left_out = buffer.clone()
-        left_out[places] = 0
+        left_out[indices] = 0
         for (name, _), part in zip(layout, torch.split(left_out, sizes), strict=True):
             self._left_out[name] = part
-        return places
+        return indices
 
 
-def _place_type(buffer: torch.Tensor) -> torch.dtype:
+def _index_type(buffer: torch.Tensor) -> torch.dtype:
     return torch.int32 if buffer.numel() < 2**31 else torch.int64
 
 
@@ -88,6 +88,6 @@ def _sum(rows: torch.Tensor, count: int, buffer: torch.Tensor) -> torch.Tensor:
     buffer.zero_()
     cut = count * buffer.element_size()
     for row in rows:
-        values, places = row[:cut].clone().view(buffer.dtype), row[cut:].clone().view(_place_type(buffer))
-        buffer.index_add_(0, places, values)
+        values, indices = row[:cut].clone().view(buffer.dtype), row[cut:].clone().view(_index_type(buffer))
+        buffer.index_add_(0, indices, values)
     return buffer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.backends._torch.lookback import Unread
 from distributed.backends.non_finite import NanPolicy, describe, votes_of
-from distributed.state import Group, StepResult
+from distributed.state import StepResult, UpdateBatch
 
 if TYPE_CHECKING:
     import torch
@@ -33,19 +33,19 @@ class Update:
         self._unread: Unread | None = None  # the newest update, until its gradients have been checked
         self._looks_later = self._may_look_later()
 
-    def finish(self, group: Group, losses: list[Loss], result: StepResult) -> None:
-        """Make the one update of `group`.
+    def finish(self, update_batch: UpdateBatch, losses: list[Loss], result: StepResult) -> None:
+        """Make the one update of `update_batch`.
 
         It is skipped if its gradients are not finite and `nan_policy` asks for that. All ranks.
         """
-        self._make_ready(group, losses, result)
+        self._make_ready(update_batch, losses, result)
         if result.skipped:
             self._precision.leave_out()
         else:
             with self._warming_up():
                 is_made = self._apply()
             if not is_made:
-                self._on_non_finite(group, losses, result)
+                self._on_non_finite(update_batch, losses, result)
             if self.schedule.follows_updates and not result.skipped:
                 self.schedule.step()
         self.step += 1
@@ -54,7 +54,9 @@ class Update:
         """Apply `nan_policy` to the newest update, if it has not been checked yet. All ranks."""
         unread, self._unread = self._unread, None
         if unread is not None and unread.is_bad():
-            self._on_non_finite(unread.group, unread.losses, StepResult([], unread.group.num_samples), is_late=True)
+            self._on_non_finite(
+                unread.update_batch, unread.losses, StepResult([], unread.update_batch.num_samples), is_late=True
+            )
 
     def resume(self, step: int) -> None:
         """Continue after `step` updates."""
@@ -74,20 +76,20 @@ class Update:
 
     # ------------------------------------------------------------------ the parts of an update
 
-    def _make_ready(self, group: Group, losses: list[Loss], result: StepResult) -> None:
+    def _make_ready(self, update_batch: UpdateBatch, losses: list[Loss], result: StepResult) -> None:
         """Unscale, rescale and clip the gradients, and check them for NaN."""
         self._precision.unscale(self.optimizer)
         gradients = self._gradients.views()
         total = self._backend.passes.take_total()
         if total is not None:
-            self._gradients.rescale(gradients, group.num_samples / total)
+            self._gradients.rescale(gradients, update_batch.num_samples / total)
         if self._config.gradient_clipping is not None:
             self._clipped_norm = self._gradients.clip(gradients, self._config.gradient_clipping)
         if self._looks_later:
             self.look_back()
-            self._unread = self._unread_of(gradients, group, losses)
+            self._unread = self._unread_of(gradients, update_batch, losses)
         elif not self._are_finite(gradients):
-            self._on_non_finite(group, losses, result)
+            self._on_non_finite(update_batch, losses, result)
 
     def _apply(self) -> bool:
         """Make the optimizer step. Return whether the gradients were finite, for an engine that finds out only here."""
@@ -107,31 +109,33 @@ class Update:
             return math.isfinite(self._clipped_norm.item())
         return self._gradients.are_finite(gradients)
 
-    def _unread_of(self, gradients: list[torch.Tensor], group: Group, losses: list[Loss]) -> Unread:
+    def _unread_of(self, gradients: list[torch.Tensor], update_batch: UpdateBatch, losses: list[Loss]) -> Unread:
         norm = self._clipped_norm  # norm - norm is 0, or NaN if the norm is not finite
         bad = self._gradients.non_finite(gradients) if norm is None else (norm - norm)
-        return Unread.of(bad, group, losses)
+        return Unread.of(bad, update_batch, losses)
 
     def _warming_up(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the rates are those of the coming update."""
         is_warm = self.step >= self._config.warmup_steps
         return contextlib.nullcontext() if is_warm else self.schedule.warming_up(self.step)
 
-    def _on_non_finite(self, group: Group, losses: list[Loss], result: StepResult, *, is_late: bool = False) -> None:
+    def _on_non_finite(
+        self, update_batch: UpdateBatch, losses: list[Loss], result: StepResult, *, is_late: bool = False
+    ) -> None:
         """Apply `nan_policy`.
 
         All ranks call it together, because the synchronised gradients are the same on every rank.
 
         `is_late` says that the update has been made already and is the newest one.
         """
-        self._judge(group, losses, result, is_late)
+        self._judge(update_batch, losses, result, is_late)
         self._backend.wrapper.after_non_finite()
 
-    def _judge(self, group: Group, losses: list[Loss], result: StepResult, is_late: bool) -> None:
+    def _judge(self, update_batch: UpdateBatch, losses: list[Loss], result: StepResult, is_late: bool) -> None:
         votes = votes_of(self._backend.world, (float(loss.value.detach()) for loss in losses))
         if not any(votes.values()) and self._precision.may_overflow():
             result.skipped = True  # the scaler lowers its scale
             return
         step = self.step - is_late
-        where = describe(step + 1, group, votes)
+        where = describe(step + 1, update_batch, votes)
         self._nan_policy.apply(step, where, result, can_be_made=not self._precision.leaves_out, is_late=is_late)

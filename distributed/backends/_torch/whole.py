@@ -39,7 +39,7 @@ class WholeForm:
         self._notes: list[
             tuple[dict[str, Any], dict[str, Any]]
         ] = []  # its records in the units, which hold process groups
-        self._places: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = []
+        self._owners: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = []
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._whole: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # sharded parameter -> whole parameter
         self.is_shown = False  # whether the model now has the whole parameters
@@ -56,13 +56,13 @@ class WholeForm:
         With `keep=False` this rank only takes part in the collectives.
         """
         self._reshard()
-        self._places = [
+        self._owners = [
             (module._parameters, name, parameter)  # type: ignore[misc]
             for module in self._model.modules()
             for name, parameter in module._parameters.items()
             if is_sharded(parameter)
         ]
-        for parameter in dict.fromkeys(parameter for _, _, parameter in self._places):
+        for parameter in dict.fromkeys(parameter for _, _, parameter in self._owners):
             full = whole(parameter.detach())
             if keep:
                 self._fill(parameter, full.to(home))
@@ -94,7 +94,7 @@ class WholeForm:
                 if buffer is not None and buffer.device != home:
                     self._buffers.append((module._buffers, name, buffer))
                     module._buffers[name] = buffer.to(home)
-        for owner, name, pieces in self._places:
+        for owner, name, pieces in self._owners:
             owner[name] = self._whole[pieces]
         self.is_shown = True
 
@@ -105,7 +105,7 @@ class WholeForm:
         """
         if not self.is_shown:
             return
-        for owner, name, pieces in self._places:
+        for owner, name, pieces in self._owners:
             if take_values:
                 self._take(owner.get(name), name, pieces)
             owner[name] = pieces

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from distributed.backends import wire, world
-from distributed.backends._torch.meeting import meet
 from distributed.backends._torch.modules import sparse_names
+from distributed.backends._torch.rendezvous import rendezvous
 from distributed.backends.world import Key
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import TRANSPORTS
@@ -101,7 +101,7 @@ class _Done:
         return None
 
 
-class OneProcess(world.OneProcess, TorchWorld):
+class OneTorchProcess(world.OneProcess, TorchWorld):
     """Represent a world of one process."""
 
     def __init__(self, plan: ProcessPlan) -> None:
@@ -284,7 +284,7 @@ def _join(
     # at exit (torch 2.13).
     importlib.import_module("torch.distributed.nn.functional")
     timeout = timedelta(seconds=config.timeout_s)
-    store = dist.HashStore() if found.source == "alone" else meet(found, config.start_timeout, warn, call)
+    store = dist.HashStore() if found.source == "alone" else rendezvous(found, config.start_timeout, warn, call)
     dist.init_process_group(transport, store=store, rank=found.rank, world_size=found.world_size, timeout=timeout)
 
 

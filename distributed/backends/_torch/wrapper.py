@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from distributed.backends._torch.precision import Precision
     from distributed.backends._torch.update import Update
     from distributed.backends.torch_base import TorchBackend
-    from distributed.state import Group
+    from distributed.state import UpdateBatch
 
 
 class Wrapper:
@@ -25,12 +25,12 @@ class Wrapper:
     def __init__(self, backend: TorchBackend[Any]) -> None:
         self._backend = backend
 
-    def build(self, given: Any) -> torch.nn.Module:
+    def build(self, model_or_factory: Any) -> torch.nn.Module:
         """Return the user's model on this rank's device."""
         from distributed.backends._torch import modules
 
         own = self._backend
-        return modules.build_model(given, own.config, own.device).to(own.device)
+        return modules.build_model(model_or_factory, own.config, own.device).to(own.device)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module to call in training. Called again for each further fit, after `release`."""
@@ -63,7 +63,7 @@ class Wrapper:
 
         return Update(self._backend, optimizer, schedule)
 
-    def before_first_update(self, group: Group) -> torch.nn.Module:
+    def before_first_update(self, update_batch: UpdateBatch) -> torch.nn.Module:
         """Return the module to call from now on. Called once after each `wrap`, when the first batch is known."""
         wrapped: torch.nn.Module = self._backend.wrapped
         return wrapped

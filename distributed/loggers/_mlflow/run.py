@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.loggers._mlflow.database import make_whole
-from distributed.loggers._mlflow.spool import Record
+from distributed.loggers._mlflow.spool import RunRecord
 from distributed.loggers._mlflow.tracking_uri import beside, default_uri
 
 KEY = "distributed.key"  # the tag that names the run directory whose run it is
@@ -39,7 +39,7 @@ class Later(Exception):
 class TrackedRun:
     """The MLflow run of one run directory. It updates `record`, which the caller writes."""
 
-    def __init__(self, run_dir: Path, record: Record, uri: str, on_request: Callable[[int], None]) -> None:
+    def __init__(self, run_dir: Path, record: RunRecord, uri: str, on_request: Callable[[int], None]) -> None:
         """Create it. `on_request` is called before each request, with the bytes of files that it sends."""
         from mlflow import MlflowClient
 
@@ -76,7 +76,7 @@ class TrackedRun:
 
     def _own(self) -> Any:
         """Return the run of this run directory, in the recorded experiment. That of a trial is below its sweep's."""
-        sweep = Record.of_sweep(self._run_dir)
+        sweep = RunRecord.of_sweep(self._run_dir)
         if sweep is not None and sweep.run_id is None:
             raise Later("the run of the sweep is not there yet")
         experiment = self._experiment() if sweep is None else str(sweep.experiment_id)
@@ -143,12 +143,12 @@ class TrackedRun:
     def _metrics(self, entries: Sequence[Entry]) -> None:
         from mlflow.entities import Metric
 
-        told = [
+        entities = [
             Metric(name, value, entry["time"], entry["step"])
             for entry in entries
             for name, value in entry["values"].items()
         ]
-        self._ask(self._client.log_batch, self.id, metrics=told)
+        self._ask(self._client.log_batch, self.id, metrics=entities)
 
     def _params(self, entry: Entry) -> None:
         """Log the parameters of which the run has no other value: MLflow changes none."""
@@ -156,9 +156,9 @@ class TrackedRun:
 
         there = self._ask(self._client.get_run, self.id).data.params
         new = {name: value for name, value in entry["values"].items() if name not in there}
-        told = list(new.items())
-        for start in range(0, len(told), 100):
-            self._ask(self._client.log_batch, self.id, params=[Param(*each) for each in told[start : start + 100]])
+        entities = list(new.items())
+        for start in range(0, len(entities), 100):
+            self._ask(self._client.log_batch, self.id, params=[Param(*each) for each in entities[start : start + 100]])
         other = sorted(name for name, value in entry["values"].items() if there.get(name, value) != value)
         if other:
             raise Kept(f"the run has {', '.join(f'{name}={there[name]}' for name in other)}, and keeps it")

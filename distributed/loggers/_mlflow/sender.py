@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distributed.loggers._mlflow.run import Entry, Kept, Later, Refused, TrackedRun, grouped
-from distributed.loggers._mlflow.spool import Record, Spool
+from distributed.loggers._mlflow.spool import RunRecord, Spool
 from distributed.loggers._mlflow.tracking_uri import shown
 
 _EVERY_S = 5.0  # between two sendings: a request costs some ten milliseconds of a core
@@ -37,7 +37,7 @@ class Sender:
     def __init__(
         self,
         run_dir: Path,
-        record: Record,
+        record: RunRecord,
         spool: Spool,
         uri: str,
         warn: Callable[[str], None],
@@ -115,7 +115,7 @@ class Sender:
             try:
                 self._send()
             except _Gone:  # the next attempt, or mlflow-sync, sends everything to another run
-                self._say_gone()
+                self._warn_of_deletion()
                 break
             except Later:
                 if self._is_finishing.is_set():
@@ -124,7 +124,7 @@ class Sender:
             except (
                 Exception
             ) as error:  # a store and its libraries raise errors of any kind: keep the entries and try again
-                self._say_failed(error)
+                self._warn_of_failure(error)
                 if is_last or (self._is_finishing.is_set() and not isinstance(error, _FilesLeft)):
                     break
                 self._sleep(pause)
@@ -133,7 +133,7 @@ class Sender:
                 pause = _FIRST_PAUSE_S
                 self._sleep(_EVERY_S)
 
-    def _say_failed(self, error: Exception) -> None:
+    def _warn_of_failure(self, error: Exception) -> None:
         logging.getLogger(__name__).debug("not sent", exc_info=error)
         self.cause = _short(error)
         what = ", ".join(map(_what, self._failed)) if isinstance(error, _FilesLeft) else "what is logged"
@@ -201,7 +201,7 @@ class Sender:
             more = ", and so is what else it refuses" if self._num_refused == _REFUSALS_SHOWN else ""
             self._warn(f"MLflow at {shown(self._uri)} refuses {_what(entry)} ({_short(error)}): it is left out{more}")
 
-    def _say_gone(self) -> None:
+    def _warn_of_deletion(self) -> None:
         """Warn once that the run was deleted: the thread ends."""
         self.cause = f"its run {self.run_id} was deleted"
         if not self._is_warned:

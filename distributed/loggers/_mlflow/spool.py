@@ -30,7 +30,7 @@ SPOOL, RECORD = "mlflow.jsonl", "mlflow.json"
 
 
 @dataclasses.dataclass
-class Record:
+class RunRecord:
     """The content of RUN/mlflow.json."""
 
     key: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))  # of this run directory
@@ -46,7 +46,7 @@ class Record:
     sent: int = 0  # bytes of the spool
 
     @classmethod
-    def read(cls, run_dir: Path) -> Record | None:
+    def read(cls, run_dir: Path) -> RunRecord | None:
         """Return the record of a run directory, or None if there is none, or one of another kind."""
         try:
             content = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ class Record:
             return None
 
     @classmethod
-    def of_sweep(cls, run_dir: Path) -> Record | None:
+    def of_sweep(cls, run_dir: Path) -> RunRecord | None:
         """Return the record of the sweep of which the run is a trial, or None.
 
         It is None also if the sweep is not logged.
@@ -65,21 +65,21 @@ class Record:
         return None if sweep is None else cls.read(sweep)
 
     @classmethod
-    def chosen(cls, run_dir: Path, experiment: str | None, otherwise: str) -> tuple[Record, str]:
+    def chosen(cls, run_dir: Path, experiment: str | None, otherwise: str) -> tuple[RunRecord, str]:
         """Return (the record of the run at `run_dir`, its tracking URI).
 
         The record is new if there is none, and if the user has another run open or names another store. `otherwise`
         names the experiment if nobody else does.
         """
-        sweep, said, default = cls.of_sweep(run_dir), users_run(), default_uri(run_dir)
+        sweep, of_user, default = cls.of_sweep(run_dir), users_run(), default_uri(run_dir)
         if sweep is not None and not has_open_run():  # a run that is open around the search belongs to the sweep
-            said = None
+            of_user = None
         record = cls.read(run_dir)
-        uri = (said and said[1]) or users_uri() or (record and record.tracking_uri)
+        uri = (of_user and of_user[1]) or users_uri() or (record and record.tracking_uri)
         uri = uri or (sweep and sweep.tracking_uri) or default
-        if said is not None and record is not None and said[0] not in (record.wanted, record.run_id):
+        if of_user is not None and record is not None and of_user[0] not in (record.wanted, record.run_id):
             record = None
-        record = record or cls(name=run_dir.name, wanted=said[0] if said else None)
+        record = record or cls(name=run_dir.name, wanted=of_user[0] if of_user else None)
         record.tracking_uri = None if uri == default else lasting(shown(uri))
         if record.experiment_id is None and sweep is not None:
             record.experiment, record.experiment_id = sweep.experiment, sweep.experiment_id
@@ -162,8 +162,8 @@ def last_steps(entries: list[dict[str, Any]]) -> dict[str, int]:
 
 def logged_params(entries: list[dict[str, Any]]) -> dict[str, str]:
     """Return the parameters that were logged, each with its latest value."""
-    told: dict[str, str] = {}
+    params: dict[str, str] = {}
     for entry in entries:
         if entry["kind"] == "params":
-            told.update({name.partition(".from_step_")[0]: value for name, value in entry["values"].items()})
-    return told
+            params.update({name.partition(".from_step_")[0]: value for name, value in entry["values"].items()})
+    return params

@@ -114,7 +114,7 @@ class Watch(Callback):
         self.is_deterministic = self._parts.is_deterministic()
 
 
-class Fits:
+class Cases:
     """Train cases and write their results."""
 
     def __init__(self, parts: Any, out: Path, dtype: str) -> None:
@@ -152,12 +152,12 @@ class Fits:
             after["found"] = [history.rows[-1].get(name, 0.0) for name in EXPECTED]
         # the file is complete; trainer.model may hold only this rank's part
         trainer.save(self.out / f"{name}.safetensors")
-        given = watch.context_of_start
+        context = watch.context_of_start
         seen = {
             "context": [
-                given.model is trainer.model,
-                given.optimizer is not None,
-                given.run_dir.samefile(history.run_dir),
+                context.model is trainer.model,
+                context.optimizer is not None,
+                context.run_dir.samefile(history.run_dir),
             ],
             "logged": watch.logged,
             "skipped": watch.skipped,
@@ -237,7 +237,7 @@ def main(out: Path, asked: dict[str, Any]) -> None:
     freeze()
     for dtype in asked["dtypes"]:
         (out / dtype).mkdir(exist_ok=True)
-        fits = Fits(parts, out / dtype, dtype)
+        fits = Cases(parts, out / dtype, dtype)
         for number, (name, case) in enumerate(cases(parts).items()):
             if name not in asked["refused"]:
                 fits(name, **case)
@@ -257,7 +257,7 @@ def main(out: Path, asked: dict[str, Any]) -> None:
     fits.in_float32(asked["reference"])
     if "float32" not in asked["dtypes"]:  # for backends without float64
         (out / "float32").mkdir(exist_ok=True)
-        Fits(parts, out / "float32", "float32").cut_off()
+        Cases(parts, out / "float32", "float32").cut_off()
 
 
 if __name__ == "__main__":

@@ -115,12 +115,12 @@ def is_deterministic() -> bool:
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Make torch.compile trace its graphs without compiling them."""
-    given = torch.compile
-    torch.compile = functools.partial(given, backend="eager")
+    original = torch.compile
+    torch.compile = functools.partial(original, backend="eager")
     try:
         yield
     finally:
-        torch.compile = given
+        torch.compile = original
 
 
 # ------------------------------------------------------------------ losses

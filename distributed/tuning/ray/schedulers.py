@@ -52,7 +52,7 @@ def _population(plan: SearchPlan) -> type:
 
     mutations = {"values": _mutations(plan)}
 
-    class Ours(PopulationBasedTraining):  # type: ignore[misc]
+    class OurPopulationBasedTraining(PopulationBasedTraining):  # type: ignore[misc]
         def __init__(self, **options: Any) -> None:
             super().__init__(hyperparam_mutations=mutations, **options)
 
@@ -66,7 +66,7 @@ def _population(plan: SearchPlan) -> type:
             values = {name: plan.space[name].inside(value) for name, value in config["values"].items()}
             return {**config, "values": values, "trial": trial.config["trial"]}, operations
 
-    return Ours
+    return OurPopulationBasedTraining
 
 
 def _mutations(plan: SearchPlan) -> dict[str, Any]:

@@ -20,7 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.backends._ray.cluster import LOCAL_OBJECT_STORE_BYTES, check_place, new_scratch, own_token, start_own
+from distributed.backends._ray.cluster import (
+    LOCAL_OBJECT_STORE_BYTES,
+    check_placement,
+    new_scratch,
+    own_token,
+    start_own,
+)
 from distributed.backends._ray.joining import join
 from distributed.config.registry import import_library
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
@@ -68,7 +74,7 @@ def check_here(plan: SearchPlan) -> None:
             f"address={address!r} is of Ray's client, which cannot run a search: name the head as HOST:PORT"
         )
     if address is not None:
-        check_place(address, 0, 0)
+        check_placement(address, 0, 0)
     elif not _is_connected():
         check_fits(total(plan.bundles), here(), "this machine")
 
@@ -83,8 +89,8 @@ def _address(plan: SearchPlan) -> str | None:
 
 
 def _named(address: str | None) -> str | None:
-    given = address or os.environ.get("RAY_ADDRESS") or None
-    return None if given == "local" else given
+    chosen = address or os.environ.get("RAY_ADDRESS") or None
+    return None if chosen == "local" else chosen
 
 
 def _is_connected() -> bool:
@@ -241,28 +247,28 @@ class _Search:
 
     def started(self, trial: Any) -> None:
         self._started.add(trial.config["trial"])
-        self._note(trial, "started", config=trial.config["values"])
+        self._pass_on(trial, "started", config=trial.config["values"])
 
     def result(self, trial: Any, result: Mapping[str, Any]) -> None:
         if result.get("row"):
             self._num_rows += 1
             cloned = {} if result["cloned"] is None else {"cloned": result["cloned"]}
-            self._note(trial, "row", row=dict(result["row"]), **cloned)
+            self._pass_on(trial, "row", row=dict(result["row"]), **cloned)
         if result.get("end"):
             self._ended.add(trial.config["trial"])
 
     def complete(self, trial: Any) -> None:
-        self._note(trial, "ended", status="finished" if trial.config["trial"] in self._ended else "stopped")
+        self._pass_on(trial, "ended", status="finished" if trial.config["trial"] in self._ended else "stopped")
 
     def recovers(self, trial: Any) -> None:
-        self._note(trial, "retried", error=self._cause(trial)["error"])
+        self._pass_on(trial, "retried", error=self._cause(trial)["error"])
 
     def failed(self, trial: Any) -> None:
         if self._plan.stop_file.exists():  # it left because of the stop file, before Ray Tune stopped it
             return
         cause = self._cause(trial)
         self._failures.setdefault(trial.config["trial"], cause["error"])
-        self._note(trial, "ended", status="failed", error=cause["error"])
+        self._pass_on(trial, "ended", status="failed", error=cause["error"])
         if cause["is_fatal"]:
             self._error = self._error or ConfigError(cause["error"])
         elif self._is_hopeless():
@@ -280,7 +286,7 @@ class _Search:
         """Return True if all trials are to stop now."""
         return self._error is not None or self._plan.stop_file.exists()
 
-    def _note(self, trial: Any, event: str, **detail: Any) -> None:
+    def _pass_on(self, trial: Any, event: str, **detail: Any) -> None:
         if trial.config["trial"] not in self._started:  # its actor did not start
             self.started(trial)
         self._listen({"trial": trial.config["trial"], "event": event, **detail})
@@ -370,7 +376,7 @@ def _searcher(plan: SearchPlan, num_live: int) -> Any:
     """Return our proposals as a searcher of Ray Tune."""
     from ray.tune.search import Searcher
 
-    class Ours(Searcher):  # type: ignore[misc]
+    class OurSearcher(Searcher):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self._proposals, self._waiting = primed(plan)
@@ -405,7 +411,7 @@ def _searcher(plan: SearchPlan, num_live: int) -> Any:
         def save_to_dir(self, *args: Any, **kwargs: Any) -> None:
             """Do nothing: the journal has all."""
 
-    return Ours()
+    return OurSearcher()
 
 
 def _listener(made: _Search) -> Any:

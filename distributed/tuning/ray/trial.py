@@ -101,7 +101,7 @@ class Reports:
         self._rows += 1
         if self._plan.metric in row:
             self._last = row
-            self._tell(row)
+            self._send(row)
         elif self._plan.job.needs_rows:
             raise self._unknown()
 
@@ -127,9 +127,9 @@ class Reports:
         self._names |= last
         if self._plan.metric not in last:
             raise self._unknown()
-        self._tell(last if metrics is not None else None, end=True)
+        self._send(last if metrics is not None else None, end=True)
 
-    def _tell(self, row: Mapping[str, Any] | None, end: bool = False) -> None:
+    def _send(self, row: Mapping[str, Any] | None, end: bool = False) -> None:
         from ray import tune
 
         shown = self._last if row is None else row
@@ -187,10 +187,10 @@ def _take_over(plan: SearchPlan, number: int) -> int | None:
     """
     from ray import tune
 
-    given = tune.get_checkpoint()
-    if given is None:
+    checkpoint = tune.get_checkpoint()
+    if checkpoint is None:
         return None
-    with given.as_directory() as directory:
+    with checkpoint.as_directory() as directory:
         source = int(json.loads(Path(directory, _SOURCE).read_text())["trial"])
     if source == number:  # the trial itself was paused: its own directory is complete
         return None

@@ -12,7 +12,7 @@ import tensorflow as tf
 from distributed.backends._tensorflow.optim import Rates
 from distributed.backends._tensorflow.sources import StreamData, batch_size_of
 from distributed.backends._tensorflow.start import set_memory_growth
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan
 from distributed.errors import ConfigError
 
@@ -27,7 +27,7 @@ def warm_up(left_out, rate=0.5):
     optimizer = keras.optimizers.SGD(rate)
     optimizer.build(model.trainable_variables)
     nothing = [tf.zeros_like(variable) for variable in model.trainable_variables]
-    settings = merge(Typed(), {"backend": "tensorflow", "warmup_steps": 2})
+    settings = merge(Overrides(), {"backend": "tensorflow", "warmup_steps": 2})
     rates, used = Rates(optimizer, settings, BatchPlan(4, 1, 1, 4), print), []
     for step in range(6):
         if step not in left_out:

@@ -21,11 +21,11 @@ from distributed.launching.worker_store import worker_store
 
 _POLL_S = 0.002
 _RETRY_S = 0.05  # between checks whether rank 0 listens
-_PATIENCE_S = 5.0  # before a warning names the missing ranks
+_WARN_AFTER_S = 5.0  # before a warning names the missing ranks
 _GRACE_S = 5.0  # for rank 0's result to reach the others
 
 
-def meet(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], None], call: str = "fit()") -> Any:
+def rendezvous(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], None], call: str = "fit()") -> Any:
     """Return a store shared by all ranks of this attempt, once each of them has joined. Every rank must call it.
 
     torchrun keeps one store across restarts, so an attempt could read addresses of the previous one, and its restart
@@ -37,14 +37,14 @@ def meet(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
     """
     store = worker_store(start_timeout) or _connect(found, start_timeout, warn, call)
     bind("")  # end an earlier rendezvous of this process
-    roll = messages(store, "trainer")
+    shared = messages(store, "trainer")
     deadline = time.monotonic() + start_timeout
     if found.rank == 0:
-        name, missing = _call_the_roll(roll, found.world_size, deadline, start_timeout, warn, call)
+        name, missing = _wait_for_ranks(shared, found.world_size, deadline, start_timeout, warn, call)
     else:
-        name, missing = _answer(roll, found.rank, deadline + _GRACE_S)
+        name, missing = _announce(shared, found.rank, deadline + _GRACE_S)
     if missing:
-        raise ResourceError(_absence(missing, start_timeout, call))
+        raise ResourceError(_missing_message(missing, start_timeout, call))
     bind(name)
     return dist.PrefixStore(f"trainer/{name}", store)
 
@@ -65,7 +65,7 @@ def _connect(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str
     except dist.DistNetworkError as error:
         if found.rank == 0:
             raise
-        raise ResourceError(f"{_absence('0', start_timeout, call)} ({str(error).splitlines()[0]})") from None
+        raise ResourceError(f"{_missing_message('0', start_timeout, call)} ({str(error).splitlines()[0]})") from None
 
 
 def _listener(host: str, port: int, found: WorkerEnvironment) -> int | None:
@@ -87,7 +87,7 @@ def _await_listener(
     torch would wait up to twice as long and print its C++ stack each time (2.13). An unknown host name is retried
     too, because the name of a pod appears only with the pod.
     """
-    deadline, warn_at = time.monotonic() + start_timeout, time.monotonic() + _PATIENCE_S
+    deadline, warn_at = time.monotonic() + start_timeout, time.monotonic() + _WARN_AFTER_S
     while True:
         left = deadline - time.monotonic()
         try:
@@ -95,55 +95,55 @@ def _await_listener(
         except OSError as error:
             reason = f"{host}:{port}: {error.strerror or error}"
         if left <= 0:
-            raise ResourceError(f"{_absence('0', start_timeout, call)} ({reason})")
+            raise ResourceError(f"{_missing_message('0', start_timeout, call)} ({reason})")
         if time.monotonic() >= warn_at:
             warn(f"waiting for rank 0 at {reason} (at most {start_timeout:g} s)")
             warn_at = deadline
         time.sleep(_RETRY_S)
 
 
-def _call_the_roll(
-    roll: Any, world_size: int, deadline: float, start_timeout: float, warn: Callable[[str], None], call: str = "fit()"
+def _wait_for_ranks(
+    store: Any, world_size: int, deadline: float, start_timeout: float, warn: Callable[[str], None], call: str = "fit()"
 ) -> tuple[str, str]:
     """Return the name and the ranks that are missing at the deadline. Called on rank 0."""
     name = secrets.token_hex(8)
     missing, answered = set(range(1, world_size)), set()
-    warn_at = time.monotonic() + _PATIENCE_S
+    warn_at = time.monotonic() + _WARN_AFTER_S
     while missing and (now := time.monotonic()) < deadline:
         for rank in sorted(missing):
-            if roll.check([f"{name}/{rank}"]):
+            if store.check([f"{name}/{rank}"]):
                 missing.discard(rank)
-            elif roll.check([f"here/{rank}"]) and (word := roll.get(f"here/{rank}").decode()) not in answered:
-                roll.set(f"answer/{word}", name)
-                answered.add(word)
+            elif store.check([f"here/{rank}"]) and (token := store.get(f"here/{rank}").decode()) not in answered:
+                store.set(f"answer/{token}", name)
+                answered.add(token)
         if missing and now >= warn_at:
             warn(
                 f"waiting for {_ranks(_listed(missing))} to call {call}, as every rank must (at most {start_timeout:g} s)"
             )
             warn_at = deadline
         time.sleep(_POLL_S)
-    roll.set(f"{name}/missing", _listed(missing))
+    store.set(f"{name}/missing", _listed(missing))
     return name, _listed(missing)
 
 
-def _answer(roll: Any, rank: int, deadline: float) -> tuple[str, str]:
-    """Return the name and the missing ranks that rank 0 published. Called on the other ranks."""
-    word = secrets.token_hex(8)
-    roll.set(f"here/{rank}", word)
-    name = _read(roll, f"answer/{word}", deadline)
+def _announce(store: Any, rank: int, deadline: float) -> tuple[str, str]:
+    """Announce this rank. Return the name and the missing ranks that rank 0 published. Called on the other ranks."""
+    token = secrets.token_hex(8)
+    store.set(f"here/{rank}", token)
+    name = _read(store, f"answer/{token}", deadline)
     if name is not None:
-        roll.set(f"{name}/{rank}", "")
-    missing = None if name is None else _read(roll, f"{name}/missing", deadline)
+        store.set(f"{name}/{rank}", "")
+    missing = None if name is None else _read(store, f"{name}/missing", deadline)
     return name or "", "0" if missing is None else missing
 
 
-def _read(roll: Any, key: str, deadline: float) -> str | None:
+def _read(store: Any, key: str, deadline: float) -> str | None:
     """Return the value of `key` once it is set, or None at the deadline."""
-    while not roll.check([key]):
+    while not store.check([key]):
         if time.monotonic() >= deadline:
             return None
         time.sleep(_POLL_S)
-    return str(roll.get(key).decode())
+    return str(store.get(key).decode())
 
 
 def _listed(ranks: set[int]) -> str:
@@ -154,5 +154,5 @@ def _ranks(listed: str) -> str:
     return f"rank{'s' * (',' in listed)} {listed}"
 
 
-def _absence(listed: str, start_timeout: float, call: str = "fit()") -> str:
+def _missing_message(listed: str, start_timeout: float, call: str = "fit()") -> str:
     return f"{_ranks(listed)} did not join within start_timeout={start_timeout:g} s: every rank must call {call}"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from distributed.backends._torch import meeting
+from distributed.backends._torch import rendezvous
 from distributed.errors import ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
 
@@ -21,8 +21,8 @@ def join(store, ranks, world_size, seconds=5.0):
 
     def run(rank):
         if rank == 0:
-            return meeting._call_the_roll(store, world_size, deadline, seconds, said.append)
-        return meeting._answer(store, rank, deadline + 5)
+            return rendezvous._wait_for_ranks(store, world_size, deadline, seconds, said.append)
+        return rendezvous._announce(store, rank, deadline + 5)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(run, ranks)), said
@@ -39,7 +39,7 @@ def test_every_attempt_has_a_name_of_its_own_that_all_ranks_know():
 
 
 def test_who_stays_away_is_named_while_waiting_and_when_time_is_up(monkeypatch):
-    monkeypatch.setattr(meeting, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(rendezvous, "_WARN_AFTER_S", 0.05)
     store = dist.HashStore()
     join(store, [0, 1, 2, 3], 4)  # an earlier attempt, where all came
 
@@ -50,11 +50,11 @@ def test_who_stays_away_is_named_while_waiting_and_when_time_is_up(monkeypatch):
 
 
 def test_without_rank_0_the_others_name_it():
-    assert meeting._answer(dist.HashStore(), 1, time.monotonic() + 0.05)[1] == "0"
+    assert rendezvous._announce(dist.HashStore(), 1, time.monotonic() + 0.05)[1] == "0"
 
 
 def test_a_rank_0_that_nobody_reaches_is_named_in_time_and_without_torchs_stack(monkeypatch, capfd):
-    monkeypatch.setattr(meeting, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(rendezvous, "_WARN_AFTER_S", 0.05)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with socket.socket() as bound:  # does not listen
@@ -62,10 +62,10 @@ def test_a_rank_0_that_nobody_reaches_is_named_in_time_and_without_torchs_stack(
         place = WorkerEnvironment(1, 1, 2, 2, 0, "127.0.0.1", bound.getsockname()[1], 0, "TF_CONFIG")
         said, began = [], time.monotonic()
         with pytest.raises(ResourceError) as caught:
-            meeting._connect(place, 0.4, said.append, "fit()")
+            rendezvous._connect(place, 0.4, said.append, "fit()")
     assert time.monotonic() - began < 5
     at = f"127.0.0.1:{place.master_port}: Connection refused"
-    assert str(caught.value) == f"{meeting._absence('0', 0.4)} ({at})"
+    assert str(caught.value) == f"{rendezvous._missing_message('0', 0.4)} ({at})"
     assert said == [f"waiting for rank 0 at {at} (at most 0.4 s)"]
     assert capfd.readouterr() == ("", "")
 
@@ -74,7 +74,7 @@ def test_a_rank_0_that_comes_late_is_found():
     with socket.socket() as later:
         later.bind(("127.0.0.1", 0))
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(meeting._await_listener, *later.getsockname(), 10.0, pytest.fail)
+            waiting = pool.submit(rendezvous._await_listener, *later.getsockname(), 10.0, pytest.fail)
             with pytest.raises(TimeoutError):
                 waiting.result(0.1)
             later.listen()
@@ -84,5 +84,6 @@ def test_a_rank_0_that_comes_late_is_found():
 @pytest.mark.parametrize(("listed", "text"), [("0", "rank 0"), ("1, 3", "ranks 1, 3")])
 def test_the_error_says_who_and_how_long(listed, text):
     assert (
-        meeting._absence(listed, 600) == f"{text} did not join within start_timeout=600 s: every rank must call fit()"
+        rendezvous._missing_message(listed, 600)
+        == f"{text} did not join within start_timeout=600 s: every rank must call fit()"
     )

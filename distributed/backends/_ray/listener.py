@@ -25,7 +25,7 @@ class _Stranger:
     line: bytes = b""
 
 
-class Door:
+class WorkerListener:
     """Accept connections in the thread that runs `selector`.
 
     `admit` is called with each connection whose first line is sealed with `secret`, and with the message in that line. All other
@@ -37,7 +37,7 @@ class Door:
     ) -> None:
         self._selector, self._secret, self._admit = selector, secret, admit
         self._family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._listener = socket.socket(self._family, socket.SOCK_STREAM)
+        self._socket = socket.socket(self._family, socket.SOCK_STREAM)
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         self.num_refused = 0
         self._heard: set[bytes] = set()  # the HMACs of accepted first lines
@@ -45,21 +45,21 @@ class Door:
     @property
     def port(self) -> int:
         """Port on which the launcher listens. Call `listen` first."""
-        port: int = self._listener.getsockname()[1]
+        port: int = self._socket.getsockname()[1]
         return port
 
     def listen(self, address: str) -> None:
         """Listen on the interface that has `address`. A child process may call this for its parent, because they share the socket."""
         if self._family == socket.AF_INET6:
-            self._listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             address = address if ":" in address else f"::ffff:{address}"
-        self._listener.bind((address, 0))
-        self._listener.listen(128)
+        self._socket.bind((address, 0))
+        self._socket.listen(128)
 
     def open(self) -> None:
         """Begin to accept connections. Call `listen` first."""
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._socket.setblocking(False)
+        self._selector.register(self._socket, selectors.EVENT_READ, self._accept)
 
     @property
     def patience_s(self) -> float | None:
@@ -75,7 +75,7 @@ class Door:
 
     def _accept(self, _: Any) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = self._socket.accept()
         except OSError as error:
             if error.errno in _NO_DESCRIPTOR:
                 self._refuse_oldest()

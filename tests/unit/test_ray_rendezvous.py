@@ -1,4 +1,4 @@
-"""Where the launcher over Ray and its workers meet, without Ray."""
+"""The rendezvous of the launcher over Ray with its workers, without Ray."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distributed.backends._ray import door as doors
+from distributed.backends._ray import listener as listener_module
 from distributed.backends._ray import seal
-from distributed.backends._ray.door import HELLO, Door
-from distributed.backends._ray.hub import STREAMS, Seat, connect, seals
+from distributed.backends._ray.listener import HELLO, WorkerListener
+from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, connect, seals
 from distributed.backends._ray.seal import Seal
-from distributed.backends._ray.worker import _hand_in
+from distributed.backends._ray.worker import _report_end
 
 pytestmark = pytest.mark.timeout(30)
 
 
-# A hub of one worker lives as long as its process.
+# A rendezvous server of one worker lives as long as its process.
 JOB = """
 import os, queue, types
-from distributed.backends._ray.hub import Hub, connect
+from distributed.backends._ray.rendezvous import RendezvousServer, connect
 from distributed.launching.stopping import Signals, Stop
 
 begun = queue.Queue()
 reports, _ = os.pipe()
 with Signals() as signals:
-    hub = Hub(1, signals, Stop(10.0), lambda **_: None, lambda guests: begun.put(list(guests)), lambda *_: None)
-    hub.door.listen("127.0.0.1")
-    hub.door.open()
-    hub.start(types.SimpleNamespace(reports=reports))
+    server = RendezvousServer(1, signals, Stop(10.0), lambda **_: None, lambda workers: begun.put(list(workers)), lambda *_: None)
+    server.listener.listen("127.0.0.1")
+    server.listener.open()
+    server.start(types.SimpleNamespace(reports=reports))
     for is_restart in (True, False):
-        guest = connect("127.0.0.1", hub.door.port, hub.token, {"rank": 0})
+        worker = connect("127.0.0.1", server.listener.port, server.token, {"rank": 0})
         assert begun.get(timeout=10) == [0]
-        hub.dismiss(restart=is_restart)
-        assert next(guest.read()) == {"op": "end", "restart": is_restart}
-    late = connect("127.0.0.1", hub.door.port, hub.token, {"rank": 0})
+        server.end_attempt(restart=is_restart)
+        assert next(worker.read()) == {"op": "end", "restart": is_restart}
+    late = connect("127.0.0.1", server.listener.port, server.token, {"rank": 0})
     for each in late.sockets.values():
         each.settimeout(10)
         assert each.recv(100) == b""
-    assert begun.empty() and hub.door.num_refused == 0
+    assert begun.empty() and server.listener.num_refused == 0
     print("turned away", flush=True)
     os._exit(0)
 """
@@ -59,23 +59,23 @@ def test_whoever_ray_starts_after_the_end_is_turned_away(run_python):
 
 BROKEN = """
 import os, queue, types
-from distributed.backends._ray.hub import Hub, connect
+from distributed.backends._ray.rendezvous import RendezvousServer, connect
 from distributed.launching.stopping import Signals, Stop
 
 begun, said, told = queue.Queue(), queue.Queue(), queue.Queue()
 reports, _ = os.pipe()
 with Signals() as signals:
     note = lambda news, error=None: said.put((news, error))
-    hub = Hub(1, signals, Stop(10.0), lambda **message: told.put(message), lambda guests: begun.put(guests), note)
-    hub.door.listen("127.0.0.1")
-    hub.door.open()
-    hub.start(types.SimpleNamespace(reports=reports))
-    guest = connect("127.0.0.1", hub.door.port, hub.token, {"rank": 0})
+    server = RendezvousServer(1, signals, Stop(10.0), lambda **message: told.put(message), lambda workers: begun.put(workers), note)
+    server.listener.listen("127.0.0.1")
+    server.listener.open()
+    server.start(types.SimpleNamespace(reports=reports))
+    worker = connect("127.0.0.1", server.listener.port, server.token, {"rank": 0})
     begun.get(timeout=10)
-    guest.send(nothing="that it knows")
+    worker.send(nothing="that it knows")
     print(said.get(timeout=10))
-    print(told.get(timeout=10)["status"], next(guest.read()), flush=True)
-    hub._thread.join(10)
+    print(told.get(timeout=10)["status"], next(worker.read()), flush=True)
+    server._thread.join(10)
     os._exit(0)
 """
 
@@ -88,10 +88,10 @@ def test_an_exception_in_its_thread_ends_the_workers_and_is_seen(run_python):
     assert "Traceback" in done.stderr and "KeyError" in done.stderr
 
 
-# What strangers do to a hub with a worker; afterwards the worker's own words still count.
+# What strangers do to a rendezvous server with a worker; afterwards the worker's own words still count.
 STRANGERS = """
 import os, pickle, queue, socket, types
-from distributed.backends._ray.hub import Hub, connect
+from distributed.backends._ray.rendezvous import RendezvousServer, connect
 from distributed.launching.stopping import Signals, Stop
 
 class Evil:
@@ -101,13 +101,13 @@ class Evil:
 begun, told = queue.Queue(), queue.Queue()
 reports, _ = os.pipe()
 with Signals() as signals:
-    hub = Hub(1, signals, Stop(10.0), lambda **message: told.put(message), lambda guests: begun.put(list(guests)), print)
-    hub.door.listen("127.0.0.1")
-    hub.door.open()
-    hub.start(types.SimpleNamespace(reports=reports))
-    address = ("127.0.0.1", hub.door.port)
+    server = RendezvousServer(1, signals, Stop(10.0), lambda **message: told.put(message), lambda workers: begun.put(list(workers)), print)
+    server.listener.listen("127.0.0.1")
+    server.listener.open()
+    server.start(types.SimpleNamespace(reports=reports))
+    address = ("127.0.0.1", server.listener.port)
     words = [
-        '{"kind": "orders", "guest": "1", "token": "é"}\\n'.encode(), b"[" * 4000 + b"\\n", b"[" * 100_000, bytes(range(256)),
+        '{"kind": "orders", "worker": "1", "token": "é"}\\n'.encode(), b"[" * 4000 + b"\\n", b"[" * 100_000, bytes(range(256)),
         b"{}\\n", b"0" * 64 + b" " + b"[" * 4000 + b"\\n", b"\\n", b"\\xff" * 64 + b" {}\\n", pickle.dumps(Evil()) + b"\\n",
     ]
     strangers = []
@@ -123,12 +123,12 @@ with Signals() as signals:
     idle = [socket.create_connection(address) for _ in range(300)]
     half = socket.create_connection(address)
     half.sendall(b"0123")
-    guest = connect(*address, hub.token, {"rank": 0})
+    worker = connect(*address, server.token, {"rank": 0})
     assert begun.get(timeout=10) == [0]
-    guest.send(status=7)
-    print(told.get(timeout=10)["status"], hub.door.num_refused >= len(words) + 40, os.listdir(), flush=True)
-    guest.sockets["orders"].sendall(b"not sealed\\n")
-    assert guest.sockets["orders"].recv(10) == b""
+    worker.send(status=7)
+    print(told.get(timeout=10)["status"], server.listener.num_refused >= len(words) + 40, os.listdir(), flush=True)
+    worker.sockets["orders"].sendall(b"not sealed\\n")
+    assert worker.sockets["orders"].recv(10) == b""
     os._exit(0)
 """
 
@@ -140,54 +140,57 @@ def test_strangers_are_sent_away_and_counted_and_the_worker_is_heard(run_python,
 
 
 @pytest.fixture
-def door(monkeypatch):
-    monkeypatch.setattr(doors, "_LINE_S", 0.5)
+def listener(monkeypatch):
+    monkeypatch.setattr(listener_module, "_LINE_S", 0.5)
     with selectors.DefaultSelector() as selector:
-        made = Door(selector, "secret", lambda connection, hello: admitted.append((connection, hello)))
+        made = WorkerListener(selector, "secret", lambda connection, hello: admitted.append((connection, hello)))
         admitted = made.admitted = []
         made.listen("127.0.0.1")
         made.open()
         yield made
         for connection, _ in admitted:
             connection.close()
-        made._listener.close()
+        made._socket.close()
 
 
-def serve(door, until, limit_s=10.0):
-    """What the hub's thread does, until `until()`."""
+def serve(listener, until, limit_s=10.0):
+    """What the server's thread does, until `until()`."""
     deadline = time.monotonic() + limit_s
     while not until() and time.monotonic() < deadline:
-        for key, _ in door._selector.select(min(0.1, door.patience_s or 0.1)):
+        for key, _ in listener._selector.select(min(0.1, listener.patience_s or 0.1)):
             key.data(key.fileobj)
-        door.send_late_away()
+        listener.send_late_away()
     assert until()
 
 
-def test_who_does_not_finish_the_first_line_in_time_is_sent_away(door):
-    with socket.create_connection(("127.0.0.1", door.port)) as half, socket.create_connection(("127.0.0.1", door.port)):
+def test_who_does_not_finish_the_first_line_in_time_is_sent_away(listener):
+    with (
+        socket.create_connection(("127.0.0.1", listener.port)) as half,
+        socket.create_connection(("127.0.0.1", listener.port)),
+    ):
         half.sendall(b"0123")
-        serve(door, lambda: door.num_refused == 2)
+        serve(listener, lambda: listener.num_refused == 2)
         half.settimeout(5)
-        assert half.recv(10) == b"" and door.patience_s is None and door.admitted == []
+        assert half.recv(10) == b"" and listener.patience_s is None and listener.admitted == []
 
 
-def test_a_connection_that_is_gone_before_it_is_accepted_sends_nobody_away(door):
-    with socket.create_connection(("127.0.0.1", door.port)):
-        serve(door, lambda: door._strangers)
-        door._accept(door._listener)  # BlockingIOError: nobody waits there
-        assert len(door._strangers) == 1 and door.num_refused == 0
-    serve(door, lambda: door.num_refused == 1)
+def test_a_connection_that_is_gone_before_it_is_accepted_sends_nobody_away(listener):
+    with socket.create_connection(("127.0.0.1", listener.port)):
+        serve(listener, lambda: listener._strangers)
+        listener._accept(listener._socket)  # BlockingIOError: nobody waits there
+        assert len(listener._strangers) == 1 and listener.num_refused == 0
+    serve(listener, lambda: listener.num_refused == 1)
 
 
 @pytest.mark.parametrize("reason", [errno.EMFILE, errno.ENFILE])
-def test_without_a_descriptor_left_the_oldest_stranger_gives_way(door, monkeypatch, reason):
-    with socket.create_connection(("127.0.0.1", door.port)) as oldest:
-        serve(door, lambda: door._strangers)
-        monkeypatch.setattr(door, "_listener", Full(reason))
-        door._accept(None)
+def test_without_a_descriptor_left_the_oldest_stranger_gives_way(listener, monkeypatch, reason):
+    with socket.create_connection(("127.0.0.1", listener.port)) as oldest:
+        serve(listener, lambda: listener._strangers)
+        monkeypatch.setattr(listener, "_socket", Full(reason))
+        listener._accept(None)
         oldest.settimeout(5)
-        assert oldest.recv(10) == b"" and door.num_refused == 1
-        door._accept(None)  # and where nobody can give way, nothing happens
+        assert oldest.recv(10) == b"" and listener.num_refused == 1
+        listener._accept(None)  # and where nobody can give way, nothing happens
         monkeypatch.undo()
 
 
@@ -201,69 +204,69 @@ class Full:
         raise OSError(self.reason, os.strerror(self.reason))
 
 
-def test_a_first_line_may_come_in_pieces(door):
+def test_a_first_line_may_come_in_pieces(listener):
     line = Seal("secret", HELLO).close({"kind": "orders"})
-    with socket.create_connection(("127.0.0.1", door.port)) as slow:
+    with socket.create_connection(("127.0.0.1", listener.port)) as slow:
         for piece in (line[:10], line[10:-1], line[-1:]):
             slow.sendall(piece)
-            serve(door, lambda: True)
+            serve(listener, lambda: True)
             time.sleep(0.05)
-        serve(door, lambda: door.admitted)
-    assert door.admitted[0][1] == {"kind": "orders"} and door.num_refused == 0
+        serve(listener, lambda: listener.admitted)
+    assert listener.admitted[0][1] == {"kind": "orders"} and listener.num_refused == 0
 
 
-def test_it_listens_at_the_address_that_it_is_given_alone(door):
-    name = door._listener.getsockname()[0]
+def test_it_listens_at_the_address_that_it_is_given_alone(listener):
+    name = listener._socket.getsockname()[0]
     assert name in ("127.0.0.1", "::ffff:127.0.0.1")
     with socket.socket() as elsewhere:
-        assert elsewhere.connect_ex(("127.0.0.2", door.port)) != 0
+        assert elsewhere.connect_ex(("127.0.0.2", listener.port)) != 0
 
 
 def test_lines_cannot_be_changed_moved_repeated_or_sent_back():
-    orders, answers = seals("secret", "guest")
+    orders, answers = seals("secret", "worker")
     first, second = orders.close({"op": "kill"}), orders.close({"op": "end"})
     assert b"secret" not in first + second
     for lines in ([second], [first, first], [first.replace(b"kill", b"quit")], [b"kill\n"], [b"\n"], [b"\xff \xff\n"]):
-        reader, _ = seals("secret", "guest")
+        reader, _ = seals("secret", "worker")
         assert [reader.open(line) for line in lines][-1] is None, lines
     assert answers.open(first) is None and seals("secret", "another")[0].open(first) is None
-    assert seals("other secret", "guest")[0].open(first) is None
-    reader, _ = seals("secret", "guest")
+    assert seals("other secret", "worker")[0].open(first) is None
+    reader, _ = seals("secret", "worker")
     assert [reader.open(first), reader.open(second)] == [{"op": "kill"}, {"op": "end"}]
 
 
 @pytest.mark.parametrize("depth", [65, 4000])
-def test_a_line_of_brackets_is_refused_and_not_parsed(door, monkeypatch, depth):
+def test_a_line_of_brackets_is_refused_and_not_parsed(listener, monkeypatch, depth):
     monkeypatch.setattr(seal.json, "loads", lambda _: pytest.fail("it was parsed"))
     brackets = b"[" * depth
     with contextlib.ExitStack() as strangers:
         for line in (brackets, b"0" * 64 + b" " + brackets, b'{"kind": ' + brackets):
-            stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", door.port)))
+            stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
             stranger.sendall(line + b"\n")
-        serve(door, lambda: door.num_refused == 3)
-    assert door.admitted == []
+        serve(listener, lambda: listener.num_refused == 3)
+    assert listener.admitted == []
 
 
-def test_a_first_line_that_was_heard_before_is_refused(door):
+def test_a_first_line_that_was_heard_before_is_refused(listener):
     """As somebody sends it who has listened to the network, at once or much later, alone or with more behind it."""
-    line = Seal("secret", HELLO).close({"kind": "orders", "guest": "1-a"})
+    line = Seal("secret", HELLO).close({"kind": "orders", "worker": "1-a"})
     replays = [line, line + b"\n", line.replace(b"orders", b"stdout"), line.upper(), b" " + line]
     with contextlib.ExitStack() as connections:
         for each in (line, *replays):
-            connection = connections.enter_context(socket.create_connection(("127.0.0.1", door.port)))
+            connection = connections.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
             connection.sendall(each)
-            serve(door, lambda: len(door.admitted) == 1)
-        serve(door, lambda: door.num_refused == len(replays))
-    assert len(door.admitted) == 1
-    other = Seal("secret", HELLO).close({"kind": "orders", "guest": "1-b"})
-    with socket.create_connection(("127.0.0.1", door.port)) as worker:
+            serve(listener, lambda: len(listener.admitted) == 1)
+        serve(listener, lambda: listener.num_refused == len(replays))
+    assert len(listener.admitted) == 1
+    other = Seal("secret", HELLO).close({"kind": "orders", "worker": "1-b"})
+    with socket.create_connection(("127.0.0.1", listener.port)) as worker:
         worker.sendall(other)
-        serve(door, lambda: len(door.admitted) == 2)
+        serve(listener, lambda: len(listener.admitted) == 2)
 
 
 @pytest.mark.parametrize(("depth", "is_read"), [(65, True), (100_000, False)])
-def test_a_worker_that_nests_its_words_does_not_end_the_hub(depth, is_read):
-    """In a thread, as the hub reads them: its stack is smaller."""
+def test_a_worker_that_nests_its_words_does_not_end_the_server(depth, is_read):
+    """In a thread, as the server reads them: its stack is smaller."""
     deep = b'{"status":' + b"[" * depth + b"]" * depth + b"}"
     line = Seal("secret", "name")._next_proof(deep) + b" " + deep + b"\n"
     with ThreadPoolExecutor(1) as thread:
@@ -280,12 +283,12 @@ def test_what_is_nested_too_deep_is_not_parsed():
 def test_a_worker_obeys_nobody_who_does_not_know_the_secret():
     """As where another process has taken the port of a launcher that ended."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        seat = connect("127.0.0.1", stranger.getsockname()[1], "secret", {"rank": 0})
+        launcher = connect("127.0.0.1", stranger.getsockname()[1], "secret", {"rank": 0})
         first = stranger.accept()[0]
         assert b"secret" not in first.recv(4096)
         first.sendall(b'{"op": "start", "environ": {"LD_PRELOAD": "evil.so"}}\n')
-        assert list(seat.read()) == []
-        for each in (first, *seat.sockets.values()):
+        assert list(launcher.read()) == []
+        for each in (first, *launcher.sockets.values()):
             each.close()
 
 
@@ -293,7 +296,7 @@ def test_the_end_is_said_when_the_output_has_been_read():
     pairs = {kind: socket.socketpair() for kind in ("orders", *STREAMS)}
     mine, launchers = ({kind: pair[side] for kind, pair in pairs.items()} for side in (0, 1))
     mine["control"].sendall(b"why")
-    worker = threading.Thread(target=_hand_in, args=(Seat(mine, *seals("secret", "guest")), 1))
+    worker = threading.Thread(target=_report_end, args=(LauncherConnections(mine, *seals("secret", "worker")), 1))
     worker.start()
     for kind in ("stdout", "stderr"):
         assert launchers[kind].recv(10) == b""
@@ -302,16 +305,16 @@ def test_the_end_is_said_when_the_output_has_been_read():
     assert select.select([launchers["orders"]], [], [], 0.3)[0] == []
     assert launchers["control"].recv(10) == b""
     launchers["control"].close()
-    assert seals("secret", "guest")[1].open(launchers["orders"].recv(200)) == {"status": 1}
+    assert seals("secret", "worker")[1].open(launchers["orders"].recv(200)) == {"status": 1}
     worker.join()
     for each in (*mine.values(), launchers["orders"]):
         each.close()
 
 
-def test_a_child_may_open_the_port_for_its_parent(door):
+def test_a_child_may_open_the_port_for_its_parent(listener):
     """Ray's process does: it alone knows at which address the cluster sees this machine."""
     with selectors.DefaultSelector() as selector:
-        made = Door(selector, "secret", lambda connection, hello: connection.close())
+        made = WorkerListener(selector, "secret", lambda connection, hello: connection.close())
         child = os.fork()
         if child == 0:
             made.listen("127.0.0.1")
@@ -323,4 +326,4 @@ def test_a_child_may_open_the_port_for_its_parent(door):
             ((key, _),) = selector.select(10)
             key.data(key.fileobj)
             assert worker.recv(10) == b"" and made.num_refused == 0
-        made._listener.close()
+        made._socket.close()

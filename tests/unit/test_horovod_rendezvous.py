@@ -12,7 +12,7 @@ import pytest
 from distributed.backends import make_backend
 from distributed.backends._horovod import world
 from distributed.backends._horovod.rendezvous import Rendezvous
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import plan_processes
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching import listening
@@ -21,7 +21,7 @@ from tests.conftest import needs_backend
 
 
 def made(**settings: Any) -> Any:
-    merged = merge(Typed(flag={"backend": "horovod", "nproc_per_node": 2, "device": "cpu", **settings}), {})
+    merged = merge(Overrides(flag={"backend": "horovod", "nproc_per_node": 2, "device": "cpu", **settings}), {})
     return make_backend(merged, plan_processes(merged.config))
 
 

@@ -16,11 +16,11 @@ import pytest
 
 from distributed.backends import make_backend
 from distributed.backends._ray import joining
-from distributed.backends._ray.cluster import Cluster, check_cpus, check_place
+from distributed.backends._ray.cluster import Cluster, check_cpus, check_placement
 from distributed.backends._ray.starting import _connected
 from distributed.backends.ddp import DDPBackend
 from distributed.backends.fsdp import FSDPBackend
-from distributed.config.merging import Typed, merge
+from distributed.config.merging import Overrides, merge
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import backend_row, groups_in_use, missing_libraries
 from distributed.errors import ConfigError, ResourceError
@@ -30,7 +30,7 @@ from tests.conftest import needs_backend
 
 
 def make(**settings):
-    merged = merge(Typed(), {"backend": "ray", **settings})
+    merged = merge(Overrides(), {"backend": "ray", **settings})
     return make_backend(merged, ProcessPlan(1, 2, "cpu", "ray")), merged.config
 
 
@@ -68,7 +68,7 @@ def test_what_ray_decides_is_refused(settings, said):
 def test_an_address_is_for_ray_alone():
     assert make(address="head:6379")[0].config.address == "head:6379"
     with pytest.raises(ConfigError, match="address='head:6379' does not work with backend='pytorch-ddp'"):
-        make_backend(merge(Typed(), {"address": "head:6379"}), ProcessPlan(1, 2, "cpu", "pytorch-ddp"))
+        make_backend(merge(Overrides(), {"address": "head:6379"}), ProcessPlan(1, 2, "cpu", "pytorch-ddp"))
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_what_fits_passes(processes, cpus):
 
 def test_an_address_is_tried_and_words_are_rays_own():
     with answering(b"\0\0\0\4\0\0\0\0\0") as port:  # as the server of an HTTP/2 connection begins
-        check_place(f"127.0.0.1:{port}", 100, 1.0)
-        check_place(f"ray://127.0.0.1:{port}", 100, 1.0)
-    check_place("auto", 100, 1.0)
+        check_placement(f"127.0.0.1:{port}", 100, 1.0)
+        check_placement(f"ray://127.0.0.1:{port}", 100, 1.0)
+    check_placement("auto", 100, 1.0)
     with pytest.raises(ResourceError, match=f"'127.0.0.1:{port}' does not answer"):
-        check_place(f"127.0.0.1:{port}", 1, 1.0)
+        check_placement(f"127.0.0.1:{port}", 1, 1.0)
 
 
 def test_a_host_that_nobody_knows_and_an_address_without_a_port_are_named():
     with pytest.raises(ResourceError, match=r"'no-such-host.invalid:6379' names no host that this machine knows"):
-        check_place("no-such-host.invalid:6379", 1, 1.0)
+        check_placement("no-such-host.invalid:6379", 1, 1.0)
     for address, like in (
         ("head", "head:6379, ray://head:10001 or auto"),
         ("head:", "head:6379, ray://head:10001 or auto"),
@@ -111,7 +111,7 @@ def test_a_host_that_nobody_knows_and_an_address_without_a_port_are_named():
         ("ray://head", "ray://head:10001"),  # Ray itself waits a minute and a half for it
     ):
         with pytest.raises(ConfigError) as caught:
-            check_place(address, 1, 1.0)
+            check_placement(address, 1, 1.0)
         assert (
             str(caught.value)
             == f"address={address!r} is not of the form HOST:PORT or ray://HOST:PORT: set it to {like}"
@@ -138,13 +138,13 @@ def test_addresses_of_ipv6_are_tried_too():
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
         port = server.getsockname()[1]
     with pytest.raises(ResourceError, match="does not answer"):  # and not: names no host
-        check_place(f"[::1]:{port}", 1, 1.0)
+        check_placement(f"[::1]:{port}", 1, 1.0)
 
 
 @pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n", b""])
 def test_another_service_behind_an_address_is_not_waited_for(answer):
     with answering(answer) as port, pytest.raises(ResourceError, match="is not Ray's: name the port"):
-        check_place(f"127.0.0.1:{port}", 1, 1.0)
+        check_placement(f"127.0.0.1:{port}", 1, 1.0)
 
 
 @contextlib.contextmanager
