@@ -310,7 +310,7 @@ class Trainer:
     @property
     def backend(self) -> Backend[Any]:
         """The adapter of the backend."""
-        return self.setup.backend
+        return self._fits.backend
 
     @property
     def best_accuracy(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distributed.backends import make_backend
+from distributed.backends.base import Backend
 from distributed.config.merging import MergedConfig, for_evaluation
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import row_in_use
@@ -33,6 +34,11 @@ class Fits:
         """Whether training or evaluation has begun."""
         return self._session is not None or self.remote is not None
 
+    @property
+    def backend(self) -> Backend[Any]:
+        """The adapter that trains or evaluates in this process, or the one of `setup` before it does either."""
+        return self.setup.backend if self._session is None else self._session.backend
+
     def fit(self, merged: MergedConfig, train_data: Any, val_data: Any = None) -> History:
         """Train the model and return the history, as `Trainer.fit` does."""
         loggers.check_directories(merged)
@@ -48,10 +54,11 @@ class Fits:
 
         setup = self.setup
         if self._session is None:
+            backend = setup.backend
             if setup.is_fit_in_workers:  # evaluate, predict and save run in this process alone
                 alone = row_in_use(setup.merged.config, setup.plan.backend).alone
-                setup.backend = make_backend(for_evaluation(setup.merged), ProcessPlan(1, 1, setup.plan.device, alone))
-            self._session = Session(setup)
+                backend = make_backend(for_evaluation(setup.merged), ProcessPlan(1, 1, setup.plan.device, alone))
+            self._session = Session(setup, backend)
         return self._session
 
     def take_back(self, remote: Remote, model: Any) -> None:

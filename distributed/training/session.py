@@ -88,10 +88,10 @@ def _hinted() -> Iterator[None]:
 
 
 class Session:
-    """Train, evaluate, predict and save for one Trainer in this process. All ranks call every method."""
+    """Train, evaluate, predict and save for one Trainer in this process with `backend`. All ranks call every method."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.backend = setup, setup.backend
+    def __init__(self, setup: Setup, backend: Backend[Any]) -> None:
+        self.setup, self.backend = setup, backend
         is_shown = setup.is_main_process and not setup.is_search  # a search shows no epochs
         self._reporter = Reporter(is_shown, setup.merged.config.verbose)
         self.backend.configure(report=self._reporter)

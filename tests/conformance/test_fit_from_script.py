@@ -86,7 +86,16 @@ def test_evaluate_and_predict_run_here_after_a_fit(facts):
 def test_another_trainer_uses_fit_2_and_checkpoints_of_its_own(facts):
     assert facts["other"] == str(Path("..", facts["run_dir"], "fit-2"))
     assert facts["other_is_module"]
-    assert facts["other_checkpoints"] == ["checkpoints/fit-2/step-00000001/manifest.json"]
+    assert facts["other_checkpoints"] == ["checkpoints/fit-2/step-00000003/manifest.json"]
+
+
+def test_a_fit_after_an_evaluation_trains_the_model_that_was_evaluated(home, facts):
+    """The evaluation ran in one process, the fit has the batches of two."""
+    (checkpoint,) = (home / "elsewhere/checkpoints/fit-2").glob("step-*")
+    stored, mine = (
+        load_file(path) for path in (checkpoint / "model/model.safetensors", home / "elsewhere/other.safetensors")
+    )
+    assert stored.keys() == mine.keys() and all((stored[name] == mine[name]).all() for name in mine)
 
 
 def test_a_fit_after_another_trainers_goes_on_too(facts):

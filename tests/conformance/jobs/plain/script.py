@@ -16,6 +16,7 @@ with open("runs-of-the-body.txt", "a") as file:
 
 import torch
 from beside import Net
+from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Dataset
 
 from distributed import Callback, PyTorchDDPTrainer, Trainer
@@ -97,9 +98,15 @@ if MODE != "three":
 if MODE == "all":
     Path("elsewhere").mkdir()
     os.chdir("elsewhere")
-    other = PyTorchDDPTrainer(Net, nproc_per_node=2, epochs=1, checkpoint_dir="checkpoints", seed=3)
-    facts["other"] = other.fit(Points(40)).run_dir
+    other = PyTorchDDPTrainer(
+        Net, nproc_per_node=2, epochs=1, checkpoint_dir="checkpoints", seed=3, batch_size=4, gradient_accumulation_steps=2,
+        global_batch_size=16,
+    )  # fmt: skip
+    points = Points(40)
+    other.evaluate(points)
+    facts["other"] = other.fit(points).run_dir
     facts["other_is_module"] = isinstance(other.model, torch.nn.Module)
+    save_file(other.model.state_dict(), "other.safetensors")
     facts["other_checkpoints"] = sorted(map(str, Path("checkpoints").rglob("manifest.json")))
     os.chdir("..")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):

@@ -26,10 +26,11 @@ trainer = RayTrainer(
     model, engine="fsdp", fsdp={"reshard_after_forward": False}, training_step=step, epochs=4, learning_rate=0.1,
     nproc_per_node=2,
 )  # fmt: skip
+untrained = trainer.evaluate(data)["loss"]  # in this process; the fit still starts Ray
 history = trainer.fit(DataLoader(data, batch_size=8, shuffle=True), data)
 result = {
     "moved": (model.weight - before).abs().max().item(), "accuracy": trainer.evaluate(data)["accuracy"],
-    "best": trainer.best_accuracy, "steps": history.steps, "is_cut": history.rows[-1]["is_cut"],
+    "gained": untrained - trainer.evaluate(data)["loss"], "best": trainer.best_accuracy, "steps": history.steps, "is_cut": history.rows[-1]["is_cut"],
     "says": json.loads(Path(history.run_dir, "result.json").read_text())["backend"],
 }  # fmt: skip
 print(json.dumps(result))
