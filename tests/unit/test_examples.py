@@ -18,7 +18,10 @@ def test_digits_reach_097_on_two_processes_within_a_minute(run_cli, tmp_path):
     script = str(EXAMPLES / "train.py")
 
     done = run_cli(
-        ["train", "--script", script, "--backend", "pytorch-ddp", "--nproc-per-node", "2"], timeout=240, cwd=tmp_path
+        ["train", "--script", script, "--backend", "pytorch-ddp", "--nproc-per-node", "2"],
+        timeout=240,
+        cwd=tmp_path,
+        fresh=True,
     )
 
     assert done.returncode == 0, done.output
