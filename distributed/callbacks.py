@@ -50,16 +50,27 @@ class Callback:
     main process's state is saved, and on resume every rank gets it.
     """
 
-    _context: FitContext | None = None
+    __context: FitContext | None = None  # its name does not collide with an attribute of a subclass
 
     @property
     def context(self) -> FitContext:
         """The objects that a hook may use. Raises ConfigError outside of `fit`."""
-        if self._context is None:
+        if self.__context is None:
             raise ConfigError(
                 f"{type(self).__name__}.context is known while fit() runs: use it in a hook, such as on_train_start"
             )
-        return self._context
+        return self.__context
+
+    @context.setter
+    def context(self, value: Any) -> None:
+        raise ConfigError(
+            f"{type(self).__name__} sets self.context, by which hooks reach the model and run_dir: give the attribute another name"
+        )
+
+    def _bind(self, context: FitContext | None) -> FitContext | None:
+        """Set the context, and return the one before."""
+        before, self.__context = self.__context, context
+        return before
 
     def on_train_start(self, state: TrainState) -> None:
         """Called before the first step of this attempt."""
@@ -144,14 +155,12 @@ class EarlyStopping(Callback):
 @contextlib.contextmanager
 def bound(callbacks: Sequence[Callback], context: FitContext) -> Iterator[None]:
     """Set `context` as the context of `callbacks` inside the `with` block."""
-    before = [callback._context for callback in callbacks]
-    for callback in callbacks:
-        callback._context = context
+    before = [Callback._bind(callback, context) for callback in callbacks]
     try:
         yield
     finally:
         for callback, earlier in zip(callbacks, before, strict=True):
-            callback._context = earlier
+            Callback._bind(callback, earlier)
 
 
 def states(callbacks: Sequence[Callback]) -> dict[str, Any]:

@@ -257,3 +257,19 @@ def test_the_cxx_adam_is_compiled_once_though_a_build_was_killed_before(run_cli_
     found = json.loads((tmp_path / "0.json").read_text())
     assert found["had_lock"] and not found["has_lock"]
     assert 0 < found["moved"] < 1e-5  # the difference from torch's update
+
+
+PLAIN = """
+import os, sys, torch
+from torch.utils.data import TensorDataset
+from distributed import DeepSpeedTrainer
+x = torch.randn(64, 4)
+trainer = DeepSpeedTrainer(torch.nn.Linear(4, 1), epochs=1, batch_size=8, nproc_per_node=1)
+history = trainer.fit(TensorDataset(x, x.sum(1, keepdim=True)))
+assert len(history.rows) == 1 and "LOCAL_RANK" not in os.environ
+"""
+
+
+def test_one_process_trains_in_a_plain_script(run_python, tmp_path):
+    done = run_python(["-c", PLAIN], cwd=tmp_path)
+    assert done.returncode == 0, done.output

@@ -72,6 +72,23 @@ def test_a_fit_within_a_hook_gives_the_outer_context_back():
         assert callback.context is outer
 
 
+def test_a_callback_may_use_other_names_and_is_told_that_context_is_taken():
+    class Own(Callback):
+        def __init__(self):
+            self._context, self._bind = [], []
+
+    class Taken(Callback):
+        def __init__(self):
+            self.context = []
+
+    callback, given = Own(), context(stop=print)
+    with bound([callback], given):
+        assert callback.context is given
+    assert callback._context == callback._bind == []
+    with pytest.raises(ConfigError, match=r"Taken sets self.context, .* give the attribute another name"):
+        Taken()
+
+
 def test_the_context_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         context(stop=print).run_dir = Path()

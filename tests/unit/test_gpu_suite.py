@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,3 +61,14 @@ def test_every_script_that_the_suite_starts_is_there():
     assert started == {path.name for path in (SUITE / "jobs").iterdir() if path.suffix == ".py"}
     for path in (SUITE / "jobs").glob("*.py"):
         compile(path.read_text(), str(path), "exec")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_suite_can_be_rehearsed_on_cpus():
+    done = subprocess.run(
+        ["make", "--silent", "test-gpu", f"GPU_PYTHON={sys.executable}"], cwd=ROOT, env=clean_environment(GPU_REHEARSAL="cpu"),
+        capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    assert re.search(r"\d+ passed", done.stdout)

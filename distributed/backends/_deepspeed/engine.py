@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,19 @@ def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, allows_an
     for number, group in enumerate(optimizer.param_groups):
         if not any(p.requires_grad for p in group["params"]):
             raise ConfigError(f"group {number} of the optimizer has no trainable parameter: leave it out")
+
+
+@contextlib.contextmanager
+def _local_rank_set(local_rank: int) -> Iterator[None]:
+    """Set LOCAL_RANK inside the block, which DeepSpeed 0.19 requires. In a process that no launcher started it stays
+    unset outside, because it says that the process is a worker."""
+    if is_unset := "LOCAL_RANK" not in os.environ:
+        os.environ["LOCAL_RANK"] = str(local_rank)
+    try:
+        yield
+    finally:
+        if is_unset:
+            del os.environ["LOCAL_RANK"]
 
 
 class Engine:
@@ -77,7 +91,10 @@ class Engine:
         if self.stage:
             optimizer.state.clear()
         try:
-            self.wrapper, self.zero, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config))
+            with _local_rank_set(world.context.local_rank):
+                self.wrapper, self.zero, _, _ = deepspeed.initialize(
+                    model=model, optimizer=optimizer, config=dict(config)
+                )
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
