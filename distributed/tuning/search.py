@@ -9,7 +9,7 @@ from typing import Any
 from distributed.tuning.plan import SearchPlan
 from distributed.tuning.sweep import Sweep
 
-_ENGINE = "distributed.tuning.ray.search"  # `search` runs a plan; `check_here` refuses a plan that cannot run
+_ENGINE = "distributed.tuning.ray.search"  # its `__all__` is what this room uses of it
 
 
 def engine() -> Any:

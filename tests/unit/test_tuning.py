@@ -39,6 +39,7 @@ from distributed.tuning.plan import (
     total,
 )
 from distributed.tuning.proposals import check_search, make_proposals
+from distributed.tuning.ray import cluster
 from distributed.tuning.ray import search as searching
 from distributed.tuning.ray import trial as running
 from distributed.tuning.ray.schedulers import make_scheduler
@@ -329,9 +330,9 @@ def test_one_trial_more_waits_only_where_resources_hold_it_back(tmp_path, search
 
 
 def test_a_cluster_of_its_own_has_place_for_as_many_trials_as_may_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(searching, "here", lambda: {"CPU": 8.0, "GPU": 0.0})
+    monkeypatch.setattr(cluster, "here", lambda: {"CPU": 8.0, "GPU": 0.0})
     for bundle, max_concurrent, cpus in (({"CPU": 2.0}, 3, 6), ({"CPU": 2.0}, None, 8), ({"CPU": 3.0}, 4, 8)):
-        assert searching._own_cpus(plan_of(tmp_path, bundles=(bundle,), max_concurrent=max_concurrent)) == cpus
+        assert cluster._own_cpus(plan_of(tmp_path, bundles=(bundle,), max_concurrent=max_concurrent)) == cpus
 
 
 @pytest.mark.parametrize("scheduler", [None, "asha", "hyperband", "pbt"])
@@ -435,15 +436,15 @@ def test_gpus_that_cannot_be_shared_out_are_refused(monkeypatch):
 
 def test_what_this_machine_shows_is_no_limit_of_a_cluster_that_is_connected(monkeypatch):
     monkeypatch.setattr(tuner_module, "visible_gpus", lambda: 0)
-    monkeypatch.setattr(searching, "_is_connected", lambda: True)
+    monkeypatch.setattr(cluster, "is_connected", lambda: True)
     assert DistributedTuner(bowl, SPACE, num_gpus=8)._max_concurrent == 8
 
 
 def test_trials_take_the_gpus_of_a_cluster_that_has_some(tmp_path):
     plan = plan_of(tmp_path, gpus_if_any=1.0)
     for there, bundles in (({"CPU": 4.0, "GPU": 2.0}, ({"CPU": 1.0, "GPU": 1.0},)), ({"CPU": 4.0}, ({"CPU": 1.0},))):
-        cluster = types.SimpleNamespace(cluster_resources=lambda found=there: found)
-        assert searching._with_gpus(cluster, plan).bundles == bundles
+        found = types.SimpleNamespace(cluster_resources=lambda there=there: there)
+        assert cluster.with_gpus(found, plan).bundles == bundles
     assert DistributedTuner(bowl, SPACE, address="127.0.0.1:1")._gpus_if_any == 1.0
 
 

@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import logging
-import math
-import os
 import random
 import re
 import shutil
-import signal
-import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed.backends._ray.cluster import (
-    LOCAL_OBJECT_STORE_BYTES,
-    check_placement,
-    new_scratch,
-    own_token,
-    start_own,
-)
-from distributed.backends._ray.joining import join
-from distributed.config.registry import import_library
+from distributed.backends._ray.cluster import check_placement, new_scratch
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
 from distributed.loggers.notebook import in_notebook
 from distributed.tuning.earlier import num_begun, primed
 from distributed.tuning.plan import SHARING, SearchPlan, check_fits, here, total
-from distributed.tuning.ray.schedulers import STOPPING_S, make_scheduler
+from distributed.tuning.ray.cluster import (
+    address_of,
+    environment,
+    has_own_cluster,
+    is_connected,
+    joined,
+    resources,
+    with_gpus,
+    without_advice,
+)
+from distributed.tuning.ray.schedulers import make_scheduler
 from distributed.tuning.ray.trial import Order, run
 from distributed.tuning.sweep import OPEN
+
+__all__ = ["check_here", "has_own_cluster", "new_scratch", "search"]  # what `distributed.tuning` uses of its engine
 
 # called with lines of the journal: {"trial": 3, "event": "row", "row": {...}}
 Listen = Callable[[Mapping[str, Any]], None]
 _HOPELESS = 3  # number of failed trials after which the search ends if no trial has reported anything
-_QUIET = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
 
 
 def search(plan: SearchPlan, listen: Listen) -> None:
@@ -55,9 +51,9 @@ def search(plan: SearchPlan, listen: Listen) -> None:
     """
     check_here(plan)
     is_own = has_own_cluster(plan.address)
-    with _environment(is_own), _joined(plan) as ray:
-        plan = _with_gpus(ray, plan)
-        there = _resources(ray, plan)
+    with environment(is_own), joined(plan) as ray:
+        plan = with_gpus(ray, plan)
+        there = resources(ray, plan)
         try:
             _Search(plan, listen, plan.num_live(there, is_own)).run()
         finally:
@@ -68,127 +64,15 @@ def check_here(plan: SearchPlan) -> None:
     """Check what can be known without importing Ray. Raises DistributedError."""
     if importlib.util.find_spec("ray") is None:
         raise ResourceError("a search needs ray, which is not installed: run pip install 'distributed-trainer[tune]'")
-    address = _address(plan)
+    address = address_of(plan)
     if address is not None and address.startswith("ray://"):
         raise ConfigError(
             f"address={address!r} is of Ray's client, which cannot run a search: name the head as HOST:PORT"
         )
     if address is not None:
         check_placement(address, 0, 0)
-    elif not _is_connected():
+    elif not is_connected():
         check_fits(total(plan.bundles), here(), "this machine")
-
-
-def has_own_cluster(address: str | None) -> bool:
-    """Return True if a search with this `address` would start its own cluster, because there is none to join."""
-    return _named(address) is None and not _is_connected()
-
-
-def _address(plan: SearchPlan) -> str | None:
-    return _named(plan.address)
-
-
-def _named(address: str | None) -> str | None:
-    chosen = address or os.environ.get("RAY_ADDRESS") or None
-    return None if chosen == "local" else chosen
-
-
-def _is_connected() -> bool:
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
-
-
-# ------------------------------------------------------------------ the cluster
-
-
-@contextlib.contextmanager
-def _environment(is_own: bool) -> Iterator[None]:
-    """Set the variables that Ray reads at import, for this process and for its own cluster. Restore them afterwards."""
-    before = dict(os.environ)
-    os.environ.update({
-        "RAY_AIR_NEW_OUTPUT": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-        "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1", "TUNE_DISABLE_SIGINT_HANDLER": "1",
-        "TUNE_FORCE_TRIAL_CLEANUP_S": str(STOPPING_S), "TUNE_GLOBAL_CHECKPOINT_S": "3600",
-    })  # fmt: skip
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if is_own:
-        os.environ.update(own_token())
-        _read_token_again()
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-        if is_own:
-            _read_token_again()
-
-
-def _read_token_again() -> None:
-    """Make Ray read its authentication mode and token again.
-
-    Ray 2.60 caches the mode at import and the token at the first connection. The two calls are in the order of
-    ray/_private/authentication_test_utils.py: a thread that is still ending may read the token between them. This can
-    go when `ray.init` takes the token as an argument.
-    """
-    if "ray" in sys.modules:
-        raylet: Any = importlib.import_module("ray._raylet")
-        raylet.Config.initialize("")
-        raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-@contextlib.contextmanager
-def _joined(plan: SearchPlan) -> Iterator[Any]:
-    """Yield Ray, connected to the cluster of this process, to the cluster at the plan's address, or to its own new
-    cluster."""
-    with _without_advice():
-        ray = import_library("ray", "ray")
-    if ray.is_initialized():
-        yield ray
-        return
-    scratch: Path | None = None
-    # Ray replaces the handler of SIGTERM by its own, which ends the process at once.
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    try:
-        if (address := _address(plan)) is not None:
-            join(ray, address, **_QUIET)
-        else:
-            scratch = plan.scratch or new_scratch()
-            start_own(ray, scratch, _own_cpus(plan), LOCAL_OBJECT_STORE_BYTES, **_QUIET)
-        if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)
-        yield ray
-    finally:
-        ray.shutdown()
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _own_cpus(plan: SearchPlan) -> int:
-    """Return the CPUs of the search's own cluster: no more than the trials that may run at once need."""
-    there, cpus = int(here()["CPU"]), total(plan.bundles).get("CPU", 0.0)
-    return min(there, math.ceil(cpus * plan.max_concurrent)) if cpus and plan.max_concurrent else there
-
-
-def _with_gpus(ray: Any, plan: SearchPlan) -> SearchPlan:
-    """Return `plan` with a share of the GPUs for each trial if the cluster has GPUs and the user did not say how
-    many."""
-    if not plan.gpus_if_any or not ray.cluster_resources().get("GPU"):
-        return plan
-    first, *others = plan.bundles
-    return dataclasses.replace(plan, bundles=({**first, "GPU": plan.gpus_if_any}, *others))
-
-
-def _resources(ray: Any, plan: SearchPlan) -> dict[str, float]:
-    """Return the resources of the cluster. Raises ResourceError if a bundle fits on no node."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    for bundle in plan.bundles:
-        largest = max(nodes, key=lambda node: min(node.get(name, 0.0) - amount for name, amount in bundle.items()))
-        check_fits(bundle, largest, "the largest node of the cluster")
-    return {name: float(amount) for name, amount in ray.cluster_resources().items()}
-
-
-# ------------------------------------------------------------------ the search
 
 
 class _Search:
@@ -209,7 +93,7 @@ class _Search:
         return {**self.__dict__, "_listen": None}
 
     def run(self) -> None:
-        with _without_advice():
+        with without_advice():
             from ray import tune
 
         plan = self._plan
@@ -349,20 +233,6 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """Silence Ray's advice to install notebook widgets during its import. We do not use them."""
-    advisor = logging.getLogger("ray.widgets")
-    before = advisor.level
-    advisor.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "IProgress not found")  # tqdm issues this warning
-            yield
-    finally:
-        advisor.setLevel(before)
 
 
 def _trainable(order: Order) -> Callable[[dict[str, Any]], None]:
