@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from distributed.runs.temporary import sweep
+from distributed.runs.temporary import remove_leftovers
 from tests.conftest import clean_environment, poll
 
 JOBS = Path(__file__).parent / "jobs"
@@ -258,7 +258,7 @@ def test_killing_the_caller_leaves_nobody_and_no_data(start, tmp_path):
     assert all(path.stat().st_size < 10_000 for path in files), files
 
     def swept():  # the next start does the same; a process without memory may still be ending
-        sweep(tmp_path / "tmp")
+        remove_leftovers(tmp_path / "tmp")
         return list((tmp_path / "tmp").glob("distributed*")) == []
 
     poll(swept, 5, lambda: f"left: {list((tmp_path / 'tmp').iterdir())}")
