@@ -290,8 +290,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., St
 def run_python(start: Callable[..., Started]) -> Callable[..., Finished]:
     """Run `python ARGS` until it ends (see the top of this file)."""
 
-    def run(args: Sequence[str], timeout: float = 120, **where: Any) -> Finished:
-        return start([sys.executable, *args], **where).finish(timeout)
+    def run(args: Sequence[str], timeout: float = 120, fresh: bool = True, **where: Any) -> Finished:
+        return start([sys.executable, *args], fresh=fresh, **where).finish(timeout)
 
     return run
 

@@ -1,4 +1,4 @@
-"""A process that has imported torch and forks commands: `python -m distributed.cli` starts two CPU seconds earlier in it.
+"""A process that has imported torch and forks commands: a command starts two CPU seconds earlier in it.
 
 Each test process starts one at its first use, see `spawn`. A command that could notice the difference is not run in it, see
 `can_run`: imports of torch read environment variables, and a test that limits CPU time measures the imports too.
@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import importlib.machinery
 import json
 import os
 import runpy
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,10 +50,11 @@ _MESSAGE_BYTES = 1 << 20
 
 
 def can_run(argv: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Return whether the command is one of `python -m distributed.cli train` that runs in the same way here."""
+    """Return whether the command is `python -m distributed.cli train` or `python SCRIPT`, and runs in the same way here."""
     mine = _environ()
     names = {name for name in {*env, *mine} if name.startswith(_READ_AT_START) and env.get(name) != mine.get(name)}
-    is_train = list(argv[:4]) == [sys.executable, "-m", "distributed.cli", "train"]
+    is_script = argv[0] == sys.executable and len(argv) > 1 and argv[1].endswith(".py")
+    is_train = is_script or list(argv[:4]) == [sys.executable, "-m", "distributed.cli", "train"]
     return (
         is_train
         and not names - {"OMP_NUM_THREADS"}
@@ -203,8 +206,21 @@ def _become(request: dict[str, Any], mark: str) -> None:
         opened = os.open(name, flags | (os.O_APPEND if fd else 0))
         os.dup2(opened, fd)
         os.close(opened)
-    sys.argv = request["argv"][2:]
-    sys.path[0] = request["cwd"]  # as with `python -m`
+
+
+def _run(argv: list[str]) -> None:
+    """Run what follows `python` in a command line."""
+    if argv[0] == "-m":
+        sys.argv, sys.path[0] = argv[1:], str(Path.cwd())
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    script = str(Path.cwd() / argv[0])
+    sys.argv, sys.path[0] = argv, str(Path(script).parent)
+    loader = importlib.machinery.SourceFileLoader("__main__", script)
+    main = types.ModuleType("__main__")
+    main.__file__, main.__loader__ = script, loader
+    sys.modules["__main__"] = main
+    loader.exec_module(main)
 
 
 if __name__ == "__main__":
@@ -214,4 +230,4 @@ if __name__ == "__main__":
     _request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _request is not None:
         _become(_request, sys.argv[2])
-        runpy.run_module(_request["argv"][2], run_name="__main__", alter_sys=True)
+        _run(_request["argv"][1:])
