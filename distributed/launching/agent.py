@@ -35,7 +35,9 @@ from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import messages
 from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
+from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
+from distributed.runs.summary import close_results
 from distributed.runs.temporary import temporary_directory
 
 _LOOK_EVERY_S = 1.0
@@ -222,6 +224,8 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
         with temporary_directory() as directory:
             code = _run_to_the_end(request, run, channel, display, directory)
     except RendezvousClosedError:
+        if request.node_rank == 0:
+            close_results(run, code, "another node ended this run", end_elsewhere)
         display.close()
         display.handle({"kind": "error", "text": "error: another node ended this run; its screen and RUN/logs say why"})
     except RendezvousStateError as error:
