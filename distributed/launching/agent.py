@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import json
 import logging
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +22,26 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousStateError
+from torch.distributed.elastic.utils.store import barrier
 
+from distributed.errors import ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_row
 from distributed.launching.listening import loopback_environ
+from distributed.launching.nodes import Node, gloo_environ, this_node
 from distributed.launching.output import WorkerOutput, display_of
 from distributed.launching.rendezvous import StoreLostError, engine_rendezvous, rendezvous_of
 from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import messages
 from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
+from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
+from distributed.runs.summary import close_results
 from distributed.runs.temporary import temporary_directory
+
+_LOOK_EVERY_S = 1.0
+_GRACE_S = 10.0  # for the other nodes to read the store before node 0 ends with it
 
 
 class ForkAgent(SimpleElasticAgent):
@@ -43,11 +54,15 @@ class ForkAgent(SimpleElasticAgent):
         super().__init__(spec, exit_barrier_timeout=request.timeout_s)
         self._directory = directory  # with mode 0700
         self._request, self._run, self._channel = request, run, channel
+        self._display = display
         self.verdicts = Verdicts(request, run, display)
         epochs = Epochs(functools.partial(write_row, request.epochs_fd))
         self.output = WorkerOutput(run, display, channel, self.verdicts.add, epochs)
         self._master: tuple[str, int] = ("127.0.0.1", 0)
         self._of_engine = engine_rendezvous(request.rendezvous)
+        self._nodes: list[Node] = []  # of this attempt; empty if there is only one
+        self._next_look = 0.0  # when to ask whether another node gave up
+        self._deadline: float | None = None  # for the workers of this node after another one gave up
         self._opened: Any = None  # what the rendezvous of this attempt returned on node 0
 
     # torch's hooks
@@ -57,7 +72,9 @@ class ForkAgent(SimpleElasticAgent):
     ) -> list[Worker]:
         """Number the ranks by `node_rank`, and agree on the port of node 0 at which the workers of this attempt join each other."""
         node, local = self._request.node_rank, spec.local_world_size
-        store = messages(store, "distributed")
+        world, store = store, messages(store, "distributed")
+        self._nodes = self._learn_nodes(store)
+        self._check_nodes(world)
         if node == 0:
             # With several nodes `master_port` is that of the nodes' store; the workers need another one.
             asked = self._request.master_port if self._request.num_nodes == 1 else None
@@ -68,6 +85,25 @@ class ForkAgent(SimpleElasticAgent):
         self._master = ("127.0.0.1" if is_local else addr, port)
         world_size = group_world_size * local
         return [Worker(i, node * local + i, node * local + i, world_size, world_size) for i in range(local)]
+
+    def _learn_nodes(self, store: Any) -> list[Node]:
+        """Return what each node says of its addresses. Every node must call it."""
+        if self._request.num_nodes == 1:
+            return []
+        own = dataclasses.asdict(this_node(self._request.master_addr))
+        store.set(f"node/{self._request.node_rank}", json.dumps(own))
+        return [Node(**json.loads(store.get(f"node/{rank}"))) for rank in range(self._request.num_nodes)]
+
+    def _check_nodes(self, store: Any) -> None:
+        """Raise ResourceError on every node if the engine's workers on them could not reach each other."""
+        if self._of_engine is None or not self._nodes:
+            return
+        try:
+            self._of_engine.check(self._nodes)
+        except ResourceError:
+            with contextlib.suppress(RuntimeError):  # node 0 ends with the store that the others still read
+                barrier(store, len(self._nodes), "distributed/refused", _GRACE_S)
+            raise
 
     def _open_of_engine(self) -> Any:
         if self._of_engine is None:
@@ -112,8 +148,10 @@ class ForkAgent(SimpleElasticAgent):
             num_nodes=self._request.num_nodes, max_restarts=group.spec.max_restarts,
             run_id=group.spec.rdzv_handler.get_run_id(), error_file=error_file,
         )  # fmt: skip
-        own = loopback_environ() if self._request.num_nodes == 1 else {}
-        return {**environ, **own, **more}
+        return {**environ, **self._gloo_environ(), **more}
+
+    def _gloo_environ(self) -> dict[str, str]:
+        return gloo_environ(self._nodes, self._request.node_rank) if self._nodes else loopback_environ()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Kill the workers immediately.
@@ -134,12 +172,44 @@ class ForkAgent(SimpleElasticAgent):
         """
         verdict = self.verdicts.judge(self._remaining_restarts)
         if verdict is Verdict.AT_WORK:
+            self._end_after_another_node()
             return RunResult(WorkerState.HEALTHY)
         if verdict is Verdict.DONE:
             return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
         if verdict is Verdict.OVER:
             self._remaining_restarts = 0
         return RunResult(WorkerState.FAILED)
+
+    # nodes that end before the others
+
+    def give_up(self) -> None:
+        """Tell the other nodes that the workers of this node failed and are not restarted."""
+        if self._nodes and not self.verdicts.is_done and not self.verdicts.stop_signal:
+            with contextlib.suppress(RuntimeError, ValueError):  # node 0 has ended
+                messages(self._store, "distributed").set("given-up", str(self._request.node_rank))
+
+    def _end_after_another_node(self) -> None:
+        """Raise RendezvousClosedError if another node gave up and the workers of this node have not ended `timeout_s` later.
+
+        They may wait for workers of that node for as long as their engine's own timeout, which is half an hour for torch's gloo.
+        """
+        now = time.monotonic()
+        if not self._nodes or self.verdicts.stop_signal or now < self._next_look:
+            return
+        self._next_look = now + _LOOK_EVERY_S
+        if self._deadline is None and (rank := self._node_that_gave_up()) is not None:
+            self._deadline = now + self._request.timeout_s
+            limit = f"the workers of this node get {self._request.timeout_s:g} s (timeout_s) to end"
+            text = f"node {rank} has failed, and its screen and RUN/logs say why: {limit}"
+            self._display.handle({"kind": "warning", "text": text})
+        if self._deadline is not None and now > self._deadline:
+            raise RendezvousClosedError
+
+    def _node_that_gave_up(self) -> int | None:
+        with contextlib.suppress(RuntimeError, ValueError):  # torch's loop handles a store that is lost
+            store = messages(self._store, "distributed")
+            return int(store.get("given-up")) if store.check(["given-up"]) else None
+        return None
 
 
 def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket) -> int:
@@ -154,6 +224,8 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
         with temporary_directory() as directory:
             code = _run_to_the_end(request, run, channel, display, directory)
     except RendezvousClosedError:
+        if request.node_rank == 0:
+            close_results(run, code, "another node ended this run", end_elsewhere)
         display.close()
         display.handle({"kind": "error", "text": "error: another node ended this run; its screen and RUN/logs say why"})
     except RendezvousStateError as error:
@@ -165,6 +237,10 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
         where = f"{request.master_addr}:{request.master_port}"
         text = f"error: node 0 has ended, or its store at {where} cannot be reached any more: its screen says why"
         display.handle({"kind": "error", "text": text})
+    except ResourceError as error:
+        display.close()
+        display.handle({"kind": "error", "text": f"error: {error}"})
+        code = error.exit_code
     except RendezvousError as error:
         display.close()
         where = f"{request.master_addr}:{request.master_port}"
@@ -189,6 +265,7 @@ def _run_to_the_end(
     agent.output.start()
     try:
         agent.run()
+        agent.give_up()
     finally:
         if request.num_nodes > 1:
             handler.shutdown()

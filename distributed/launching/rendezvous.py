@@ -16,6 +16,7 @@ import pickle
 import pkgutil
 import socket
 import uuid
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.listening import listen_at
+from distributed.launching.nodes import Node
 from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import shared_secret, signature
 
@@ -51,6 +53,9 @@ class EngineRendezvous(Protocol):
         Returns:
             A JSON-able value, which reaches the other nodes.
         """
+
+    def check(self, nodes: Sequence[Node]) -> None:
+        """Raise ResourceError if the workers of `nodes` cannot reach each other. Called on every node of several with the same list."""
 
     def environ(self, environment: WorkerEnvironment, opened: Any) -> dict[str, str]:
         """Return the variables of the worker at `place`. `opened` is what `open` returned on node 0."""

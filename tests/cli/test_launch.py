@@ -546,6 +546,29 @@ print("total", total.item(), "node", os.environ["GROUP_RANK"], "attempt", os.env
     assert [line.partition("] ")[2] for line in logs] == [f"total 16.0 node {rank // 2} attempt 1" for rank in range(4)]
 
 
+def test_a_node_does_not_wait_for_ever_for_one_that_has_failed(start, tmp_path):
+    script = write(tmp_path, "import os, time\nif os.environ['GROUP_RANK'] == '0':\n    time.sleep(300)\nos._exit(1)\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "result.json").write_text('{"status": "running"}')
+    port = free_port()
+    nodes = []
+    for node in (1, 0):
+        command = light(
+            script, num_nodes=2, node_rank=node, master_port=port, start_timeout=30.0, max_restarts=0, timeout_s=1.0, resume=True,
+        )  # fmt: skip
+        file = script.with_suffix(f".{node}.json")
+        script.with_suffix(".json").rename(file)
+        nodes.append(start([sys.executable, command[0], str(file), command[2]], cwd=tmp_path))
+
+    failed, waiting = [node.finish(60) for node in nodes]
+
+    assert [failed.returncode, waiting.returncode] == [1, 1]
+    assert "error: rank" in failed.stderr and "exited with code 1" in failed.stderr, failed.output
+    text = "warning: node 1 has failed, and its screen and RUN/logs say why: the workers of this node get 1 s (timeout_s) to end"
+    assert text in waiting.stderr and "error: another node ended this run" in waiting.stderr, waiting.output
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+
+
 def test_the_death_of_the_agent_is_said(start, tmp_path):
     script = write(tmp_path, JOIN + READY + "time.sleep(300)\n")
     command = start_light(start, script)

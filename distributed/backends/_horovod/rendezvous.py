@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from distributed.errors import ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
-from distributed.launching.listening import is_own_peer, listen_at, loopback_interface
+from distributed.launching.listening import is_loopback, is_own_peer, listen_at, loopback_interface
+from distributed.launching.nodes import Node, are_one_machine
 
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 
@@ -61,6 +63,26 @@ class Rendezvous:
             server.server_close()
 
     @staticmethod
+    def check(nodes: Sequence[Node]) -> None:
+        """Refuse several machines of which one has a host name that does not lead to it.
+
+        HOROVOD_GLOO_IFACE is no remedy: Horovod (0.28.1) gives it to its first Gloo context only. Those of its process sets, the
+        global one too, listen at the address of the host name (GlooContext::InitializeForProcessSet in gloo_context.cc).
+        """
+        lost = [(rank, node) for rank, node in enumerate(nodes) if node.is_unreachable_by_name]
+        if not lost or are_one_machine(nodes):
+            return
+        which = ", ".join(
+            f"{node.name!r} resolves to {node.listens_at or 'none of its addresses'} on node {rank}"
+            for rank, node in lost
+        )
+        lines = ", ".join(f"'{_address(node)} {node.name}' on node {rank}" for rank, node in lost)
+        raise ResourceError(
+            "Horovod's workers listen at the address of the host name, where the other nodes cannot reach them:"
+            f" {which}. In /etc/hosts, replace the line of the host name by {lines}"
+        )
+
+    @staticmethod
     def environ(environment: WorkerEnvironment, opened: int) -> dict[str, str]:
         """Return the variables that `horovodrun --gloo` sets for its worker at `place`, for a server on the port
         `opened`."""
@@ -85,3 +107,8 @@ class Rendezvous:
         if interface:
             variables["HOROVOD_GLOO_IFACE"] = interface
         return {name: str(value) for name, value in variables.items()}
+
+
+def _address(node: Node) -> str:
+    """Return the address that belongs before the name of `node` in /etc/hosts, or the word for one that is not known."""
+    return "ADDRESS" if node.address is None or is_loopback(node.address) else node.address
