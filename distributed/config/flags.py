@@ -32,7 +32,7 @@ def flag_of(name: str) -> str:
 
 
 def as_flag(name: str, value: Any) -> str:
-    """Return the setting as a word for the command line. None leaves the value out."""
+    """Return the setting as on the command line, such as `--epochs 3`. With the value None only the flag is returned."""
     if name not in SETTINGS:
         return f"--set {name}={'VALUE' if value is None else in_words(value)}"
     if value is None:

@@ -156,17 +156,17 @@ class HorovodWorld(TorchWorld):
         Horovod."""
         if self._hvd.cross_size() == 1:
             return self._open_file_store()
-        opened, place = None, None
+        opened, address = None, None
         if self.context.is_main_process:
             host = os.uname().nodename
             listener = listen_at(host, 0)
-            place = (host, listener.getsockname()[1])
-            for text in store_warnings(*place):
+            address = (host, listener.getsockname()[1])
+            for text in store_warnings(*address):
                 warn(text)
             opened = dist.TCPStore(
-                *place, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach()
+                *address, None, True, timedelta(seconds=60), wait_for_workers=False, master_listen_fd=listener.detach()
             )
-        host, port = self.broadcast(place, 0)
+        host, port = self.broadcast(address, 0)
         return opened or dist.TCPStore(host, port, None, False, timedelta(seconds=60))
 
     def _open_file_store(self) -> Any:

@@ -101,7 +101,7 @@ class _Search:
         if left <= 0:
             return
         order = Order(plan, str(Path.cwd()), is_shared=plan.scheduler in SHARING)
-        with _own_generators(plan.seed), _without_warnings(), _said_shortly():
+        with _own_generators(plan.seed), _without_warnings(), _short_errors():
             tune.Tuner(
                 tune.with_resources(_trainable(order), tune.PlacementGroupFactory([dict(each) for each in plan.bundles])),
                 tune_config=tune.TuneConfig(
@@ -209,7 +209,7 @@ def _own_generators(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _said_shortly() -> Iterator[None]:
+def _short_errors() -> Iterator[None]:
     """Replace Ray's long report of a function that cannot be pickled by an error of one line."""
     try:
         yield
