@@ -12,9 +12,9 @@ DEMO_STAMP := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 HOROVOD_STAMP := $(VENV)/.horovod
 HOROVOD_WITH ?=
-# Three test processes, each of which runs whole files: most tests start workers and wait for them. tests/conftest.py says which
+# Four test processes, each of which runs whole files: most tests start workers and wait for them. tests/conftest.py says which
 # files come first.
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 25
+PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 25
 
 .PHONY: demo test test-full test-gpu check format bench screenshots docker-check release clean horovod
 .DEFAULT_GOAL := demo
