@@ -58,7 +58,7 @@ class EngineRendezvous(Protocol):
         """Raise ResourceError if the workers of `nodes` cannot reach each other. Called on every node of several with the same list."""
 
     def environ(self, environment: WorkerEnvironment, opened: Any) -> dict[str, str]:
-        """Return the variables of the worker at `place`. `opened` is what `open` returned on node 0."""
+        """Return the variables of the worker in `environment`. `opened` is what `open` returned on node 0."""
 
 
 def engine_rendezvous(name: str | None) -> EngineRendezvous | None:

@@ -84,7 +84,7 @@ class Rendezvous:
 
     @staticmethod
     def environ(environment: WorkerEnvironment, opened: int) -> dict[str, str]:
-        """Return the variables that `horovodrun --gloo` sets for its worker at `place`, for a server on the port
+        """Return the variables that `horovodrun --gloo` sets for its worker in `environment`, for a server on the port
         `opened`."""
         num_nodes = environment.world_size // environment.local_world_size
         variables = {
