@@ -11,11 +11,11 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import Started, clean_environment, needs_backend
+from tests.seeds import changes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -86,7 +86,16 @@ def test_every_sample_is_in_the_list_is_run_and_says_what_was_changed():
     assert files.keys() == listed == ran_here()
     for name, path in files.items():
         heads = [line for line in path.read_text().splitlines()[:2] if line.startswith(f'# {name[:3]}, "')]
-        assert len(heads) == 1 and re.search(r"(Changed: .+|Corrected: .+|Nothing is changed)\.$", heads[0]), name
+        assert len(heads) == 1 and re.search(
+            r"(Changed: .+|Corrected \(\d+ lines?\): .+|Nothing is changed)\.$", heads[0]
+        ), name
+
+
+@pytest.mark.skipif(not changes.DOCUMENTS.is_dir(), reason="the documents are not beside the checkout")
+def test_a_sample_differs_from_its_document_only_as_it_says():
+    compared = {" ".join(samples): changes.unlisted(*row, samples) for *row, samples in changes.rows()}
+
+    assert {name: lines for name, (lines, number) in compared.items() if len(lines) != number} == {}
 
 
 def test_the_list_names_every_sample_once_and_only_tests_that_exist():
@@ -210,8 +219,9 @@ def test_a_script_that_joins_the_others_also_runs_alone(shell):
 
     assert done.returncode == 0, done.output
     assert (
-        "World size: 1, Rank: 0\nAll-reduce result: tensor([1., 2., 3.])\nSampler generated 100 indices" in done.stdout
-    )
+        "World size: 1, Rank: 0\nAll-reduce result: tensor([1., 2., 3.])\nSampler generated 100 indices\n"
+        "✅ Basic functionality working\n"
+    ) in done.stdout
 
 
 def test_scripts_are_launched_from_python(start, tmp_path):
@@ -220,7 +230,7 @@ def test_scripts_are_launched_from_python(start, tmp_path):
     assert done.returncode == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
     for document in ("000", "001"):
-        arguments = ["--model", "transformer", "--batch_size", "32"]  # in 001 it is the number 32
+        arguments = ["--model", "transformer", "--batch_size", "32"]
         assert found[f"{document}/launch_training.py"]["seen"] == [repr((arguments, "2"))] * 2
         launcher = found[f"{document}/launcher.py"]
         assert launcher == {"seen": [repr((["--epochs", "100"], "2"))] * 2, "exit_code": 0}
@@ -251,18 +261,22 @@ def test_a_crashed_run_of_the_same_checkpoint_directory_goes_on(start, tmp_path)
 GPT = {"char_gpt.py": ROOT / "examples" / "char_gpt.py"}
 
 
-def result_of(directory: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((directory / "run" / "result.json").read_text())
-    assert (result["status"], result["world_size"], result["steps"]) == ("finished", 2, 4)
-    return result
+def runs_of(directory: Path) -> list[Path]:
+    """The run directories of a shell sample in the order of its commands; each run is finished."""
+    runs = sorted((directory / "runs").iterdir())  # their names have the time
+    for run_dir in runs:
+        result = json.loads((run_dir / "result.json").read_text())
+        assert (result["status"], result["world_size"], result["steps"]) == ("finished", 2, 4)
+    return runs
 
 
 def test_world_size_alone_starts_that_many_processes(shell, tmp_path):
     done = shell("003/single_node.sh", GPT)
 
     assert done.returncode == 0, done.output
-    assert "world_size is read as nproc_per_node" in done.stdout and "2 processes" in done.stdout
-    result_of(tmp_path)
+    assert done.stdout.count("world_size is read as nproc_per_node") == done.stdout.count("2 processes, ") == 2
+    smaller, larger = ((run_dir / "config.yaml").read_text() for run_dir in runs_of(tmp_path))
+    assert "'32'\n- --attention-heads" in smaller and "'64'\n- --attention-heads" in larger
 
 
 def test_world_size_with_a_rank_is_one_process_of_several_commands(start, tmp_path):
@@ -275,15 +289,17 @@ def test_world_size_with_a_rank_is_one_process_of_several_commands(start, tmp_pa
 
     assert [each.returncode for each in done] == [0, 0], done[0].output + done[1].output
     assert "2 processes on cpu" in done[0].stdout and done[1].stdout == ""  # it has its log
-    result_of(tmp_path)
+    assert len(runs_of(tmp_path)) == 1
 
 
-def test_gradient_checkpointing_by_the_flag_of_003(shell, tmp_path):
+def test_gradient_checkpointing_and_mixed_precision_by_the_flags_of_003(shell, tmp_path):
     done = shell("003/memory.sh", GPT)
 
     assert done.returncode == 0, done.output
-    assert "activation checkpointing on 2 blocks" in done.stdout
-    result_of(tmp_path)
+    assert re.findall("activation checkpointing on 2 blocks|mixed precision bf16", done.stdout) == [
+        "activation checkpointing on 2 blocks", "mixed precision bf16",
+    ]  # fmt: skip
+    assert len(runs_of(tmp_path)) == 2
 
 
 def test_the_other_flags_of_003(shell, tmp_path):
@@ -291,8 +307,8 @@ def test_the_other_flags_of_003(shell, tmp_path):
 
     assert done.returncode == 0, done.output
     assert "mixed precision bf16" in done.stdout
-    result_of(tmp_path)
-    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    (run_dir,) = runs_of(tmp_path)
+    saved = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
     assert saved == ["step-00000002", "step-00000004"]
 
 

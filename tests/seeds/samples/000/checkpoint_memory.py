@@ -1,4 +1,4 @@
-# 000, "Memory Optimization". Changed: import. Corrected: no memory_pool_scope(), which refuses, as torch pools its memory.
+# 000, "Memory Optimization". Changed: import. Corrected (9 lines): no memory_pool_scope(), which refuses, as torch pools its memory.
 from distributed import gradient_checkpointing
 
 # Enable gradient checkpointing for memory efficiency

@@ -1,4 +1,4 @@
-# 000, "Single-Node Multi-GPU Training". Changed: import; 2 processes, gloo. Corrected: positional arguments stand before keywords.
+# 000, "Single-Node Multi-GPU Training". Changed: import; 2 processes, gloo. Corrected (4 lines): positional arguments stand before keywords.
 from distributed import launch_distributed_training
 
 # Launch programmatically

@@ -1,4 +1,4 @@
-# 000, "Monitoring and Logging". Changed: the logger. Corrected: a record factory that knows the rank.
+# 000, "Monitoring and Logging". Changed: the logger. Corrected (6 lines): a record factory that knows the rank.
 # Enable comprehensive logging
 import logging
 

@@ -1,4 +1,4 @@
-# 001, "Single-Node Multi-Process Training". Changed: import; 2 processes; the batch size is a number. Corrected: positional arguments stand before keywords.
+# 001, "Single-Node Multi-Process Training". Changed: import; 2 processes. Corrected (6 lines): positional arguments stand before keywords.
 from distributed import launch_distributed_training
 
 # Launch programmatically
@@ -6,7 +6,7 @@ launch_distributed_training(
     "train.py",
     # Script arguments
     "--model", "transformer",
-    "--batch_size", 32,
+    "--batch_size", "32",
     nproc_per_node=2,    # 2 processes
     nnodes=1,            # Single node
     backend="gloo",     # CPU backend

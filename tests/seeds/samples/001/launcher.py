@@ -3,8 +3,8 @@ from distributed import LaunchConfig, DistributedLauncher
 
 # Configure basic launcher
 config = LaunchConfig(
-    nproc_per_node=2,
-    backend="gloo",        # Number of processes
+    nproc_per_node=2,      # Number of processes
+    backend="gloo",
     nnodes=1,              # Single node recommended
     max_restarts=0,        # Restart feature not implemented
     monitor_interval=1.0,  # Basic monitoring only

@@ -26,7 +26,7 @@ def test_basic_functionality():
     indices = list(sampler)
     print(f"Sampler generated {len(indices)} indices")
 
-    print(" Basic functionality working")
+    print("✅ Basic functionality working")
 
 if __name__ == "__main__":
     test_basic_functionality()

@@ -7,8 +7,8 @@ from distributed import PyTorchDDPTrainer
 trainer = PyTorchDDPTrainer(
     model=model,
     batch_size=8,
-    gradient_accumulation_steps=8,  # 64  8 = 512
+    gradient_accumulation_steps=8,  # 64 × 8 = 512
     nproc_per_node=2
 )
 
-# Effective batch = 64  8  4 = 2048
+# Effective batch = 64 × 8 × 4 = 2048

@@ -1,4 +1,4 @@
-# 002, "PyTorch DDP". Changed: 2 processes on CPUs instead of 8 GPUs, layers, batch, epochs.
+# 002, "PyTorch DDP". Changed: 2 processes on CPUs instead of 8 GPUs, layers, batch, epochs, rate.
 from distributed import PyTorchDDPTrainer
 import torch
 import torch.nn as nn

@@ -1,7 +1,7 @@
 # 002, "Learning Rate Scaling". Changed: import; 2 processes on CPUs instead of 8 GPUs.
 from distributed import PyTorchDDPTrainer
 
-# Rule of thumb: lr_new = lr_base  sqrt(batch_size_new / batch_size_base)
+# Rule of thumb: lr_new = lr_base × sqrt(batch_size_new / batch_size_base)
 
 base_lr = 0.001
 base_batch = 32

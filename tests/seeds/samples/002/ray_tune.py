@@ -1,4 +1,4 @@
-# 002, "Ray Train". Changed: 2 trials of small sizes on CPUs. Corrected: tune.run is told the metric, without which it has no best_config.
+# 002, "Ray Train". Changed: 2 trials of small sizes on CPUs. Corrected (2 lines): tune.run is told the metric, without which it has no best_config.
 from distributed import RayTrainer
 from ray import tune
 

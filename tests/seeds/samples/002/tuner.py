@@ -4,7 +4,7 @@ from distributed import DistributedTuner
 tuner = DistributedTuner(
     train_fn=train_function,
     search_space=search_space,
-    num_gpus=0,
+    num_gpus=0,  # Run 32 trials in parallel!
     trials_per_gpu=1
 )
 

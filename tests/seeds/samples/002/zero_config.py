@@ -1,4 +1,4 @@
-# 002, "ZeRO Optimization". Changed: import. Corrected: DeepSpeedConfig takes a dict, which also says the batch.
+# 002, "ZeRO Optimization". Changed: import. Corrected (7 lines): DeepSpeedConfig takes a dict, which also says the batch.
 from deepspeed import DeepSpeedConfig
 
 from distributed import PyTorchDDPTrainer

@@ -1,4 +1,4 @@
-# 003, "Performance Metrics". Changed: imports. Corrected: the losses are gathered, by all ranks, where one value was repeated.
+# 003, "Performance Metrics". Changed: imports. Corrected (4 lines): the losses are gathered, by all ranks, where one value was repeated.
 import torch
 import torch.distributed as dist
 

@@ -1,6 +1,5 @@
-# 003, "Performance Debugging". Changed: Corrected: prof.step() for each batch, without which the schedule stays in its first wait.
+# 003, "Performance Debugging". Corrected (1 line): prof.step() for each batch, without which the schedule stays in its first wait.
 # Profile distributed training
-import torch
 import torch.profiler
 
 with torch.profiler.profile(

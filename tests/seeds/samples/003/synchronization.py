@@ -1,4 +1,4 @@
-# 003, "Synchronization". Changed: import. Corrected: all_gather takes the list first.
+# 003, "Synchronization". Changed: import. Corrected (2 lines): all_gather takes the list first.
 import torch
 # Custom synchronization points
 import torch.distributed as dist
@@ -16,4 +16,3 @@ def custom_synchronization():
     local_metrics = get_local_metrics()
     all_metrics = [torch.zeros_like(local_metrics) for _ in range(dist.get_world_size())]
     dist.all_gather(all_metrics, local_metrics)
-    return global_loss, all_metrics

@@ -1,4 +1,4 @@
-# 004, "Horovod". Changed: imports; the CPU, epochs.
+# 004, "Horovod". Changed: imports; the CPU.
 import horovod.torch as hvd
 import torch
 from torch.nn import functional as F

@@ -18,7 +18,7 @@ def setup(rank, world_size):
 
     # Initialize process group
     dist.init_process_group(
-        backend='gloo',
+        backend='gloo',  # or 'gloo' for CPU
         rank=rank,
         world_size=world_size
     )
