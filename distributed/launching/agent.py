@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import logging
@@ -30,7 +29,7 @@ from distributed.launching.epochs import Epochs, write_row
 from distributed.launching.listening import loopback_environ
 from distributed.launching.nodes import Node, gloo_environ, this_node
 from distributed.launching.output import WorkerOutput, display_of
-from distributed.launching.rendezvous import StoreLostError, engine_rendezvous, rendezvous_of
+from distributed.launching.rendezvous import StoreLostError, engine_rendezvous, foreign_content, rendezvous_of
 from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import messages
 from distributed.launching.verdicts import Verdict, Verdicts
@@ -87,12 +86,18 @@ class ForkAgent(SimpleElasticAgent):
         return [Worker(i, node * local + i, node * local + i, world_size, world_size) for i in range(local)]
 
     def _learn_nodes(self, store: Any) -> list[Node]:
-        """Return what each node says of its addresses. Every node must call it."""
+        """Return what each node says of its addresses. Every node must call it.
+
+        Raises RendezvousStateError if what stands in the store has another form.
+        """
         if self._request.num_nodes == 1:
             return []
-        own = dataclasses.asdict(this_node(self._request.master_addr))
-        store.set(f"node/{self._request.node_rank}", json.dumps(own))
-        return [Node(**json.loads(store.get(f"node/{rank}"))) for rank in range(self._request.num_nodes)]
+        store.set(f"node/{self._request.node_rank}", this_node(self._request.master_addr).to_json())
+        contents = [store.get(f"node/{rank}") for rank in range(self._request.num_nodes)]
+        try:
+            return [Node.from_json(content) for content in contents]
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise foreign_content() from None
 
     def _check_nodes(self, store: Any) -> None:
         """Raise ResourceError on every node if the engine's workers on them could not reach each other."""

@@ -10,6 +10,7 @@ import array
 import contextlib
 import dataclasses
 import fcntl
+import json
 import os
 import socket
 import struct
@@ -25,11 +26,23 @@ _MAX_ENTRIES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """What a node tells the others about its addresses. JSON-able."""
+    """What a node tells the others about its addresses."""
 
     name: str  # its host name
     listens_at: str | None  # the address that the host name resolves to on the node itself; None if it resolves to none
     address: str | None  # its address on the route to `master_addr`; None if there is no route
+
+    def to_json(self) -> str:
+        """Return one JSON object."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Node:
+        """Return the node that `to_json` wrote. Raises ValueError, TypeError, AttributeError or RecursionError for anything else."""
+        name, listens_at, address = (json.loads(content).get(field) for field in ("name", "listens_at", "address"))
+        if not all(isinstance(each, str | None) for each in (listens_at, address)):
+            raise TypeError("an address is a text")
+        return cls(str(name), listens_at, address)
 
     @property
     def is_unreachable_by_name(self) -> bool:

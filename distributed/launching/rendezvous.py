@@ -193,10 +193,15 @@ def state_from_json(content: bytes) -> _RendezvousState:
         state.redundancy_list = {_node(*node) for node in found["redundancy_list"]}
         state.last_heartbeats = {_node(*node): _moment(text) for *node, text in found["last_heartbeats"]}
     except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise RendezvousStateError(
-            "the nodes' store holds what no node of this run wrote: somebody else wrote to the store"
-        ) from None
+        raise foreign_content() from None
     return state
+
+
+def foreign_content() -> RendezvousStateError:
+    """Return the error for content of the nodes' store that has another form than what the nodes write."""
+    return RendezvousStateError(
+        "the nodes' store holds what no node of this run wrote: somebody else wrote to the store"
+    )
 
 
 def _triple(node: _NodeDesc) -> tuple[str, int, int]:

@@ -104,3 +104,16 @@ def test_horovod_refuses_nodes_whose_names_do_not_lead_to_them() -> None:
         ResourceError, match=r"none of its addresses on node 0, .* on node 1. .* by 'ADDRESS node0' on node 0, "
     ):
         Rendezvous.check([Node("node0", None, "127.0.1.1"), SECOND])
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"null", b"[]", b"{", b"[" * 100_000, b'{"address": 1}', b'{"listens_at": ["a"]}', b"\xff"]
+)
+def test_what_is_not_a_node_is_refused(content):
+    with pytest.raises((ValueError, TypeError, AttributeError, RecursionError)):
+        Node.from_json(content)
+
+
+def test_a_node_is_read_as_it_was_written():
+    for node in (Node("a", None, None), Node("b", "127.0.1.1", "10.0.0.2")):
+        assert Node.from_json(node.to_json().encode()) == node
