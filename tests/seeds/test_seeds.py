@@ -316,13 +316,15 @@ def test_the_other_flags_of_003(shell, tmp_path):
 
 
 def test_processes_that_torch_spawns_train(start, tmp_path):
-    """004/spawn_ddp.py: it has nothing of ours."""
+    """004/spawn_ddp.py: it has nothing of ours. It destroys the process group before its DDP wrapper; torch 2.13 then aborts one of
+    its processes in some runs (4 of 16, idle machine), after all is done."""
     for name, script in (("train.py", SAMPLES / "004/spawn_ddp.py"), ("names.py", HERE / "names.py")):
         shutil.copy(script, tmp_path / name)
 
     done = start([sys.executable, "train.py"], tmp_path, environment()).finish(120)
 
-    assert done.returncode == 0, done.output
+    aborted = "terminate called without an active exception" in done.stderr and "with signal SIGABRT" in done.stderr
+    assert done.returncode == (1 if aborted else 0), done.output
     losses = [float(loss) for loss in re.findall(r"^Epoch \d+, Loss: ([\d.]+)$", done.stdout, re.M)]
     assert len(losses) == 10 and losses[-1] < losses[0]
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint_epoch_4.pt", "checkpoint_epoch_9.pt"]
