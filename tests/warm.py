@@ -1,6 +1,6 @@
 """A process that has imported torch and forks commands: a command starts two CPU seconds earlier in it.
 
-Each test process starts one at its first use, see `spawn`. A command that could notice the difference is not run in it, see
+Each test process starts one at its first use, see `server`. A command that could notice the difference is not run in it, see
 `can_run`: imports of torch read environment variables, and a test that limits CPU time measures the imports too.
 """
 
@@ -102,7 +102,6 @@ class Server:
     """The process that forks, seen from the test process."""
 
     def __init__(self, mark: str) -> None:
-        self._mark = mark
         self._channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = subprocess.Popen(
@@ -173,12 +172,16 @@ def _serve(channel: socket.socket) -> dict[str, Any] | None:
                 data = channel.recv(_MESSAGE_BYTES)
                 if not data:
                     return None
+                is_ready, ready = os.pipe()
                 pid = os.fork()
                 if pid == 0:
-                    for fd in [each.fd for each in selector.get_map().values()]:
+                    for fd in [is_ready, *(each.fd for each in selector.get_map().values())]:
                         os.close(fd)
                     channel.detach()
-                    return json.loads(data)
+                    return {**json.loads(data), "ready": ready}
+                os.close(ready)
+                os.read(is_ready, 1)  # until the process has its mark
+                os.close(is_ready)
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
                 _say(channel, {"pid": pid})
 
@@ -206,6 +209,7 @@ def _become(request: dict[str, Any], mark: str) -> None:
         opened = os.open(name, flags | (os.O_APPEND if fd else 0))
         os.dup2(opened, fd)
         os.close(opened)
+    os.close(request["ready"])
 
 
 def _run(argv: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from tests.conformance import test_whole_model
-from tests.conftest import needs_backend
+from tests.conftest import marked, needs_backend, poll
 
 SLEEP = "import time; time.sleep(100)"
 
@@ -73,3 +74,55 @@ def test_a_case_whose_library_is_missing_is_a_skip_that_says_so(monkeypatch):
     monkeypatch.setenv("REQUIRE_BACKENDS", case[0])
     with pytest.raises(pytest.fail.Exception, match=r"needs peft, .* and REQUIRE_BACKENDS names it"):
         test_whole_model.test_a_saved_model_is_the_checkpoint_bit_for_bit(None, *case)
+
+
+FORKED = """
+import json, os, subprocess, sys
+print(json.dumps([sys.argv, os.getcwd(), os.environ["KEY"], __name__, __file__, "torch" in sys.modules]))
+sys.stderr.write("to stderr")
+if "child" in sys.argv:
+    subprocess.Popen(["sleep", "60"], start_new_session=True)
+sys.exit(3)
+"""
+
+
+def test_a_forked_command_is_like_one_from_nothing(start, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FORKED)
+    argv = [sys.executable, "script.py", "a b"]
+    forked, fresh = (start(argv, cwd=tmp_path, env={"KEY": "value"}, fresh=fresh) for fresh in (False, True))
+    assert marked(forked.mark) and forked.mark != fresh.mark
+
+    one, other = forked.finish(60), fresh.finish(60)
+
+    assert one.is_forked and not other.is_forked
+    assert (one.returncode, one.stderr) == (other.returncode, other.stderr) == (3, "to stderr")
+    *facts, has_torch = json.loads(one.stdout)
+    assert (
+        facts
+        == json.loads(other.stdout)[:-1]
+        == [["script.py", "a b"], str(tmp_path), "value", "__main__", str(script)]
+    )
+    assert has_torch and not json.loads(other.stdout)[-1]
+    with pytest.raises(AssertionError, match="run it with fresh=True"):
+        one.within(60)
+
+
+def test_what_a_forked_command_leaves_behind_is_found(start, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FORKED)
+    command = start([sys.executable, "script.py", "child"], cwd=tmp_path, env={"KEY": "value"}, fresh=False)
+    with pytest.raises(pytest.fail.Exception, match=r"left processes .*sleep 60"):
+        command.finish(60, grace=0.5)
+    poll(lambda: not command.alive(), 5, lambda: "not killed")
+
+
+def test_a_command_that_could_notice_is_not_forked(start, tmp_path):
+    (tmp_path / "script.py").write_text("")
+    for argv, env in (
+        (["-c", "pass"], {}),
+        (["script.py"], {"OMP_NUM_THREADS": "2"}),
+        (["script.py"], {"TORCH_LOGS": "all"}),
+    ):
+        command = start([sys.executable, *argv], cwd=tmp_path, env=env, fresh=False)
+        assert not command.finish(60).is_forked
