@@ -28,20 +28,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # What a Python process or an import of torch reads once.
 _READ_AT_START = (
-    "PYTHON",
-    "LD_",
-    "OMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "TORCH",
-    "PYTORCH",
-    "KINETO",
-    "GLOG",
-    "CUDA",
-    "GLOO",
-    "NCCL",
-    "TF_",
-)
+    "PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "KINETO", "GLOG", "CUDA", "GLOO", "NCCL", "TF_",
+)  # fmt: skip
 _MODULES = (
     "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch.distributed.fsdp",
     "torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.rendezvous.dynamic_rendezvous",

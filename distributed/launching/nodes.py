@@ -26,7 +26,7 @@ _MAX_ENTRIES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """What a node tells the others about its addresses."""
+    """Addresses of a node, as it tells them to the others."""
 
     name: str  # its host name
     listens_at: str | None  # the address that the host name resolves to on the node itself; None if it resolves to none
@@ -46,7 +46,7 @@ class Node:
 
     @property
     def is_unreachable_by_name(self) -> bool:
-        """Whether what listens at the address of the host name is reached from this node only."""
+        """True if what listens at the address of the host name is reached from this node only."""
         return self.listens_at is None or is_loopback(self.listens_at)
 
 

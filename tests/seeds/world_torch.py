@@ -69,7 +69,7 @@ def checkpoint() -> None:
     lines = Lines()
 
     def save(failing: int | None) -> bool:
-        """Whether the ranks reach the barrier when the save of rank `failing` fails."""
+        """Return whether the ranks reach the barrier when the save of rank `failing` fails."""
 
         def save_checkpoint() -> None:
             if get_rank() == failing:

@@ -1,4 +1,4 @@
-"""What cannot be cut is said by name before anything is cut, and parameters are cut along the data axis."""
+"""Parameters are cut along the data axis, and those that cannot be cut are named before anything is cut."""
 
 from __future__ import annotations
 

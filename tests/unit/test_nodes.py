@@ -1,4 +1,4 @@
-"""Where the workers of several nodes listen: the interface that leads to the others, if the host name does not lead there."""
+"""Workers of several nodes listen at the interface that leads to the others, if the host name does not lead there."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def listener(monkeypatch):
 
 
 def serve(listener, until, limit_s=10.0):
-    """What the server's thread does, until `until()`."""
+    """Run the work of the server's thread until `until()` is true."""
     deadline = time.monotonic() + limit_s
     while not until() and time.monotonic() < deadline:
         for key, _ in listener._selector.select(min(0.1, listener.patience_s or 0.1)):
