@@ -62,7 +62,7 @@ def serve(request: LaunchRequest) -> int:
         server, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         agent = fork(lambda: _agent(request, run, side, server, signals))
         side.close()
-        _import_for_workers(request, signals)
+        _import_for_workers(request, signals, agent)
         gc.freeze()
         return ForkServer(request, server, agent, signals).serve()
 
@@ -84,9 +84,9 @@ def _show_start(request: LaunchRequest) -> None:
         display.handle({"kind": "warning", "text": text})
 
 
-def _import_for_workers(request: LaunchRequest, signals: Signals) -> None:
-    """Import what all workers need, until a signal arrives."""
-    watch = _Watch(signals)
+def _import_for_workers(request: LaunchRequest, signals: Signals, agent: int) -> None:
+    """Import what all workers need, until a stop signal arrives or the agent ends."""
+    watch = _Watch(signals, agent)
     sys.meta_path.insert(0, watch)
     try:
         for name in request.preload:
@@ -97,6 +97,7 @@ def _import_for_workers(request: LaunchRequest, signals: Signals) -> None:
         pass
     finally:
         sys.meta_path.remove(watch)
+        signals.unread(watch.taken)
 
 
 class _Stopped(BaseException):
@@ -104,15 +105,19 @@ class _Stopped(BaseException):
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Raise `_Stopped` at the next import when a signal is waiting: a stop, or the end of the agent. The imports take
-    seconds, and nobody needs them any more."""
+    """Raise `_Stopped` at the next import after a stop signal or the end of the agent. The imports take seconds, and nobody needs
+    them any more. Libraries that are imported may run programs, whose ends are signals too."""
 
-    def __init__(self, signals: Signals) -> None:
-        self._signals = signals
+    def __init__(self, signals: Signals, agent: int) -> None:
+        self._signals, self._agent = signals, agent
+        self.taken: list[int] = []  # signals until now
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        if self._signals.are_waiting():
-            raise _Stopped
+        if new := self._signals.read():
+            self.taken += new
+            is_stop = any(number in STOP_SIGNALS for number in new)
+            if is_stop or os.waitid(os.P_PID, self._agent, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                raise _Stopped
 
 
 def _agent(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import time
+from collections.abc import Sequence
 from types import FrameType
 
 from distributed.runs.processes import STOP_SIGNALS, heeded_signals
@@ -42,9 +42,9 @@ class Signals:
         except BlockingIOError:
             return []
 
-    def are_waiting(self) -> bool:
-        """Return whether `read` would return any."""
-        return bool(select.select([self._read], [], [], 0)[0])
+    def unread(self, numbers: Sequence[int]) -> None:
+        """Let the next call of `read` return these."""
+        os.write(self._write, bytes(numbers))
 
     def restore(self) -> None:
         """Restore the handlers of a fresh interpreter, in a forked worker."""
