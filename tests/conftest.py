@@ -5,6 +5,9 @@ run_python(args, timeout=120, cwd=None, env=None)  run `python ARGS` in the same
 run_cli_once(...)                                  run_cli for fixtures of a whole module
 start(argv, cwd=None, env=None)                    a Started: .wait_for(text), .signal(n), .finish(timeout), .alive()
 
+A command is forked from a process that has imported torch where that makes no difference (tests/warm.py). `fresh=True` starts it
+from nothing.
+
 Each fixture fails the test when the time is up, after killing all processes, and when a finished command leaves a
 process behind. Descendants are found by an environment variable, even if they made a session of their own.
 """
@@ -98,16 +101,17 @@ class Started:
     """A running command. Its output goes to files, so that nothing blocks on a full pipe."""
 
     def __init__(
-        self, argv: Sequence[str], directory: Path, cwd: Path | None, env: dict[str, str], fresh: bool = True
+        self, argv: Sequence[str], directory: Path, cwd: Path | None, env: dict[str, str], fresh: bool = False
     ) -> None:
         """Start `argv`. Unless `fresh`, a process that has imported torch is forked if that makes no other difference."""
         self.mark = uuid.uuid4().hex
         self._files = [directory / f"{self.mark}.{name}" for name in ("out", "err")]
         self._began, self._cpu_began_s = time.monotonic(), _children_cpu_s()
-        self.is_forked = not fresh and warm.can_run(argv, env)
+        kind = None if fresh else warm.kind_for(argv, env)
+        self.is_forked = kind is not None
         with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
-            if self.is_forked:
-                self.process: Any = warm.server(MARK).spawn(argv, cwd, {**env, MARK: self.mark}, *self._files)
+            if kind is not None:
+                self.process: Any = warm.server(MARK, kind).spawn(argv, cwd, {**env, MARK: self.mark}, *self._files)
                 return
             self.process = subprocess.Popen(
                 argv, cwd=cwd, env={**env, MARK: self.mark}, stdin=subprocess.DEVNULL,
@@ -276,7 +280,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., St
     running: list[Started] = []
 
     def begin(
-        argv: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None, fresh: bool = True
+        argv: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None, fresh: bool = False
     ) -> Started:
         running.append(Started(list(map(str, argv)), directory, cwd, clean_environment(**(env or {})), fresh))
         return running[-1]
@@ -290,7 +294,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., St
 def run_python(start: Callable[..., Started]) -> Callable[..., Finished]:
     """Run `python ARGS` until it ends (see the top of this file)."""
 
-    def run(args: Sequence[str], timeout: float = 120, fresh: bool = True, **where: Any) -> Finished:
+    def run(args: Sequence[str], timeout: float = 120, fresh: bool = False, **where: Any) -> Finished:
         return start([sys.executable, *args], fresh=fresh, **where).finish(timeout)
 
     return run

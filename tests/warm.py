@@ -1,7 +1,8 @@
-"""A process that has imported torch and forks commands: a command starts two CPU seconds earlier in it.
+"""Processes that have imported torch, and one of TensorFlow and DeepSpeed too, and fork commands: those start two to five CPU
+seconds earlier.
 
-Each test process starts one at its first use, see `server`. A command that could notice the difference is not run in it, see
-`can_run`: imports of torch read environment variables, and a test that limits CPU time measures the imports too.
+Each test process starts one of each kind at its first use, see `server`. A command that could notice the difference is not run in
+it, see `kind_for`: imports read environment variables, and a test that limits CPU time measures the imports too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import importlib.machinery
 import json
 import os
+import pkgutil
 import runpy
 import selectors
 import signal
@@ -33,22 +35,29 @@ _READ_AT_START = (
 _MODULES = (
     "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch.distributed.fsdp",
     "torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+    "sklearn.datasets", "torchmetrics",
 )  # fmt: skip
+# Backend of a command -> what its library reads too, and what it reads later only.
+_SLOW = {"tensorflow": (("KERAS",), {"TF_CONFIG"}), "deepspeed": (("DS_",), set())}
+_LAUNCH = str(
+    ROOT / "distributed" / "launching" / "main.py"
+)  # it ends if its parent is not the process that it is told
 _MESSAGE_BYTES = 1 << 20
 
 
-def can_run(argv: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Return whether the command is `python -m distributed.cli train` or `python SCRIPT`, and runs in the same way here."""
+def kind_for(argv: Sequence[str], env: Mapping[str, str]) -> str | None:
+    """Return the kind of server that can run a command: `python -m distributed.cli train` or `python SCRIPT`. None if none can."""
     mine = _environ()
-    names = {name for name in {*env, *mine} if name.startswith(_READ_AT_START) and env.get(name) != mine.get(name)}
-    is_script = argv[0] == sys.executable and len(argv) > 1 and argv[1].endswith(".py")
-    is_train = is_script or list(argv[:4]) == [sys.executable, "-m", "distributed.cli", "train"]
-    return (
-        is_train
-        and not names - {"OMP_NUM_THREADS"}
-        and env.get("OMP_NUM_THREADS", "1") == "1"
-        and "profile" not in " ".join(argv)
-    )
+    is_script = argv[0] == sys.executable and len(argv) > 1 and argv[1].endswith(".py") and argv[1] != _LAUNCH
+    is_train = list(argv[:4]) == [sys.executable, "-m", "distributed.cli", "train"]
+    if not (is_script or is_train) or env.get("OMP_NUM_THREADS", "1") != "1" or "profile" in " ".join(argv):
+        return None
+    slow = [name for name in _SLOW if is_train and f"--backend {name}" in " ".join(argv)]
+    read, later = _SLOW[slow[0]] if slow else ((), set())
+    differ = {
+        name for name in {*env, *mine} if name.startswith((*_READ_AT_START, *read)) and env.get(name) != mine.get(name)
+    }
+    return None if differ - {"OMP_NUM_THREADS"} - later else [*slow, "torch"][0]
 
 
 def _environ() -> dict[str, str]:
@@ -89,11 +98,11 @@ class Command:
 class Server:
     """The process that forks, seen from the test process."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, kind: str) -> None:
         self._channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(other.fileno()), mark], pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL,
+                [sys.executable, __file__, str(other.fileno()), mark, kind], pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, env={**_environ(), mark: "0" * 32}, cwd=ROOT, start_new_session=True,
             )  # fmt: skip
         self._commands: dict[int, Command] = {}
@@ -136,12 +145,27 @@ class Server:
 
 
 @functools.cache
-def server(mark: str) -> Server:
-    """Return this test process's server. `mark` names the environment variable that marks a command and its descendants."""
-    return Server(mark)
+def server(mark: str, kind: str) -> Server:
+    """Return this test process's server of `kind`, "torch" or a key of `_SLOW`.
+
+    `mark` names the environment variable that marks a command and its descendants.
+    """
+    return Server(mark, kind)
 
 
 # ------------------------------------------------------------------ in the process that forks
+
+
+def _import(kind: str) -> None:
+    """Import what commands of this kind need."""
+    for name in _MODULES if kind != "tensorflow" else ["torch"]:
+        importlib.import_module(name)
+    if kind != "torch":
+        from distributed.config.registry import REGISTRY
+        from distributed.launching.request import LaunchRequest
+
+        row = REGISTRY[kind]
+        pkgutil.resolve_name(row.warm_up)(LaunchRequest("run", device="cpu", environ=row.environ))
 
 
 def _serve(channel: socket.socket) -> dict[str, Any] | None:
@@ -217,8 +241,7 @@ def _run(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
-    for _name in _MODULES:
-        __import__(_name)
+    _import(sys.argv[3])
     _request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _request is not None:
         _become(_request, sys.argv[2])

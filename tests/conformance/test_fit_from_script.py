@@ -209,7 +209,7 @@ def test_the_exception_has_the_class_and_message_of_the_workers(run_python, tmp_
 def test_a_refusal_is_raised_before_anything_starts(run_python, tmp_path):
     (tmp_path / "runs").write_text("in the way")
 
-    done = run_python([write(tmp_path)], cwd=tmp_path)
+    done = run_python([write(tmp_path)], fresh=True, cwd=tmp_path)
 
     assert done.returncode == 1 and done.within(10)
     assert done.stderr.splitlines()[-1].startswith("distributed.errors.ConfigError: run directory 'runs")

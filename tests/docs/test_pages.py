@@ -53,7 +53,7 @@ COMMANDS = [
 def test_python_sample_runs(page, code, run_python, tmp_path):
     needed(page)
     (tmp_path / "sample.py").write_text(code)
-    done = run_python(["sample.py"], timeout=120, fresh=False, cwd=tmp_path)
+    done = run_python(["sample.py"], timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.output
 
 

@@ -117,6 +117,15 @@ def test_what_a_forked_command_leaves_behind_is_found(start, tmp_path):
     poll(lambda: not command.alive(), 5, lambda: "not killed")
 
 
+def test_a_command_on_tensorflow_is_forked_from_a_process_that_has_imported_it(run_cli, tmp_path):
+    needs_backend("tensorflow")
+    script = tmp_path / "script.py"
+    script.write_text("import tensorflow")
+    done = run_cli(["train", "--script", script, "--backend", "tensorflow", "--run-dir", tmp_path / "run"])
+    assert done.returncode == 0 and done.is_forked, done.output
+    assert done.cpu_s < 3, done.output  # the import takes more
+
+
 def test_a_command_that_could_notice_is_not_forked(start, tmp_path):
     (tmp_path / "script.py").write_text("")
     for argv, env in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import warnings
@@ -26,6 +27,8 @@ def warm_up(request: LaunchRequest) -> None:
     if request.device == "cpu":
         with contextlib.suppress(Exception):  # a worker gets the same error and reports it with its rank
             prepare(request.device)
+            # Its first engine would import it, and with it torch's compiler, in more than a second (DeepSpeed 0.19).
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def prepare(device: str) -> Any:
