@@ -8,7 +8,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,9 @@ def start(
         DistributedError: before anything starts.
     """
     this = None if rank is None else _this_worker(overrides, world_size, rank)
-    overrides = _without_address(overrides) if this is not None else _without_stale_rank(overrides, world_size)
-    overrides = _with_processes(overrides, world_size)
-    merged = merge(overrides, {})
+    if this is not None:
+        overrides = _without_address(overrides)
+    overrides, merged = _merged(overrides, world_size, is_starting=this is None)
     asked = _asked_processes(merged.config)
     environment = this or worker_environment(nproc_per_node=asked, num_nodes=merged.config.num_nodes)
     if environment is not None and not dry_run:
@@ -109,8 +109,7 @@ def launch_request(overrides: Overrides, run_dir: str | None) -> LaunchRequest:
 
     Raises DistributedError as it does.
     """
-    overrides = _with_processes(overrides)
-    merged = merge(overrides, {})
+    overrides, merged = _merged(overrides)
     _, request = _checked_request(overrides, merged, plan_processes(merged.config), run_dir, False)
     _check_port(merged.config)
     return request
@@ -141,13 +140,6 @@ def _asked_processes(config: DistributedConfig) -> int | None:
     return config.nproc_per_node or config.gpus_per_node or total
 
 
-def _without_stale_rank(overrides: Overrides, world_size: int | None) -> Overrides:
-    """Remove a stale RANK=0 from the environment if processes were asked for: it was exported for other scripts."""
-    asked = _asked_processes(merge(overrides, {}).config) or world_size
-    line = None if asked is None else pass_over_stale_rank(os.environ, nproc_per_node=asked)
-    return overrides if line is None else dataclasses.replace(overrides, notices=(*overrides.notices, line))
-
-
 def _without_address(overrides: Overrides) -> Overrides:
     """Return `overrides` without the address of rank 0.
 
@@ -160,26 +152,51 @@ def _without_address(overrides: Overrides) -> Overrides:
     return dataclasses.replace(overrides, file=file, flag=flag)
 
 
-def _with_processes(overrides: Overrides, world_size: int | None = None) -> Overrides:
-    """Return `overrides` with the number of nodes and processes.
+def _merged(
+    overrides: Overrides, world_size: int | None = None, *, is_starting: bool = False
+) -> tuple[Overrides, MergedConfig]:
+    """Return the settings given outside the script, with what the environment adds to them, and all of them merged.
 
-    A setting that nobody gave comes from Slurm or from the variables of a pod; `world_size` is cut over the nodes.
+    Args:
+        overrides: the settings given.
+        world_size: the number of processes on all nodes, if it was given.
+        is_starting: whether this command starts workers. A stale RANK=0, exported for other scripts, is then removed from the
+            environment if processes were asked for.
     """
-    given = {**overrides.file, **overrides.flag}
-    asked = _asked_processes(merge(overrides, {}).config) or world_size
-    node = node_environment(nproc_per_node=asked)
-    found: dict[str, Any] = {}
-    if node is not None and node.num_nodes == given.get("num_nodes", node.num_nodes):
-        found = {name: getattr(node, name) for name in _NODE_SETTINGS if node.num_nodes > 1 and name not in given}
-        found |= {"nproc_per_node": node.nproc_per_node} if asked is None and node.nproc_per_node is not None else {}
+    merged = merge(overrides, {})
+    asked = _asked_processes(merged.config) or world_size
+    notices = [pass_over_stale_rank(os.environ, nproc_per_node=asked)] if is_starting and asked is not None else []
+    found = _from_node(overrides, asked)
     if world_size is not None:
-        num_nodes = found.get("num_nodes", given.get("num_nodes", 1))
-        found["nproc_per_node"], notice = nproc_of_world(world_size, num_nodes)
-        other = overrides.flag.get("nproc_per_node", found["nproc_per_node"])
-        if other != found["nproc_per_node"]:
-            raise ConfigError(f"--world-size {world_size} contradicts --nproc-per-node {other}: drop one of them")
-        overrides = dataclasses.replace(overrides, notices=(*overrides.notices, notice))
-    return dataclasses.replace(overrides, flag={**overrides.flag, **found})
+        found["nproc_per_node"], notice = _per_node(overrides, world_size, found)
+        notices.append(notice)
+    added = tuple(notice for notice in notices if notice is not None)
+    if not found and not added:
+        return overrides, merged
+    overrides = dataclasses.replace(overrides, flag={**overrides.flag, **found}, notices=(*overrides.notices, *added))
+    return overrides, merge(overrides, {})
+
+
+def _from_node(overrides: Overrides, asked: int | None) -> dict[str, Any]:
+    """Return the number of nodes and processes that nobody gave, from Slurm or from the variables of a pod."""
+    given = {**overrides.file, **overrides.flag}
+    node = node_environment(nproc_per_node=asked)
+    if node is None or node.num_nodes != given.get("num_nodes", node.num_nodes):
+        return {}
+    found = {name: getattr(node, name) for name in _NODE_SETTINGS if node.num_nodes > 1 and name not in given}
+    return found | (
+        {"nproc_per_node": node.nproc_per_node} if asked is None and node.nproc_per_node is not None else {}
+    )
+
+
+def _per_node(overrides: Overrides, world_size: int, found: Mapping[str, Any]) -> tuple[int, str]:
+    """Return (the processes of each node, a notice) for `world_size` processes on all nodes."""
+    num_nodes = {"num_nodes": 1, **overrides.file, **overrides.flag, **found}["num_nodes"]
+    each, notice = nproc_of_world(world_size, num_nodes)
+    other = overrides.flag.get("nproc_per_node", each)
+    if other != each:
+        raise ConfigError(f"--world-size {world_size} contradicts --nproc-per-node {other}: drop one of them")
+    return each, notice
 
 
 def _this_worker(overrides: Overrides, world_size: int | None, rank: int) -> WorkerEnvironment:
