@@ -249,8 +249,8 @@ def test_fp16_goes_through_the_engine_and_its_scale_moves_as_torchs(run_cli_once
         assert abs(found["loss"] - found["fp32"]) < 0.02
 
 
+@FULL  # the first test run of an environment compiles Adam in a minute or two
 def test_the_cxx_adam_is_compiled_once_though_a_build_was_killed_before(run_cli_once, tmp_path):
-    """The first test run on a machine compiles Adam into the user's cache, which takes minutes."""
     command = ["train", "--script", str(JOBS / "zero_cpu_adam.py"), "--backend", "deepspeed", "--nproc-per-node", "2"]
     done = run_cli_once([*command, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path)], timeout=280)
     assert done.returncode == 0, done.output

@@ -113,8 +113,8 @@ def test_every_checkpoint_goes_on_here(started, references, adapter, worlds, tmp
 
 # ------------------------------------------------------------------ ends
 
-# Number of starts of each backend in a row. `make test-full` sets 3.
-STARTS = int(os.environ.get("CONFORMANCE_STARTS", "1"))
+# Number of starts of each backend in a row. One start, as every other test has it, would show nothing more.
+STARTS = int(os.environ.get("CONFORMANCE_STARTS", "3"))
 # A backend ends in the same way with all of its settings.
 BY_BACKEND = {adapter.backend: adapter for adapter in ADAPTERS}
 # Our own launcher starts these too. They end as pytorch-ddp does.
@@ -136,6 +136,7 @@ def several(adapter):
     return min(2, max(adapter.world_sizes))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300 + 60 * STARTS)
 def test_starts_in_a_row_end_in_order_and_leave_nothing(adapter, tmp_path):
     assert len(check_starts(adapter, several(adapter), tmp_path, STARTS)) == STARTS
