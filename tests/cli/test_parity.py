@@ -87,7 +87,10 @@ def test_a_script_that_depends_on_the_number_of_processes_is_found_out(parity):
 
 @pytest.mark.parametrize(
     ("kind", "name", "worlds"),
-    [pytest.param("drops", "2 (Dropout)", "2", marks=pytest.mark.full), ("normalises", "2 (BatchNorm1d)", "1,2")],
+    [
+        pytest.param("drops", "2 (Dropout)", "2", marks=pytest.mark.full),
+        pytest.param("normalises", "2 (BatchNorm1d)", "1,2", marks=pytest.mark.full),
+    ],
 )
 def test_what_depends_on_the_split_is_named_and_not_counted_as_failure(parity, kind, name, worlds):
     """One process is judged; more of them are shown, and far away."""

@@ -17,7 +17,7 @@ from distributed.config.fields import rules
 from distributed.config.registry import REGISTRY
 from distributed.config.settings import DistributedConfig
 from distributed.testing.conformance import checks_for
-from tests.conformance.test_every_backend import ADAPTERS
+from tests.conformance.test_every_backend import ADAPTERS, MORE_ADAPTERS
 from tests.conformance.test_options import TESTED
 
 HERE = Path(__file__).parent
@@ -71,7 +71,7 @@ def test_every_setting_that_works_has_a_test_there(backend):
     found = capabilities_of(REGISTRY[backend])
     works = [name for name in settings_for_all() if has_effect(found, name)]
     assert len(works) > len(DistributedConfig.__dataclass_fields__) / 2
-    adapters = [adapter for adapter in ADAPTERS if adapter.backend == backend]
+    adapters = [adapter for adapter in [*ADAPTERS, *MORE_ADAPTERS] if adapter.backend == backend]
     for name in works:
         checked = [OF_SUITE[name] in checks_for(adapter) for adapter in adapters] if name in OF_SUITE else []
         assert all(checked) and (checked or name in TESTED), name

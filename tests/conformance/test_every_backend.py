@@ -22,14 +22,15 @@ from distributed.testing.running import AllReferences, Finished, train_cases
 from distributed.testing.travel import table, travel
 from tests.conftest import Started, clean_environment, needs_backend
 
-# `make test` runs each adapter once, in pairs of adapter and number of processes. `make test-full` adds the rest of the product.
+# `make test` runs each engine of torch once, in pairs of adapter and number of processes. `make test-full` adds the rest of the
+# product, and TensorFlow, whose numbers test_tensorflow.py compares with those of a plain loop and test_parity.py with torch's.
 # `python -m distributed.testing 'ray[cpus_per_worker=0.5]:1,3'` runs any other row.
 ROWS = """
-    single:1 pytorch-ddp:3 fsdp:2 horovod:2 deepspeed[zero_stage=1]:3 deepspeed[zero_stage=3]:2 ray[engine=fsdp]:2 tensorflow:2
+    single:1 pytorch-ddp:3 fsdp:2 horovod:2 deepspeed[zero_stage=3]:2 ray[engine=fsdp]:2
 """
 MORE_ROWS = """
-    pytorch-ddp:1,2 fsdp:1,3 horovod:1,3 deepspeed[zero_stage=0]:2 deepspeed[zero_stage=2]:2 deepspeed[zero_stage=3]:3
-    ray[cpus_per_worker=0.5]:2
+    pytorch-ddp:1,2 fsdp:1,3 horovod:1,3 deepspeed[zero_stage=0]:2 deepspeed[zero_stage=1]:3 deepspeed[zero_stage=2]:2
+    deepspeed[zero_stage=3]:3 ray[cpus_per_worker=0.5]:2 tensorflow:2
 """
 
 
@@ -116,19 +117,19 @@ def test_every_checkpoint_goes_on_here(started, references, adapter, worlds, tmp
 # Number of starts of each backend in a row. One start, as every other test has it, would show nothing more.
 STARTS = int(os.environ.get("CONFORMANCE_STARTS", "3"))
 # A backend ends in the same way with all of its settings.
-BY_BACKEND = {adapter.backend: adapter for adapter in ADAPTERS}
+BY_BACKEND = {
+    adapter.backend: adapter for adapter in [*MORE_ADAPTERS, *ADAPTERS]
+}  # with the ones of `make test` where possible
 # Our own launcher starts these too. They end as pytorch-ddp does.
 ALIKE = ("fsdp", "deepspeed")
-ENDS = [
-    pytest.param(adapter, id=str(adapter), marks=pytest.mark.full if name in ALIKE else ())
-    for name, adapter in BY_BACKEND.items()
-]
 
 
-@pytest.fixture(params=ENDS)
-def adapter(request):
-    needs_backend(request.param.backend)
-    return request.param
+def ends(*only_in_full):
+    """Return an adapter for each backend. `make test-full` alone takes those of the backends `only_in_full`."""
+    return [
+        pytest.param(adapter, id=str(adapter), marks=pytest.mark.full if name in only_in_full else ())
+        for name, adapter in BY_BACKEND.items()
+    ]
 
 
 def several(adapter):
@@ -138,15 +139,21 @@ def several(adapter):
 
 @pytest.mark.full
 @pytest.mark.timeout(300 + 60 * STARTS)
+@pytest.mark.parametrize("adapter", ends())
 def test_starts_in_a_row_end_in_order_and_leave_nothing(adapter, tmp_path):
+    needs_backend(adapter.backend)
     assert len(check_starts(adapter, several(adapter), tmp_path, STARTS)) == STARTS
 
 
+@pytest.mark.parametrize("adapter", ends(*ALIKE))
 def test_an_exception_on_one_rank_ends_all_and_is_the_last_thing_said(adapter, tmp_path):
+    needs_backend(adapter.backend)
     check_exception(adapter, several(adapter), tmp_path)
 
 
+@pytest.mark.parametrize("adapter", ends(*ALIKE, "ray"))  # test_ray.py kills a rank too
 def test_a_killed_rank_ends_all_and_is_named(adapter, tmp_path):
+    needs_backend(adapter.backend)
     check_kill(adapter, several(adapter), tmp_path)
 
 
@@ -158,4 +165,4 @@ def test_what_the_table_refuses_is_refused(adapter, tmp_path):
 
 
 def test_every_backend_is_here():
-    assert {adapter.backend for adapter in ADAPTERS} == set(REGISTRY)
+    assert set(BY_BACKEND) == set(REGISTRY)

@@ -227,7 +227,7 @@ def weights():
     return {}
 
 
-@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=FULL if name == "torchrun" else ()) for name in STARTS])
 def test_a_sample_trains_the_same_however_it_is_started(start, tmp_path, weights, name):
     if name == "mpirun":
         needs_mpi()
@@ -319,6 +319,7 @@ def needs_tensorflow():
     pytest.skip(reason)
 
 
+@FULL
 def test_horovods_own_keras_optimizer_averages_nothing_under_keras_3(run_cli, tmp_path):
     """Show why our step reduces the gradients of Keras models itself. Once this test fails, Horovod's wrapper works again.
 

@@ -40,7 +40,7 @@ ENGINES = {
     "ray": (2, ["ray", "--set", "ray.cpus_per_worker=0.5"], "single", ("compiled", "empty-slices", "arrived")),
 }  # fmt: skip
 OTHERS = [
-    pytest.param(name, marks=FULL if name in ("horovod-tensorflow-1", "horovod-tensorflow-3") else ())
+    pytest.param(name, marks=() if name in ("horovod", "horovod-tensorflow-2") else FULL)
     for name in ENGINES
     if name != "single"
 ]

@@ -102,6 +102,7 @@ def test_an_existing_cluster_is_joined_by_its_address(run_cli, tmp_path, cluster
     )
 
 
+@pytest.mark.full
 def test_a_sharded_model_is_whole_after_a_fit(run_cli, tmp_path, cluster):
     flags = ["--backend", "ray", "--address", cluster[0], "--set", "ray.engine=fsdp"]
     facts, _ = whole_model.train(run_cli, tmp_path, "ray", *flags, env=OPEN)

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from distributed.cli.checkpoint import export
+from tests.conformance.runs import FULL
 from tests.conftest import needs_backend, needs_library
 
 JOB = Path(__file__).parent / "jobs" / "hugging_face.py"
@@ -26,7 +27,13 @@ BACKENDS = {
 pytestmark = pytest.mark.timeout(240)
 
 
-CHECKED = [(backend, case) for backend, cases in BACKENDS.items() for case in cases]
+CHECKED = [
+    pytest.param(
+        backend, case, marks=FULL if backend in ("single", "horovod") else ()
+    )  # with a copy of the model, as pytorch-ddp
+    for backend, cases in BACKENDS.items()
+    for case in cases
+]
 
 
 def cases_of(backend):

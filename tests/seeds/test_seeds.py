@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance.runs import FULL
 from tests.conftest import Started, clean_environment, needs_backend
 from tests.seeds import changes
 
@@ -159,6 +160,7 @@ def test_a_sample_for_horovod(horovod, sample):
     assert horovod.get(sample) is None, horovod[sample]
 
 
+@FULL
 def test_searches_find_their_best(start, tmp_path):
     needs_backend("ray")
     samples = ("002/ray_tune.py", "002/tuner.py")
@@ -173,6 +175,7 @@ def test_searches_find_their_best(start, tmp_path):
     assert found["best_params"] == {"lr": 0.05}
 
 
+@FULL
 def test_tensorflows_own_strategy_trains(start, tmp_path):
     """002/mirrored.py"""
     needs_backend("tensorflow")
@@ -224,6 +227,7 @@ def test_a_script_that_joins_the_others_also_runs_alone(shell):
     ) in done.stdout
 
 
+@FULL
 def test_scripts_are_launched_from_python(start, tmp_path):
     done = start([sys.executable, str(HERE / "launches.py")], tmp_path, environment()).finish(120)
 
@@ -236,6 +240,7 @@ def test_scripts_are_launched_from_python(start, tmp_path):
         assert launcher == {"seen": [repr((["--epochs", "100"], "2"))] * 2, "exit_code": 0}
 
 
+@FULL
 def test_a_trainer_runs_under_torchs_older_launcher(shell):
     done = shell("002/train_single_node.sh", {"train.py": HERE / "with_a_trainer.py"})
 
@@ -292,6 +297,7 @@ def test_world_size_with_a_rank_is_one_process_of_several_commands(start, tmp_pa
     assert len(runs_of(tmp_path)) == 1
 
 
+@FULL
 def test_gradient_checkpointing_and_mixed_precision_by_the_flags_of_003(shell, tmp_path):
     done = shell("003/memory.sh", GPT)
 
@@ -315,6 +321,7 @@ def test_the_other_flags_of_003(shell, tmp_path):
 # ------------------------------------------------------------------ 004's own starts
 
 
+@FULL
 def test_processes_that_torch_spawns_train(start, tmp_path):
     """004/spawn_ddp.py: it has nothing of ours. It destroys the process group before its DDP wrapper; torch 2.13 then aborts one of
     its processes in some runs (4 of 16, idle machine), after all is done."""
@@ -330,6 +337,7 @@ def test_processes_that_torch_spawns_train(start, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint_epoch_4.pt", "checkpoint_epoch_9.pt"]
 
 
+@FULL
 def test_torchrun_starts_a_script_without_a_trainer(shell):
     """004/train_ddp.py, started by 004/torchrun.sh"""
     done = shell("004/torchrun.sh", {"train_ddp.py": SAMPLES / "004/train_ddp.py"})

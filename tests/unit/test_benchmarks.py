@@ -210,6 +210,7 @@ def test_all_reduces_are_counted_per_bucket(start, tmp_path):
 # ------------------------------------------------------------------ backends
 
 
+@pytest.mark.full
 def test_a_backend_runs_against_its_bare_loop_and_absent_ones_are_named(benchmark_modules, run_python, tmp_path):
     command = [
         str(BENCHMARKS / "backends.py"),

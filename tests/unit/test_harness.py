@@ -65,7 +65,7 @@ def test_a_missing_library_skips_unless_the_backend_is_required(monkeypatch):
 
 
 def test_a_case_whose_library_is_missing_is_a_skip_that_says_so(monkeypatch):
-    case = next(each for each in test_whole_model.CHECKED if each[1] == "adapted")
+    case = next(each.values for each in test_whole_model.CHECKED if each.values[1] == "adapted")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("REQUIRE_BACKENDS", raising=False)
 
