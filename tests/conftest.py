@@ -53,7 +53,7 @@ def pytest_configure() -> None:
 # Files that take a minute or more, the longest first. `make test` distributes whole files in this order, so that no
 # process has to run a long file alone at the end.
 LONGEST = (
-    "test_every_backend", "test_ray", "test_tensorflow", "test_tuner", "test_pages", "test_tune", "test_horovod", "test_deepspeed",
+    "test_pages", "test_ray", "test_every_backend", "test_tensorflow", "test_tuner", "test_tune", "test_horovod", "test_deepspeed",
     "test_keras_engines", "test_doors", "test_seeds", "test_parity", "test_fit_from_script", "test_mlflow", "test_readme", "test_keras",
     "test_notebooks", "test_foreign_launchers", "test_signals", "test_launch", "test_whole_model", "test_resume", "test_failures",
     "test_benchmarks", "test_communication", "test_gpu_suite", "test_old_checkpoints", "test_fsdp", "test_tensorboard", "test_options",
