@@ -208,7 +208,7 @@ class LaunchRequest:
     warm_up: str = ""  # "module:function" that the launcher calls before it forks a worker, see BackendRow
     max_restarts: int = 3
     restart_on_exception: bool = False
-    monitor_interval: float = 0.1  # seconds between two looks at the workers
+    monitor_interval: float = 0.1  # seconds between two checks of the workers
     start_timeout: float = 600.0  # seconds all nodes may take to join
     timeout_s: float = 300.0  # seconds workers may take to end after a signal
     verbose: bool = True

@@ -402,5 +402,5 @@ def import_quietly() -> None:
     except Exception as error:  # a broken library raises errors of any kind
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise ResourceError(
-            f"mlflow_tracking=True needs mlflow, which is installed and does not load ({reason}): run {tracking_uri.REINSTALL}"
+            f"mlflow_tracking=True needs mlflow, which is installed but does not load ({reason}): run {tracking_uri.REINSTALL}"
         ) from error

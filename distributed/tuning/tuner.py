@@ -309,7 +309,7 @@ def _check_numbers(**counts: Any) -> None:
             continue
         least = 1 if name == "max_concurrent" else 0
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-            raise ConfigError(f"{name}={value!r} is no whole number from {least} on: set {name}={least} or more")
+            raise ConfigError(f"{name}={value!r} is not a whole number of at least {least}: set {name}={least} or more")
 
 
 def _gpus(

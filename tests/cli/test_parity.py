@@ -193,7 +193,7 @@ def leave(arguments, capsys):
         (["--script", "none.py"], 2, "script 'none.py' does not exist"),
         (["--script", __file__, "--backends", "fdsp"], 2, "did you mean 'fsdp'?"),
         (["--script", __file__, "--world-sizes", "1,x"], 2, "are not numbers of processes"),
-        (["--script", __file__, "--backends", ","], 2, "names nothing"),
+        (["--script", __file__, "--backends", ","], 2, "contains no name"),
         (["--script", __file__, "--steps", "0"], 2, "steps"),
         (["--script", __file__, "--set", "batchsize=3"], 2, "did you mean 'batch_size'"),
         (

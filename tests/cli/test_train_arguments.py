@@ -116,9 +116,9 @@ def test_a_default_can_be_switched_off():
 HERE = ("train", "--script", "here.py")
 WRONG = [
     (["trian"], 2, "'trian' is not a command (did you mean 'train'?)"),
-    (["--foo"], 2, "'--foo' is a flag of no command"),
+    (["--foo"], 2, "'--foo' is a flag, not a command"),
     (["train", "--bacth-size", "3"], 2, "--bacth-size is not a flag of train (did you mean '--batch-size'?)"),
-    (["train", "here.py"], 2, "'here.py' is no flag: name the script with --script"),
+    (["train", "here.py"], 2, "'here.py' is not a flag: name the script with --script"),
     (["train", "--epochs"], 2, "--epochs: expected one argument"),
     (["train"], 2, "no script to run: add --script train.py"),
     (["train", "--script", "hree.py"], 2, "script 'hree.py' does not exist (did you mean 'here.py'?)"),

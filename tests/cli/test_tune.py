@@ -230,7 +230,7 @@ def test_a_script_that_always_crashes_is_told_by_its_cause(run_cli, place, clust
     ("flags", "space", "code", "said"),
     [
         (["--scheduler", "ashe"], SPACE, 2, "did you mean 'asha'?"),
-        (["--search", "random", "--num-samples", "0"], SPACE, 2, "num_samples='0' is no whole number from 1 on"),
+        (["--search", "random", "--num-samples", "0"], SPACE, 2, "num_samples='0' is not a whole number of at least 1"),
         (["--search", "random"], SPACE, 2, "set num_samples"),
         (["--search", "random", "--num-sample", "3"], SPACE, 2, "is not a flag of tune (did you mean '--num-samples'?)"),
         (["--nproc-per-node", "64"], SPACE, 3, "a trial needs 64 CPU"),

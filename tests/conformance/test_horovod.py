@@ -420,7 +420,7 @@ def make(options, world=2, **settings):
 def test_lossy_compression_contradicts_float64():
     with pytest.raises(ConfigError, match=r"with horovod.compression='fp16': that is lossy"):
         make({"compression": "fp16"}, dtype="float64")
-    with pytest.raises(ConfigError, match=r"horovod.compression='bf16' is not a choice"):
+    with pytest.raises(ConfigError, match=r"horovod.compression='bf16' is not a valid choice"):
         make({"compression": "bf16"})
 
 

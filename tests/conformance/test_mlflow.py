@@ -270,7 +270,7 @@ def test_a_slow_server_holds_no_step_up_and_gets_the_rest_later(entrance, start,
     entrance.let_go()
     for _ in range(2):
         sent = run_cli(["mlflow-sync", run], cwd=tmp_path)
-        assert sent.returncode == 0 and f"all is at {entrance.uri}" in sent.stdout, sent.output
+        assert sent.returncode == 0 and f"MLflow at {entrance.uri} has all records" in sent.stdout, sent.output
     run_id = RunRecord.read(run).run_id
     client = client_of(entrance.uri)
     assert steps(client, run_id, "loss") == list(range(1, 17))
@@ -404,7 +404,7 @@ def test_the_command_sends_the_rest_to_a_slow_server_and_names_what_that_refuses
     entrance.mode, entrance.late_s = "late", 0.3
     run_command(["mlflow-sync", str(tmp_path)])
     said = capsys.readouterr()
-    assert f"all is at {entrance.uri}" in said.out
+    assert f"MLflow at {entrance.uri} has all records" in said.out
     assert said.err.count("\n") == 1 and said.err.startswith("warning: ") and "refuses metrics a?b" in said.err
     record = RunRecord.read(tmp_path)
     assert record.sent == spool.size and steps(client_of(entrance.uri), record.run_id, "loss") == [1]

@@ -254,10 +254,10 @@ SHARED = {"nproc_per_node": 2, "device": "cuda", "communication_backend": "gloo"
     ("settings", "said"),
     [
         ({"device": None}, "shows 1: .* --device cuda --communication-backend gloo for processes that share a GPU"),
-        ({"communication_backend": None}, "2 GPUs per node asked for"),
-        ({"communication_backend": "nccl"}, "2 GPUs per node asked for"),
-        ({"backend": "fsdp"}, "2 GPUs per node asked for"),
-        ({"num_gpus": 2}, "2 GPUs per node asked for"),
+        ({"communication_backend": None}, "2 GPUs per node requested"),
+        ({"communication_backend": "nccl"}, "2 GPUs per node requested"),
+        ({"backend": "fsdp"}, "2 GPUs per node requested"),
+        ({"num_gpus": 2}, "2 GPUs per node requested"),
     ],
 )
 def test_processes_share_a_gpu_only_where_that_is_asked_for(settings, said):

@@ -418,7 +418,7 @@ def test_a_script_from_code_is_checked_as_that_of_the_command(tmp_path, space, s
     ],
 )
 def test_what_is_no_whole_number_is_refused(given):
-    with pytest.raises(ConfigError, match="is no whole number from"):
+    with pytest.raises(ConfigError, match="is not a whole number of at least"):
         DistributedTuner(bowl, SPACE, **given)
 
 
