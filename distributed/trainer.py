@@ -316,7 +316,7 @@ class Trainer:
     def best_accuracy(self) -> float:
         """`History.best_accuracy` of the last fit."""
         if self.history is None:
-            raise ConfigError("best_accuracy is known after fit(): call it first")
+            raise ConfigError("best_accuracy is not available before fit(): call fit() first")
         return self.history.best_accuracy
 
 

@@ -119,7 +119,7 @@ def _joined(name: str, parts: list[tuple[tuple[int, ...], RawTensor]], directory
     parts = [part for part in parts if 0 not in part[1].shape] or parts[:1]  # an empty piece covers nothing
     first = parts[0][1]
     if len({(raw.dtype, len(raw.shape)) for _, raw in parts}) > 1:
-        raise CheckpointError(f"{directory}: the pieces of {name} are of different kinds")
+        raise CheckpointError(f"{directory}: the pieces of {name} differ in element type or number of dimensions")
     shape = tuple(max(start[i] + raw.shape[i] for start, raw in parts) for i in range(len(first.shape)))
     boxes = [(start, raw.shape) for start, raw in parts]
     is_covered = sum(math.prod(raw.shape) for _, raw in parts) == math.prod(shape)

@@ -112,7 +112,7 @@ def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     """
     data, world = _data(tensor, "broadcast"), current_world()
     if not 0 <= src < world.context.world_size:
-        raise ConfigError(f"src={src} is no rank of a world of {world.context.world_size}: ranks count from 0")
+        raise ConfigError(f"src={src} is not a rank of a world of {world.context.world_size}: ranks count from 0")
     wire = data.contiguous()
     world.copy_from(wire, src)
     if wire is not data:

@@ -116,7 +116,7 @@ class DistributedLauncher:
         found = worker_environment(nproc_per_node=asked, num_nodes=self.config.nnodes)
         if found is not None:
             raise ConfigError(
-                f"launch({script!r}) in a process that already is rank {found.rank} of {found.world_size}: call it from a"
+                f"launch({script!r}) was called in a process that already is rank {found.rank} of {found.world_size}: call it from a"
                 " process that no launcher started"
             )
         overrides = _overrides(self.config, script, script_args)
@@ -191,7 +191,7 @@ def parse(arguments: Sequence[str]) -> tuple[LaunchConfig, str, list[str]]:
             rest.append(word)
         elif word.startswith("-"):
             raise ConfigError(
-                f"{flag} is not a flag of the launcher{nearest(name, kinds)}: flags of the script follow it"
+                f"{flag} is not a flag of the launcher{nearest(name, kinds)}: put flags of the script after SCRIPT"
             )
         else:
             script = word

@@ -52,7 +52,7 @@ class Handover:
             return cls(**{**content, "overrides": overrides_from(content["overrides"])})
         except (ValueError, TypeError, KeyError):
             raise ConfigError(
-                f"{HANDOVER_VARIABLE}={text[:40]!r} was not written by a launcher of ours: unset it"
+                f"{HANDOVER_VARIABLE}={text[:40]!r} was not written by the launcher of this package: unset it"
             ) from None
 
 

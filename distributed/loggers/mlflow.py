@@ -113,8 +113,10 @@ class MlflowLogger(Logger):
         self._spool.close()
         retry_as_before(self._before)
         if not is_done:
-            self._sender.warn_once("has not taken all that was logged")
-            text = f"not all is at MLflow: send it with 'distributed mlflow-sync {self._fit.run.path}'"
+            self._sender.warn_once("has not accepted all records")
+            text = (
+                f"MLflow does not have all records: send the rest with 'distributed mlflow-sync {self._fit.run.path}'"
+            )
             self._fit.report({"kind": "notice", "text": text})
 
     # logging
@@ -234,7 +236,9 @@ class MlflowLogger(Logger):
         except OSError as error:  # a full disk costs lines, not the run
             if not self._is_losing:
                 logger.warning(
-                    "%s cannot be written (%s): lines are lost until it can", self._spool.path, error.strerror
+                    "%s cannot be written (%s): lines are lost until it can be written",
+                    self._spool.path,
+                    error.strerror,
                 )
             self._is_losing = True
 
@@ -290,7 +294,7 @@ def send_rest(run_dir: Path, warn: Callable[[str], None]) -> str:
     """
     record = RunRecord.read(run_dir)
     if record is None:
-        raise ConfigError(f"{run_dir} holds no mlflow.json: it is no run that was logged to MLflow")
+        raise ConfigError(f"{run_dir} holds no mlflow.json: it is not a run that was logged to MLflow")
     spool = Spool(run_dir)
     try:
         spool.open()
@@ -309,7 +313,7 @@ def _all_sent(sender: Sender, run_dir: Path) -> str:
         sender.start()
         if not sender.finish(_SYNC_S):
             raise ResourceError(
-                f"MLflow at {uri} does not take what {run_dir} has for it ({sender.cause or 'no answer'}; {sender.left} bytes"
+                f"MLflow at {uri} does not accept the records of {run_dir} ({sender.cause or 'no answer'}; {sender.left} bytes"
                 " are left): try again later"
             )
     return uri

@@ -87,7 +87,7 @@ def test_python_on_a_plain_script_trains_in_this_process(script, start, tmp_path
     ]
     done = start(command, cwd=tmp_path).finish()
     assert done.returncode == 0 and "backend single, 1 process" in done.stdout
-    assert "this launcher's restarts" not in done.stdout  # nobody restarts one process that was started by hand
+    assert "restarts by this launcher" not in done.stdout  # nobody restarts one process that was started by hand
 
 
 def test_a_run_directory_that_only_rank_0_looks_at_ends_all_ranks_with_one_message(script, start, tmp_path):

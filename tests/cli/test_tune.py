@@ -152,7 +152,7 @@ def test_killed_it_leaves_nobody_and_goes_on_where_each_trial_was(start, run_cli
     assert done.returncode == -signal.SIGKILL
     rows = len([line for line in journal_so_far(place) if line["event"] == "row"])
     refused = run_cli(command_, cwd=place)
-    assert refused.returncode == 2 and "add --resume to go on" in refused.stderr, refused.output
+    assert refused.returncode == 2 and "add --resume to continue" in refused.stderr, refused.output
 
     resumed = run_cli(
         [*command(place, "--mlflow-tracking", "--resume"), "--", "--slow", "0.03"], timeout=120, cwd=place

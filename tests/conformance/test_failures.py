@@ -102,7 +102,7 @@ def test_a_rank_that_stays_away_is_waited_for_no_longer_than_timeout_s(fail):
 
 MISTAKES = {
     "bad-setting": "gradient_clipping=-1 must be greater than 0: give one, such as gradient_clipping=1",
-    "bad-directory": "checkpoint_dir '/dev/null' is no directory: name another with --checkpoint-dir",
+    "bad-directory": "checkpoint_dir '/dev/null' is not a directory: name another with --checkpoint-dir",
     "loader-disagrees": "batch_size=4 in Trainer is not the loader's batch_size=8: drop one of them",
     "no-length": "train_data: Endless has __getitem__ but no length: add __len__",
     "shuffled-stream": "shuffle=True cannot order a stream: shuffle inside the data set, or drop shuffle",
@@ -148,7 +148,7 @@ def test_a_mistake_in_the_script_is_one_line_and_exit_2(fail, case):
 def test_a_full_disk_costs_one_checkpoint_and_not_the_run(fail, tmp_path):
     done = fail("full-disk", 0)
     assert done.output.count("step-00000004 could not be saved: No space left on device") == 1
-    assert "training goes on, miss 1 of 3 in a row" in done.output
+    assert "training continues after failed save 1 of 3 in a row" in done.output
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000006", "step-00000008"]
 

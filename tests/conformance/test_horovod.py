@@ -141,7 +141,7 @@ HorovodTrainer(torch.nn.Linear(4, 2), batch_size=4, callbacks=[Fail()]).fit(data
     ("how", "cause"),
     [
         ("raise", "rank 1 failed with ValueError"),
-        ("leave", "rank 1 exited with code 0 while other ranks were still at work"),
+        ("leave", "rank 1 exited with code 0 while other ranks were still running"),
     ],
 )
 def test_a_rank_that_fails_or_leaves_ends_all_and_is_the_cause(run_cli, tmp_path, how, cause):

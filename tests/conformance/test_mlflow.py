@@ -24,7 +24,7 @@ mlflow = pytest.importorskip("mlflow")
 # MLflow itself causes this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 JOB = Path(__file__).parent / "jobs" / "mlflow_fit.py"
-WARNING = "training goes on, what is logged is kept in"
+WARNING = "training continues, and records are kept in"
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +360,7 @@ def test_a_run_deleted_at_mlflow_is_one_warning_and_told_anew_by_the_next_attemp
     poll(lambda: warnings, 60, lambda: "no warning came")
     assert not first.finish() and RunRecord.read(tmp_path).sent == sent
     (warning,) = warnings
-    assert f"has the run {first.run_id} no more" in warning and "distributed mlflow-sync" in warning
+    assert f"no longer has the run {first.run_id}" in warning and "distributed mlflow-sync" in warning
     second = make(entrance.uri)
     spool.append(metrics(7, loss=2.0))
     assert second.finish() and second.run_id != first.run_id and len(warnings) == 1
@@ -399,7 +399,7 @@ def test_the_command_sends_the_rest_to_a_slow_server_and_names_what_that_refuses
     monkeypatch.setattr(sender_module, "_PATIENCE_S", 0.1)  # how long the end of a run waits
 
     entrance.mode = "denied"
-    with pytest.raises(ResourceError, match=r"does not take what .* has for it \(.*401.*; \d+ bytes are left\)"):
+    with pytest.raises(ResourceError, match=r"does not accept the records of .* \(.*401.*; \d+ bytes are left\)"):
         run_command(["mlflow-sync", str(tmp_path)])
     entrance.mode, entrance.late_s = "late", 0.3
     run_command(["mlflow-sync", str(tmp_path)])
@@ -425,7 +425,7 @@ def test_what_mlflow_refuses_is_named_and_the_rest_is_sent(entrance, sending):
     assert run.data.params == {"epochs": "1", "seed": "7", "short": "1"}
     assert run.data.metrics == {"loss": 2.0} and steps(client, sender.run_id, "loss") == [1, 2, 3, 4]
     assert [each in warning for each, warning in zip(("epochs=1", "a?b", "p?q"), warnings, strict=True)] == [True] * 3
-    assert warnings[2].endswith("it is left out, and so is what else it refuses")
+    assert warnings[2].endswith("it is left out, and so is anything else that it refuses")
 
 
 def test_a_new_database_is_whole_or_not_there(tmp_path, monkeypatch):

@@ -351,7 +351,7 @@ def test_a_dry_run_names_them_too(place, capsys):
         )
         == 0
     )
-    assert said(capsys) == ["no effect here unless the script says more: master_addr (one node)"]
+    assert said(capsys) == ["no effect here unless the script changes that: master_addr (one node)"]
 
 
 # ------------------------------------------------------------------ contradictions

@@ -156,5 +156,5 @@ def _refuse_exported_rank(environ: Mapping[str, str]) -> None:
     if environ["RANK"] != environ["SLURM_PROCID"]:
         raise ResourceError(
             f"RANK={environ['RANK']} contradicts SLURM_PROCID={environ['SLURM_PROCID']}: RANK was exported outside of srun, the"
-            " same for all tasks: drop 'export RANK' and 'export LOCAL_RANK', SLURM_PROCID and SLURM_LOCALID count then"
+            " same for all tasks: drop 'export RANK' and 'export LOCAL_RANK', then SLURM_PROCID and SLURM_LOCALID are used"
         )

@@ -39,7 +39,7 @@ def check(merged: MergedConfig) -> None:
         check_uri(uri)
     model = merged.config.mlflow_register_model
     if model is not None and re.search(r"[/:]|^\s*$|^\.+$", model):
-        raise ConfigError(f"mlflow_register_model={model!r} is no name for MLflow: leave out '/' and ':'")
+        raise ConfigError(f"mlflow_register_model={model!r} is not a valid name in MLflow: remove '/' and ':'")
 
 
 def users_uri() -> str | None:
