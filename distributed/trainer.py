@@ -75,7 +75,7 @@ class Trainer:
         if not callable(model):
             raise ConfigError(f"model is a {type(model).__name__}: pass a module, or a function that makes one")
         if loss_fn is not None and training_step is not None:
-            raise ConfigError("loss_fn and training_step both say what the loss is: drop one of them")
+            raise ConfigError("loss_fn and training_step both define the loss: drop one of them")
         _check_objects(optimizer, scheduler, loss_fn, training_step, metrics)
         _check_callbacks(callbacks)
         declared = {name: as_declared(metric) for name, metric in (metrics or {}).items()}

@@ -40,7 +40,7 @@ class DeepSpeedOptions:
 
     zero_stage: int | None = setting(
         None,
-        "what is cut over the processes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (default: 2)",
+        "what is sharded across the processes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (default: 2)",
         int,
         minimum=0,
         maximum=3,
@@ -56,7 +56,7 @@ class DeepSpeedOptions:
     )
     deepspeed_config: dict[str, Any] | None = setting(
         None,
-        "a DeepSpeed config: a dict, the path of a JSON file or a DeepSpeedConfig; 'auto' takes our values",
+        "a DeepSpeed config: a dict, the path of a JSON file or a DeepSpeedConfig; 'auto' takes the Trainer's values",
         dict,
         convert=config_file.read,
     )
@@ -77,7 +77,7 @@ class DeepSpeedOptions:
             )
         if self.native_checkpoint and self.stage == 0:
             raise ConfigError(
-                "deepspeed.native_checkpoint=True needs zero_stage=1, 2 or 3, not 0, of which DeepSpeed's tools open nothing:"
+                "deepspeed.native_checkpoint=True needs zero_stage=1, 2 or 3, not 0, whose files DeepSpeed's tools cannot open:"
                 " set one, or drop it (model/*.safetensors holds the whole weights)"
             )
         if self.cpu_adam and not self.offloads("optimizer"):
@@ -212,6 +212,6 @@ def _with_own_optimizer(job: Job, own_config: Mapping[str, Any], config: Distrib
     if asked is None:
         return job
     if job.optimizer is not None:
-        raise ConfigError("Trainer(optimizer=) and deepspeed_config.optimizer both say what the optimizer is: drop one")
+        raise ConfigError("Trainer(optimizer=) and deepspeed_config.optimizer both set the optimizer: drop one")
     kind, arguments = asked
     return dataclasses.replace(job, optimizer=functools.partial(getattr(torch.optim, kind), **arguments))

@@ -43,7 +43,7 @@ def out_of_memory(
         advice.append("set mixed_precision=bf16")
     if not is_cut:
         cutting = next(row.name for row in REGISTRY.values() if row.cuts_model)
-        advice.append(f"cut the model over several processes with backend={cutting}")
+        advice.append(f"shard the model across several processes with backend={cutting}")
     line, has_more, _ = memory_line(error).partition(" is free.")  # torch's message continues at length
     ways = f" To need less: {', or '.join(advice)}." if advice else ""
     return TrainingError(

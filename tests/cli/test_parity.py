@@ -151,7 +151,11 @@ def test_keras_on_tensorflow_stands_beside_one_process_of_torch_and_one_of_its_o
     ("kind", "code", "said"),
     [
         ("wrong", 2, "gradient_clipping=-1 must be greater than 0"),
-        ("nothing", 2, "script.py ended without a fit of a Trainer, whose numbers are compared: give one that trains"),
+        (
+            "nothing",
+            2,
+            "script.py ended without a fit of a Trainer, whose numbers are compared: give a script that trains",
+        ),
         ("raises", 1, "single, 1 process, float32: rank 0 failed with ValueError: ValueError: no model today"),
     ],
 )

@@ -262,7 +262,7 @@ def test_the_timeline_is_a_file_of_the_run_and_whole(start, tmp_path, weights):
 
 
 def test_adasum_combines_as_its_paper_says_under_mpirun_and_is_refused_elsewhere(start, tmp_path):
-    for world, mistake in ((2, "needs MPI, and these processes meet over Gloo"), (3, "no power of 2: use 2 processes")):
+    for world, mistake in ((2, "needs MPI, and these processes use Gloo"), (3, "not a power of 2: use 2 processes")):
         with pytest.raises(ConfigError, match=mistake):
             make({"adasum": True}, world)
     needs_mpi()

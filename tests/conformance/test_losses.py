@@ -101,7 +101,7 @@ def test_a_steps_own_metrics_are_means_over_samples(worlds):
             "targets float64[%d] do not say which loss is meant: give one, for example Trainer(model, loss_fn=",
         ),
         ("one-column", "squeeze the outputs, outputs.squeeze(-1), in the model, or unsqueeze the targets"),
-        ("one-column-classes", "one output column is no class score"),
+        ("one-column-classes", "one output column cannot hold class scores"),
         ("column-of-classes", "squeeze the class indices, targets.squeeze(1), in the data set"),
         ("whole-numbers", "make the targets floats, targets.float(), for the mean squared error"),
         ("no-targets", "there is nothing to compare the outputs with: give one, for example"),

@@ -167,7 +167,7 @@ def test_a_client_server_that_says_nothing_is_given_up(run_cli, tmp_path):
         address = f"ray://127.0.0.1:{server.getsockname()[1]}"
         done = run_cli(plain(tmp_path, "go", "--address", address, "--set", "start_timeout=6"), env=OPEN, timeout=120)
     assert done.returncode == 3, done.output
-    assert f"the Ray cluster at {address} was not joined (no answer within 6 s): 'ray status' there" in done.stderr
+    assert f"the Ray cluster at {address} could not be joined (no answer within 6 s): 'ray status' there" in done.stderr
 
 
 def greet(server):

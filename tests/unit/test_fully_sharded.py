@@ -26,7 +26,7 @@ def model(parameter: torch.Tensor) -> torch.nn.Module:
     ("parameter", "said"),
     [
         (torch.tensor(1.0), "temperature is a single number without a dimension, which fully_shard cannot cut"),
-        (torch.ones(2, 3).t(), "temperature is not contiguous in memory, so fully_shard cannot cut it"),
+        (torch.ones(2, 3).t(), "temperature is not contiguous in memory, so fully_shard cannot shard it"),
     ],
 )
 def test_a_parameter_that_cannot_be_cut_is_named(parameter, said):

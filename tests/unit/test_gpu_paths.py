@@ -337,4 +337,4 @@ def test_too_little_memory_names_the_rank_and_the_ways_out(tmp_path, monkeypatch
 def test_no_way_out_is_named_that_is_in_use():
     config = DistributedConfig(activation_checkpointing=True, mixed_precision="bf16")
     said = str(out_of_memory(MemoryError(), 1, 1, 1, config))
-    assert "step 1: MemoryError. To need less: cut the model" in said
+    assert "step 1: MemoryError. To need less: shard the model" in said

@@ -200,7 +200,7 @@ def load() -> Any:
         import horovod.torch as hvd
     except ModuleNotFoundError as error:
         raise ResourceError(
-            f"horovod is not whole, it has no {error.name}: run 'make horovod', which builds it"
+            f"the installed horovod is incomplete, {error.name} is missing: run 'make horovod', which builds it"
         ) from None
     except ImportError as error:
         raise ResourceError(

@@ -238,7 +238,7 @@ class _TwiceWatch:
         self._seen.clear()
         if self._twice:
             raise ConfigError(
-                f"{min(self._twice)} got a second gradient in one backward pass, as where it is shared by parts recomputed with"
+                f"{min(self._twice)} got a second gradient in one backward pass, as happens if parts that share it are recomputed with"
                 " use_reentrant=True: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or set"
                 " ddp.static_graph=true"
             )

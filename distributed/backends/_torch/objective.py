@@ -99,7 +99,7 @@ class Objective:
             outputs, targets = model(inputs), inputs
         else:
             raise ConfigError(
-                "the batch is a sequence of one, so there is nothing to compare the outputs with: " + _EXAMPLE
+                "the batch has only one element, so there is nothing to compare the outputs with: " + _EXAMPLE
             )
         if self._loss_fn is None and (own := self._own_loss(outputs)) is not None:
             return dataclasses.replace(self._weigh(own, batch), outputs=outputs)
@@ -399,7 +399,7 @@ def _near_miss(outputs: Any, targets: Any) -> str:
         return ""
     if is_class_index(outputs, targets):
         return (
-            "one output column is no class score: give the model one for each class, or make the targets floats"
+            "one output column cannot hold class scores: give the model one column per class, or make the targets floats"
             " and pass a loss_fn such as a sigmoid with binary_cross_entropy_with_logits"
         )
     if outputs.dim() == 2 and targets.dim() == 2 and targets.shape[1] == 1 and is_class_index(outputs, targets[:, 0]):

@@ -273,7 +273,9 @@ def _check_tied(own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTens
         owner = first.setdefault(_storage_key(tensor), name)
         one, other = stored[owner], stored[name]
         if one is not other and (one.dtype != other.dtype or one.read() != other.read()):
-            raise CheckpointError(f"checkpoint from another model: {owner} and {name} are one tensor here, two there")
+            raise CheckpointError(
+                f"checkpoint from another model: {owner} and {name} are one tensor here, two in the checkpoint"
+            )
 
 
 def _names(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
@@ -320,7 +322,9 @@ def _check_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sa
         if here != there:
             name = min(here ^ there)
             place = "here but not in the checkpoint" if name in here else "in the checkpoint but not here"
-            raise CheckpointError(f"optimizer group {i} holds {name} {place}: group the parameters alike")
+            raise CheckpointError(
+                f"optimizer group {i} holds {name} {place}: group the parameters as in the checkpoint"
+            )
 
 
 def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
