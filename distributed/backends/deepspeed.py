@@ -171,7 +171,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
             allows_any = bool(self.own_config.get("zero_allow_untested_optimizer"))
             engine.check(self.plain, self.optimizer, allows_any=allows_any)
         if self.device.type == "cpu" and (self.options.offloads("optimizer") or self.options.offloads("param")):
-            notices.append("offloading frees nothing here: on CPUs all memory is the host's")
+            notices.append("offloading frees no memory here: on CPUs all memory is host memory")
         return notices
 
     def save(self, directory: Path) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
         notices = super().prepare(job, batch)
         self.wrapper.forget_whole_parameters()
         if self.options.cpu_offload and self.device.type == "cpu":
-            notices.append("fsdp.cpu_offload frees nothing here: on CPUs all parameters are in host memory")
+            notices.append("fsdp.cpu_offload frees no memory here: on CPUs all parameters are in host memory")
         return notices
 
     def reassemble(self) -> None:

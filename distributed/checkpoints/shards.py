@@ -111,7 +111,7 @@ def _start(entry: Any, raw: RawTensor, file: Path) -> tuple[int, ...]:
         return (0,) * len(raw.shape)
     start = entry.get("saved_offsets") if isinstance(entry, dict) else None
     if not isinstance(start, list) or len(start) != len(raw.shape) or not all(type(i) is int and i >= 0 for i in start):
-        raise CheckpointError(f"{file}: the place of {raw.name} in its tensor is damaged")
+        raise CheckpointError(f"{file}: the position of {raw.name} in its tensor is damaged")
     return tuple(start)
 
 
@@ -124,7 +124,7 @@ def _joined(name: str, parts: list[tuple[tuple[int, ...], RawTensor]], directory
     boxes = [(start, raw.shape) for start, raw in parts]
     is_covered = sum(math.prod(raw.shape) for _, raw in parts) == math.prod(shape)
     if not is_covered or any(_overlap(a, b) for a, b in itertools.combinations(boxes, 2)):
-        raise CheckpointError(f"{directory}: the pieces of {name} do not make up one tensor of shape {list(shape)}")
+        raise CheckpointError(f"{directory}: the pieces of {name} do not form one tensor of shape {list(shape)}")
     return StoredTensor(name, first.dtype, shape, tuple(parts))
 
 

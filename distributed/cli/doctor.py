@@ -124,9 +124,9 @@ def check_dask() -> Check:
         # the version of Dask's project; ours is called distributed-trainer
         version = importlib.metadata.version("distributed")
     except importlib.metadata.PackageNotFoundError:
-        return Check("Dask", OK, "its package 'distributed' is not in this environment")
+        return Check("Dask", OK, "Dask's package 'distributed' is not in this environment")
     cure = "pip uninstall distributed, then install distributed-trainer again"
-    return Check("Dask", BAD, f"its package 'distributed' {version} overwrites ours: {cure}")
+    return Check("Dask", BAD, f"Dask's package 'distributed' {version} overwrites this one: {cure}")
 
 
 def check_port() -> Check:

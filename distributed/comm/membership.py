@@ -128,10 +128,8 @@ def _own_environment(world_size: int | None, rank: int | None) -> WorkerEnvironm
 def _transport(backend: str | None) -> str | None:
     if backend is None or backend in TRANSPORTS:
         return backend
-    why = "trains a model" if backend in REGISTRY else "is not one"
-    raise ConfigError(
-        f"backend={backend!r}: here it is the transport, and {backend!r} {why}: use {' or '.join(TRANSPORTS)}"
-    )
+    why = "trains a model and is not a transport" if backend in REGISTRY else "is not a transport"
+    raise ConfigError(f"backend={backend!r} {why}: use {' or '.join(TRANSPORTS)}")
 
 
 def _plan(config: DistributedConfig, found: WorkerEnvironment | None) -> ProcessPlan:

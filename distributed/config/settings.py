@@ -55,7 +55,7 @@ class DistributedConfig:
     node_rank: int = setting(0, "this machine's number, 0 to num_nodes - 1", minimum=0, group=RESOURCES)
     master_addr: str = setting("localhost", "host of node 0", group=RESOURCES)
     master_port: int | None = setting(None, "port of node 0 (default or 0: a free one)", int, minimum=0, maximum=65535, group=RESOURCES)
-    address: str | None = setting(None, "an existing cluster to join, as HOST:PORT (default: one of its own)", str, group=RESOURCES)
+    address: str | None = setting(None, "an existing cluster to join, as HOST:PORT (default: start a new one)", str, group=RESOURCES)
 
     communication_backend: str | None = setting(None, "transport: nccl or gloo (default: nccl on GPUs, else gloo)", str, choices=TRANSPORTS, group=COMMUNICATION)
     timeout_s: float = setting(300.0, "seconds a collective may wait", above=0, maximum=_LONGEST_S, group=COMMUNICATION)

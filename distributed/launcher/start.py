@@ -288,7 +288,7 @@ def _check_port(config: DistributedConfig) -> None:
             listener.listen()
     except socket.gaierror as error:
         raise ResourceError(
-            f"master_addr={config.master_addr!r} is not known here ({error.strerror}): correct it"
+            f"master_addr={config.master_addr!r} cannot be resolved here ({error.strerror}): correct it"
         ) from None
     except OSError as error:
         raise ResourceError(

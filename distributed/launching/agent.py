@@ -237,7 +237,9 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
         )
     except RendezvousStateError as error:
         display.close()
-        text = f"error: the nodes cannot go on with the store at {request.master_addr}:{request.master_port}: {error}"
+        text = (
+            f"error: the nodes cannot continue with the store at {request.master_addr}:{request.master_port}: {error}"
+        )
         display.handle({"kind": "error", "text": text})
     except StoreLostError:
         display.close()

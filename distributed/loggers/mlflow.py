@@ -299,7 +299,7 @@ def send_rest(run_dir: Path, warn: Callable[[str], None]) -> str:
     try:
         spool.open()
     except OSError as error:
-        raise ConfigError(f"{spool.path} cannot be written ({error.strerror}): sync as its owner") from None
+        raise ConfigError(f"{spool.path} cannot be written ({error.strerror}): run the command as its owner") from None
     try:
         sender = _sender(run_dir, record, spool, warn)
         return _all_sent(sender, run_dir)

@@ -170,7 +170,9 @@ def bundles_of(resources: Any, gpus: float = 0.0) -> tuple[Bundle, ...]:
     """
     value = getattr(resources, "bundles", resources)
     if not isinstance(value, (Mapping, list, tuple, type(None))):
-        raise ConfigError(f"resources_per_trial is a {type(value).__name__}: write {{'cpu': 1}}, or a list of such")
+        raise ConfigError(
+            f"resources_per_trial is a {type(value).__name__}: write {{'cpu': 1}}, or a list of such dicts"
+        )
     listed = [{"CPU": 1.0}] if value is None else [value] if isinstance(value, Mapping) else list(value)
     bundles = tuple(_bundle(each) for each in listed)
     if not bundles or not any(total(bundles).values()):
@@ -182,7 +184,9 @@ def bundles_of(resources: Any, gpus: float = 0.0) -> tuple[Bundle, ...]:
 
 def _bundle(each: Any) -> Bundle:
     if not isinstance(each, Mapping):
-        raise ConfigError(f"resources_per_trial has a {type(each).__name__}: write {{'cpu': 1}}, or a list of such")
+        raise ConfigError(
+            f"resources_per_trial has a {type(each).__name__}: write {{'cpu': 1}}, or a list of such dicts"
+        )
     names = {"cpu": "CPU", "gpu": "GPU"}
     for name, amount in each.items():
         if isinstance(amount, bool) or not isinstance(amount, (int, float)) or amount < 0 or not math.isfinite(amount):

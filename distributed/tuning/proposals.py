@@ -66,9 +66,7 @@ def _check_grid(space: Space, num_samples: int | None) -> int:
     size = size_of_grid(space)
     if size is None:
         endless = next(name for name, each in space.items() if each.grid() is None)
-        raise ConfigError(
-            f"search='grid' cannot count the values of {endless}: write a list, or choose search='random'"
-        )
+        raise ConfigError(f"search='grid' cannot list the values of {endless}: write a list, or choose search='random'")
     if num_samples not in (None, size):
         raise ConfigError(
             f"num_samples={num_samples} is not the {size} combinations of search='grid': drop it, or choose search='random'"

@@ -351,7 +351,7 @@ def _trials_on(num_gpus: int, each: float) -> int:
     """Return how many trials with `each` GPUs fit on `num_gpus`."""
     if num_gpus < each:
         raise ConfigError(
-            f"num_gpus={num_gpus} is less than the {each:g} GPU that resources_per_trial gives a trial: set num_gpus to as many"
+            f"num_gpus={num_gpus} is less than the {each:g} GPU that resources_per_trial gives a trial: set num_gpus to that"
             " or more"
         )
     return int(num_gpus / each + 1e-9)

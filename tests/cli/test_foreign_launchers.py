@@ -104,7 +104,7 @@ def test_a_run_directory_that_only_rank_0_looks_at_ends_all_ranks_with_one_messa
 
     assert [each.returncode for each in done] == [2, 2], done[0].output + done[1].output
     warned = [line for each in done for line in each.output.splitlines() if "without a secret" in line]
-    assert len(warned) == 1 and f"warning: the processes meet at 127.0.0.1:{port} without a secret" in warned[0]
+    assert len(warned) == 1 and f"warning: the processes rendezvous at 127.0.0.1:{port} without a secret" in warned[0]
     (message,) = [line for each in done for line in each.stderr.splitlines() if line.startswith("error: ")]
     assert message.startswith("error: run directory 'run' is not empty: add --resume")
 

@@ -151,7 +151,7 @@ def test_what_zero_cannot_cut_is_refused(seen):
     assert "the optimizer Neighbours may need more of a parameter" in seen["own-optimizer"]["error"]
     assert "the optimizer Adagrad" in seen["adagrad"]["error"]
     assert "trainable parameters of torch.bfloat16, and ZeRO keeps them in float32" in seen["halves"]["error"]
-    assert "temperature is a single number without a dimension, which DeepSpeed cannot cut" in seen["scalar"]["error"]
+    assert "temperature is a single number without a dimension, which DeepSpeed cannot shard" in seen["scalar"]["error"]
     assert seen["bad-value"]["error"].startswith(
         "deepspeed_config: DeepSpeed does not take reduce_bucket_size='large' ("
     )

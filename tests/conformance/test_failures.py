@@ -109,7 +109,7 @@ MISTAKES = {
     "no-parameters": "the model has no parameter that requires a gradient",
     "no-data": "fit() got no training data: pass a DataLoader or a dataset",
     "other-model": "is of another model: it lacks 0.weight, 0.bias and 2 more; this model lacks its bias, weight: build",
-    "other-shape": "other shapes: weight is [3, 6] there, [4, 6] here, bias is [3] there, [4] here: build the model as it",
+    "other-shape": "other shapes: weight is [3, 6] in the checkpoint, [4, 6] here, bias is [3] in the checkpoint, [4] here: build the model as it",
 }
 
 
@@ -158,7 +158,7 @@ def test_a_save_may_take_longer_than_timeout_s_but_a_rank_that_hangs_in_it_is_no
     done = fail("slow-disk", 1)
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert names == ["step-00000002", "step-00000004"]
-    assert lines(done)[-1].startswith("error: rank 0 gave no sign of life for 2 s (timeout_s)"), done.output
+    assert lines(done)[-1].startswith("error: rank 0 did not respond for 2 s (timeout_s)"), done.output
 
 
 @pytest.mark.parametrize(("flag", "name"), [("--run-dir", "run directory"), ("--checkpoint-dir", "checkpoint_dir")])

@@ -170,7 +170,7 @@ def test_a_rank_that_hangs_is_named_after_timeout_s(run_cli, tmp_path):
     command = ["train", "--script", "hangs.py", "--backend", "horovod", "--nproc-per-node", "2", "--run-dir", "run"]
     done = run_cli([*command, "--set", "timeout_s=3"], cwd=tmp_path, timeout=180)
     assert done.returncode == 1, done.output
-    assert "error: rank 1 has not come to an exchange that the others have waited in for 3 s (timeout_s)" in done.stderr
+    assert "error: rank 1 has not joined an exchange in which the others have waited for 3 s (timeout_s)" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -98,7 +98,7 @@ def test_a_steps_own_metrics_are_means_over_samples(worlds):
     [
         (
             "no-default",
-            "targets float64[%d] do not say which loss is meant: give one, for example Trainer(model, loss_fn=",
+            "targets float64[%d] do not determine a loss: give one, for example Trainer(model, loss_fn=",
         ),
         ("one-column", "squeeze the outputs, outputs.squeeze(-1), in the model, or unsqueeze the targets"),
         ("one-column-classes", "one output column cannot hold class scores"),

@@ -485,7 +485,7 @@ def test_a_run_that_fails_or_is_stopped_says_so(entrance, start, run_cli, tmp_pa
     ("uri", "said"),
     [
         ("htp://tracking:5000", "the scheme 'htp', which MLflow does not know (did you mean 'http'?)"),
-        ("sqlite:////nowhere/at/all/mlflow.db", "lies in a directory that does not exist"),
+        ("sqlite:////nowhere/at/all/mlflow.db", "is in a directory that does not exist"),
     ],
 )
 def test_a_uri_of_no_use_is_refused_before_anything_starts(uri, said, run_cli, tmp_path):

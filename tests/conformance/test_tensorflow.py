@@ -275,7 +275,7 @@ def test_limits_end_training(seen):
 
 
 REFUSED = {
-    "of-torch": "F1 is a metric of torch, and the model is of TensorFlow: use one of keras.metrics",
+    "of-torch": "F1 is a torch metric, but the model is a TensorFlow model: use one of keras.metrics",
     "summed": "loss_fn=SparseCategoricalCrossentropy(reduction='sum') makes gradients grow with the batch",
     "four": "the batch is a sequence of 4, and Keras takes (inputs, targets) or (inputs, targets, sample_weight)",
     "weights-of-own": "the batch has a sample_weight, which a loss_fn of your own does not get",
@@ -285,7 +285,7 @@ REFUSED = {
     "no-model": "the model factory returned a int: return a keras.Model",
     "accumulating": "SGD(gradient_accumulation_steps=2) does not work with the Trainer's step",
     "scheduled-rate": "learning_rate=0.1 cannot replace the rates of ExponentialDecay",
-    "no-loss": "no loss_fn given, and outputs (None, 4) with targets (None, 6) do not say",
+    "no-loss": "no loss_fn given, and outputs (None, 4) with targets (None, 6) do not determine a loss",
     "unused-loss": "the loss does not depend on any trainable variable of the model",
 }
 REFUSED_ON_SEVERAL = {
@@ -433,14 +433,14 @@ def test_tensorflows_own_way_works_in_one_process_and_finds_its_cluster_in_sever
         (
             {"KERAS_BACKEND": "torch"},
             [],
-            "needs Keras on TensorFlow, and Keras is set to 'torch': set KERAS_BACKEND=tensorflow",
+            "needs Keras on TensorFlow, but Keras is set to 'torch': set KERAS_BACKEND=tensorflow",
         ),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a"'}, [], "it is not of the form"),
         ({"TF_CONFIG": '{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}}'}, [], "tasks of the type 'ps'"),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "a:1"]}}'}, [], "names an address twice"),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b"]}}'}, [], "not of the form 'HOST:PORT'"),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"index": 2}}'}, [], "its task is worker 2"),
-        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}, [], "it has no task, which says which"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}, [], "it has no task, which names"),
         ({}, ["--set", "tensorflow.strategy=tpu"], "tensorflow.strategy='tpu' is not supported"),
         ({}, ["--set", "tensorflow.strategy=parameter_server"], "parameter servers update asynchronously"),
         ({}, ["--set", "tensorflow.strategy=mirrored", "--nproc-per-node", "2"], "set nproc_per_node=1, or drop"),

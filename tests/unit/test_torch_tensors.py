@@ -154,7 +154,7 @@ def test_floats_may_change_their_precision_and_integers_must_not(tmp_path: Path)
     assert torch.equal(double.turned, small(1).turned.double())
     whole = small(2)
     whole.scale = torch.tensor(2)
-    with pytest.raises(CheckpointError, match=r"scale is torch\.float32 there, torch\.int64 here"):
+    with pytest.raises(CheckpointError, match=r"scale is torch\.float32 in the checkpoint, torch\.int64 here"):
         tensors.load_model(whole, tmp_path)
 
 
@@ -162,7 +162,9 @@ def test_another_models_checkpoint_is_refused_by_name_and_changes_nothing(tmp_pa
     tensors.save_model(small(1), tmp_path)
     wider = small(2, width=6)
     before = bits(wider)
-    with pytest.raises(CheckpointError, match=r"turned is \[4, 6\] there, \[6, 6\] here, .* and 9 more: build"):
+    with pytest.raises(
+        CheckpointError, match=r"turned is \[4, 6\] in the checkpoint, \[6, 6\] here, .* and 9 more: build"
+    ):
         tensors.load_model(wider, tmp_path)
     assert bits(wider) == before
     more = small(2)
@@ -173,7 +175,7 @@ def test_another_models_checkpoint_is_refused_by_name_and_changes_nothing(tmp_pa
         tensors.load_model(more, tmp_path)
     assert str(raised.value) == (
         f"checkpoint {tmp_path} is of another model: it lacks extra.weight, extra.bias; this model lacks its scale;"
-        " other shapes: turned is [4, 6] there, [2, 6] here: build the model as it was saved,"
+        " other shapes: turned is [4, 6] in the checkpoint, [2, 6] here: build the model as it was saved,"
         " or start without the checkpoint"
     )
 

@@ -241,7 +241,7 @@ def test_a_search_hears_of_trials_that_went_on_after_a_resume():
         ("radnom", 3, SPACE, "did you mean 'random'?"),
         ("random", 0, SPACE, "set 1 or more"),
         ("random", None, SPACE, "set num_samples"),
-        ("grid", None, SPACE, "cannot count the values of learning_rate"),
+        ("grid", None, SPACE, "cannot list the values of learning_rate"),
         ("grid", 3, {"a": [1, 2]}, "is not the 2 combinations"),
     ],
 )
@@ -684,7 +684,7 @@ def test_a_damaged_sweep_is_one_line_or_does_no_harm(tmp_path):
     again.run.unlock()
     for text in ("", "a: [", "- 1"):
         (tmp_path / "s" / "sweep.yaml").write_text(text)
-        with pytest.raises(ConfigError, match=r"sweep\.yaml is damaged.*begin anew"):
+        with pytest.raises(ConfigError, match=r"sweep\.yaml is damaged.*start a new one"):
             sweep_of(tmp_path / "s", resume=True)
 
 

@@ -204,8 +204,8 @@ def load() -> Any:
         ) from None
     except ImportError as error:
         raise ResourceError(
-            f"horovod was built for another torch than {torch.__version__}, or without torch: run 'make horovod', which builds"
-            f" it anew ({str(error).splitlines()[0]})"
+            f"horovod was built for another torch than {torch.__version__}, or without torch: run 'make horovod', which"
+            f" rebuilds it ({str(error).splitlines()[0]})"
         ) from None
     return hvd
 

@@ -300,7 +300,7 @@ def check_engine(what: str, flags: str) -> None:
     engine = keras.config.backend() if keras is not None else os.environ.get("KERAS_BACKEND", "tensorflow")
     if engine != "tensorflow":
         raise ConfigError(
-            f"{what} needs Keras on TensorFlow, and Keras is set to {engine!r}: set KERAS_BACKEND=tensorflow, or"
+            f"{what} needs Keras on TensorFlow, but Keras is set to {engine!r}: set KERAS_BACKEND=tensorflow, or"
             f" leave it unset and start with {flags}"
         )
 

@@ -132,8 +132,8 @@ def check_units(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> Non
         for parameter in own:
             if parameter.dtype != own[0].dtype:
                 raise ConfigError(
-                    f"{names[parameter]} is of {parameter.dtype} and {names[own[0]]} of {own[0].dtype}, and fully_shard needs"
-                    " one element type in what it shards together: build the model in one, or use backend='pytorch-ddp'"
+                    f"{names[parameter]} is {parameter.dtype} and {names[own[0]]} is {own[0].dtype}, but parameters that"
+                    " fully_shard shards together need one element type: build the model in one, or use backend='pytorch-ddp'"
                 )
 
 

@@ -310,7 +310,7 @@ class Objective:
                 )
                 return F.mse_loss
         raise ConfigError(
-            f"no loss_fn given, and outputs {_shape(outputs)} with targets {_shape(targets)} do not say which loss is meant: "
+            f"no loss_fn given, and outputs {_shape(outputs)} with targets {_shape(targets)} do not determine a loss: "
             + (_near_miss(outputs, targets) or _EXAMPLE)
         )
 

@@ -243,10 +243,10 @@ def _check_same_model(own: Mapping[str, torch.Tensor], stored: Mapping[str, Stor
         "it lacks": [name for name in own if name not in stored],
         "this model lacks its": [name for name in stored if name not in own],
         "other shapes:": [
-            f"{name} is {list(stored[name].shape)} there, {list(own[name].shape)} here" for name in shapes
+            f"{name} is {list(stored[name].shape)} in the checkpoint, {list(own[name].shape)} here" for name in shapes
         ],
         "other types:": [
-            f"{name} is {there} there, {here} here"
+            f"{name} is {there} in the checkpoint, {here} here"
             for name, here, there in kinds
             if here != there and not (here.is_floating_point and there.is_floating_point)
         ],

@@ -137,7 +137,7 @@ class Sender:
         logging.getLogger(__name__).debug("not sent", exc_info=error)
         self.cause = _short(error)
         what = ", ".join(map(_what, self._failed)) if isinstance(error, _FilesLeft) else "what is logged"
-        self.warn_once(f"does not take {what} ({self.cause})")
+        self.warn_once(f"does not accept {what} ({self.cause})")
         self.is_open.set()
 
     def _sleep(self, seconds: float) -> None:
