@@ -27,7 +27,7 @@ class DDPOptions:
     )
     static_graph: bool = setting(False, "promise that the graph is the same in every step")
     comm_hook: str | None = setting(
-        None, "how gradients travel (default: one all-reduce per bucket)", str,
+        None, "how gradients are exchanged (default: one all-reduce per bucket)", str,
         choices=("fp16", "bf16", "powersgd", "topk", "hierarchical"),
     )  # fmt: skip
     powersgd_rank: int | None = setting(None, "rank of PowerSGD's approximation (default: torch's 1)", int, minimum=1)
@@ -38,7 +38,7 @@ class DDPOptions:
         None, "part of each gradient that topk sends (default: 0.01)", float, above=0, maximum=1
     )
     hierarchical_group_size: int | None = setting(
-        None, "ranks that hierarchical sums first (default: those of a node)", int, minimum=2
+        None, "number of ranks that hierarchical sums first (default: those of a node)", int, minimum=2
     )
 
 

@@ -52,7 +52,7 @@ class DeepSpeedOptions:
     cpu_adam: bool = setting(False, "DeepSpeed's C++ Adam for an offloaded optimizer, compiled once (minutes)")
     native_checkpoint: bool = setting(
         False,
-        "write DeepSpeed's own files, which are pickles, into each checkpoint too, for its tools (zero_stage 1 to 3)",
+        "also write DeepSpeed's own files, which are pickles, into each checkpoint, for its tools (zero_stage 1 to 3)",
     )
     deepspeed_config: dict[str, Any] | None = setting(
         None,
@@ -143,7 +143,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
         kind = self.mixed_precision
         if config_file.at(self.own_config, (kind, "enabled")) is False:
             raise ConfigError(
-                f"mixed_precision={kind!r} is not deepspeed_config.{kind}.enabled=False: drop one of them"
+                f"mixed_precision={kind!r} contradicts deepspeed_config.{kind}.enabled=False: drop one of them"
             )
         self.observer = DeepSpeedObserver(self)
         self.wrapper = DeepSpeedWrapper(self)

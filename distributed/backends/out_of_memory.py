@@ -36,7 +36,11 @@ def out_of_memory(
 
     `is_cut` says that the model is cut over the processes already.
     """
-    advice = [f"lower batch_size={batch_size} (a global_batch_size keeps the results)"] if batch_size > 1 else []
+    advice = (
+        [f"lower batch_size={batch_size} (with global_batch_size set, the results stay the same)"]
+        if batch_size > 1
+        else []
+    )
     if not config.activation_checkpointing:
         advice.append("set activation_checkpointing=true")
     if config.mixed_precision in ("no", False) and config.dtype == "float32":

@@ -98,7 +98,7 @@ class TensorFlowBackend(Backend[Any]):
             return
         if self.plan.world_size > 1:
             raise ConfigError(
-                f"tensorflow.strategy='mirrored' is one process on all its devices, and this run has {self.plan.world_size}:"
+                f"tensorflow.strategy='mirrored' is one process on all its devices, but this run has {self.plan.world_size}:"
                 " set nproc_per_node=1, or drop the strategy to get one process per device"
             )
         self.devices_per_process = number or (visible_gpus() if self.plan.device == "cuda" else 1)

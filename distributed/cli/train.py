@@ -118,8 +118,8 @@ def train_parser() -> argparse.ArgumentParser:
     parser = make_parser()
     parser.add_argument_group("Several nodes").add_argument(
         "--token-file", metavar="FILE",
-        help="a file with the secret with which the nodes sign their messages to each other; it must be the same on all nodes and"
-        " readable only by you (default: the variable DISTRIBUTED_TOKEN)",
+        help="a file that holds the secret for signing messages between nodes; it must be the same on all nodes and readable"
+        " only by you (default: the variable DISTRIBUTED_TOKEN)",
     )  # fmt: skip
     return parser
 

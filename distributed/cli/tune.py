@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--metric", metavar="NAME", default="val_loss", help="metric to optimise (default: val_loss)")
     group.add_argument(
-        "--mode", metavar="min|max", help="whether its smallest or largest value is best (default: from its name)"
+        "--mode", metavar="min|max", help="whether the smallest or largest metric is best (default: from its name)"
     )
     group.add_argument("--scheduler", metavar="NAME", help=f"{', '.join(SCHEDULERS)} or none (default: none)")
     group.add_argument(

@@ -101,7 +101,10 @@ def test_horovods_own_optimizer_is_refused(seen):
 def test_a_timeline_that_nobody_prepared_is_refused_and_costs_nothing(seen):
     """Horovod's writer of the timeline would otherwise keep a core busy all the time."""
     assert seen["prepared"]["timeline"] is None
-    assert "Horovod runs in this process without one: set HOROVOD_TIMELINE=DYNAMIC" in seen["traced"]["error"]
+    assert (
+        "Horovod already runs in this process without a timeline: set HOROVOD_TIMELINE=DYNAMIC"
+        in seen["traced"]["error"]
+    )
 
 
 # ------------------------------------------------------------------ faults and checkpoints
@@ -262,7 +265,7 @@ def test_the_timeline_is_a_file_of_the_run_and_whole(start, tmp_path, weights):
 
 
 def test_adasum_combines_as_its_paper_says_under_mpirun_and_is_refused_elsewhere(start, tmp_path):
-    for world, mistake in ((2, "needs MPI, and these processes use Gloo"), (3, "not a power of 2: use 2 processes")):
+    for world, mistake in ((2, "needs MPI, but these processes use Gloo"), (3, "not a power of 2: use 2 processes")):
         with pytest.raises(ConfigError, match=mistake):
             make({"adasum": True}, world)
     needs_mpi()
@@ -446,4 +449,4 @@ def test_an_hvd_init_that_nobody_prepared_is_an_error_with_the_way_out(run_cli, 
         ["train", "--script", "sample.py", "--nproc-per-node", "2", "--run-dir", "run"], cwd=tmp_path, timeout=120
     )
     assert done.returncode == 2, done.output
-    assert "hvd.init() made a world of 1, and the launcher started 2 processes: start with" in done.stderr
+    assert "hvd.init() made a world of 1, but the launcher started 2 processes: start with" in done.stderr

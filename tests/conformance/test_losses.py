@@ -193,7 +193,7 @@ def test_each_predicted_token_of_the_whole_batch_weighs_the_same(worlds, world, 
 
 
 def test_what_was_assumed_about_a_models_own_loss_is_said(worlds):
-    assert worlds[2][1].count("the model's own loss is weighted by the labels that are not -100") >= 1
+    assert worlds[2][1].count("the model's own loss is weighted by the number of labels that are not -100") >= 1
 
 
 @pytest.mark.parametrize(("world", "trainers"), [(2, 7), pytest.param(3, 4, marks=FULL)])
@@ -202,7 +202,7 @@ def test_a_float64_model_with_a_float32_loss_is_told_of_once_each(worlds, world,
 
     A resume shows no further notice. BERT and the other models compute their loss in the type of the model.
     """
-    assert worlds[world][1].count("the model is float64 and makes its own loss in float32") == trainers
+    assert worlds[world][1].count("the model is float64 and computes its own loss in float32") == trainers
 
 
 def test_a_classifier_reports_accuracy(worlds):

@@ -183,7 +183,7 @@ def test_more_processes_than_this_machine_has_cpus_are_refused_at_once(run_cli, 
     cores = len(os.sched_getaffinity(0))
     done = run_cli([*plain(tmp_path, "go")[:-2], "--nproc-per-node", str(cores + 3)], fresh=True)
     assert done.returncode == 3 and done.within(5), done.output
-    assert f"needs {cores + 3} CPUs, and this machine has {cores}: set nproc_per_node={cores}" in done.stderr
+    assert f"needs {cores + 3} CPUs, but this machine has {cores}: set nproc_per_node={cores}" in done.stderr
 
 
 # The files that Ray Train itself kept of a run.

@@ -417,7 +417,7 @@ def test_tensorflows_own_way_works_in_one_process_and_finds_its_cluster_in_sever
 
     assert one.returncode == 0 and "replicas 1" in one.stdout and "trained to" in one.stdout, one.output
     assert "memory growth true, in use False" in one.stdout, one.output  # set before the script can use a GPU
-    said = "MirroredStrategy is for one process with several devices, and this run has 2: start with --nproc-per-node 1"
+    said = "MirroredStrategy is for one process with several devices, but this run has 2: start with --nproc-per-node 1"
     assert apart.returncode == 2 and said in apart.stderr and "replicas" not in apart.stdout, apart.output
     assert "restart" not in apart.output
     assert "SIGTERM ends it True" in two.stdout, two.output  # the process does not wait for `timeout_s`
@@ -467,7 +467,7 @@ def test_a_script_of_torch_is_told_so_before_tensorflow_is_imported(run_cli, tmp
     flags = ["--backend", "tensorflow", "--nproc-per-node", "2", "--run-dir", tmp_path / "run"]
     done = run_cli(["train", "--script", HERE.parent.parent / "examples" / "train.py", *flags], fresh=True)
 
-    said = "train.py makes models of torch and imports neither keras nor tensorflow"
+    said = "train.py makes torch models and imports neither keras nor tensorflow"
     assert done.returncode == 2 and said in done.stderr and "choose backend='pytorch-ddp'" in done.stderr, done.output
     assert done.within(5)
     assert "restart" not in done.output
@@ -534,7 +534,7 @@ def test_the_memory_of_gpus_grows_and_a_process_without_mirrored_keeps_to_the_fi
 def test_what_a_function_makes_of_batches_is_told_by_its_dimensions(parts):
     more = parts["inner"].pop("more")
     assert parts["inner"] == {"samples": None, "batches": 4, "interleaved": None}
-    assert more.startswith("the tf.data.Dataset makes something else of batches of 4 by flat_map or interleave")
+    assert more.startswith("the tf.data.Dataset changes batches of 4 with flat_map or interleave")
 
 
 def test_an_update_has_the_size_asked_for_whatever_became_of_the_batches(parts):

@@ -74,7 +74,7 @@ def test_an_address_is_for_ray_alone():
 @pytest.mark.parametrize(
     ("processes", "cpus", "there", "said"),
     [
-        (3, 1.0, 2.0, "nproc_per_node=3 with ray.cpus_per_worker=1 needs 3 CPUs, and here has 2: set nproc_per_node=2"),
+        (3, 1.0, 2.0, "nproc_per_node=3 with ray.cpus_per_worker=1 needs 3 CPUs, but here has 2: set nproc_per_node=2"),
         (3, 0.9, 2.0, "or ray.cpus_per_worker=0.666"),
         (1, 4.0, 2.0, "ray.cpus_per_worker=4 is more than the 2 CPUs of here: set it to 2"),
     ],

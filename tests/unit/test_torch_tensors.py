@@ -330,7 +330,7 @@ def test_another_optimizer_or_other_groups_are_refused_by_name(tmp_path: Path) -
     content = _save_all(model, torch.optim.SGD(_grouped(model), lr=0.1), None, tmp_path)["optimizer"]
     wrong = {
         "is Adam, the checkpoint holds SGD": torch.optim.Adam(model.parameters()),
-        "has 1 parameter groups, the checkpoint 2": torch.optim.SGD(model.parameters(), lr=0.1),
+        "has 1 parameter groups, but the checkpoint has 2": torch.optim.SGD(model.parameters(), lr=0.1),
         "group 0 holds .* here but not in the checkpoint": torch.optim.SGD(
             [{"params": list(model.parameters())[:-1]}, {"params": list(model.parameters())[-1:]}], lr=0.1
         ),

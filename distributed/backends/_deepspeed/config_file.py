@@ -118,7 +118,7 @@ def check(config: Mapping[str, Any]) -> None:
         )
     if at(config, ("wall_clock_breakdown",)):
         raise ConfigError(
-            "deepspeed_config.wall_clock_breakdown prints on the console: drop it, metrics.jsonl has times"
+            "deepspeed_config.wall_clock_breakdown prints on the console: drop it, metrics.jsonl has the times"
         )
     _check_optimizer(config)
 

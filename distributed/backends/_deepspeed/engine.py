@@ -33,7 +33,7 @@ def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, allows_an
     kinds = sorted({str(p.dtype) for p in model.parameters() if p.requires_grad and p.dtype != torch.float32})
     if kinds:
         raise ConfigError(
-            f"the model has trainable parameters of {' and '.join(kinds)}, and ZeRO keeps them in float32: build the model in"
+            f"the model has trainable parameters of {' and '.join(kinds)}, but ZeRO keeps them in float32: build the model in"
             " float32, with mixed_precision='bf16' for 16 bits in the forward pass"
         )
     for number, group in enumerate(optimizer.param_groups):
@@ -99,7 +99,7 @@ class Engine:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(
-                f"deepspeed_config: DeepSpeed does not take {where}={first['input']!r} ({first['msg']}): correct it"
+                f"deepspeed_config: DeepSpeed does not accept {where}={first['input']!r} ({first['msg']}): correct it"
             ) from None
         self._own.record()
         self.wrapper.set_gradient_accumulation_boundary(True)

@@ -26,7 +26,7 @@ class HorovodOptions:
     """Settings of Horovod's gradient exchange."""
 
     compression: str = setting(
-        "none", "element type of gradients on the wire; hvd.Compression.fp16 in code too", choices=("none", "fp16"),
+        "none", "element type of gradients on the wire; code may also pass hvd.Compression.fp16", choices=("none", "fp16"),
         convert=_compression_word,
     )  # fmt: skip
     adasum: bool = setting(False, "combine gradients by Adasum instead of averaging them (needs mpirun)")
@@ -77,7 +77,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "start_timeout": (SEVERAL_PROCESSES, _OUR_RENDEZVOUS),
 }
 REFUSES: Refusals = {
-    "communication_backend=nccl": "Horovod uses NCCL for GPUs where it was built with it: drop it",
+    "communication_backend=nccl": "Horovod uses NCCL for GPUs if it was built with NCCL: drop it",
     "communication_backend=mpi": (
         If(
             "in processes that mpirun did not start",

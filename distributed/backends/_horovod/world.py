@@ -54,7 +54,7 @@ class HorovodWorld(TorchWorld):
         size, rank, local_rank, local_size = hvd.size(), hvd.rank(), hvd.local_rank(), hvd.local_size()
         if found is not None and found.world_size != size:
             raise ConfigError(
-                f"hvd.init() made a world of {size}, and the launcher started {found.world_size} processes: start with"
+                f"hvd.init() made a world of {size}, but the launcher started {found.world_size} processes: start with"
                 " 'python -m distributed.cli train --backend horovod' or horovodrun, or drop hvd.init()"
             )
         if plan.device == "cuda":
@@ -243,7 +243,7 @@ def _refuse_second() -> None:
     if other is not None and getattr(other, "is_initialized", bool)():
         raise ConfigError(
             "hvd.init() of horovod.tensorflow was called in this process, and Horovod starts once: drop it, or call that of"
-            " horovod.torch, over which the trainer sends Keras models too"
+            " horovod.torch, which the trainer uses for Keras models too"
         )
 
 

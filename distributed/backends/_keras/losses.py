@@ -31,7 +31,7 @@ class KerasLoss:
         if self._loss.reduction == "sum":
             name = type(self._loss).__name__
             raise ConfigError(
-                f"loss_fn={name}(reduction='sum') makes gradients grow with the batch: use {name}(), the mean"
+                f"loss_fn={name}(reduction='sum') makes gradients grow with the batch: use {name}(), which averages"
             )
 
     def __call__(self, targets: Any, outputs: Any, weight: Any = None) -> Any:

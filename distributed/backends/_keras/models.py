@@ -104,7 +104,7 @@ def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float
     if optimizer is None:
         optimizer = keras.optimizers.AdamW(learning_rate, weight_decay=1e-2, epsilon=1e-8)
     if not is_optimizer(optimizer):
-        raise ConfigError(f"the optimizer is a {type(optimizer).__name__}, and the model is a Keras model: {_FIX}")
+        raise ConfigError(f"the optimizer is a {type(optimizer).__name__}, but the model is a Keras model: {_FIX}")
     _check_optimizer(optimizer)
     if not optimizer.built:
         optimizer.build(variables)
@@ -133,7 +133,7 @@ def set_schedule(optimizer: Any, scheduler: Any) -> None:
     if not is_schedule(scheduler) and callable(scheduler):
         schedule = _made(scheduler, optimizer, "scheduler", fix)
     if not is_schedule(schedule):
-        raise ConfigError(f"the scheduler is a {type(schedule).__name__}, and the model is a Keras model: {fix}")
+        raise ConfigError(f"the scheduler is a {type(schedule).__name__}, but the model is a Keras model: {fix}")
     optimizer.learning_rate = schedule
 
 

@@ -127,7 +127,7 @@ class Cluster:
             check_cpus(self._request.nproc_per_node, self._cpus, resources.get("CPU", 0.0), where)
         if self._request.device == "cuda" and resources.get("GPU", 0) < self._request.nproc_per_node:
             raise ResourceError(
-                f"nproc_per_node={self._request.nproc_per_node} needs as many GPUs, and {where} has"
+                f"nproc_per_node={self._request.nproc_per_node} needs as many GPUs, but {where} has"
                 f" {resources.get('GPU', 0):g}: set nproc_per_node={max(1, int(resources.get('GPU', 0)))}, or --device cpu"
             )
 
@@ -259,7 +259,7 @@ def check_cpus(processes: int, cpus: float, there: float, where: str) -> None:
             f"ray.cpus_per_worker={cpus:g} is more than the {there:g} CPUs of {where}: set it to {there:g}"
         )
     raise ResourceError(
-        f"nproc_per_node={processes} with ray.cpus_per_worker={cpus:g} needs {processes * cpus:g} CPUs, and {where} has"
+        f"nproc_per_node={processes} with ray.cpus_per_worker={cpus:g} needs {processes * cpus:g} CPUs, but {where} has"
         f" {there:g}: set nproc_per_node={int(there / cpus)}, or ray.cpus_per_worker={int(1000 * there / processes) / 1000:g}"
     )
 

@@ -115,7 +115,7 @@ class _Launch:
         if self._request.launcher_options.get("address") is None or not os.environ.get(VARIABLE):
             return []
         return [
-            f"no effect over Ray: {VARIABLE} (Ray's own token protects the cluster; the workers sign with a secret that is drawn"
+            f"no effect over Ray: {VARIABLE} (Ray's own token protects the cluster; the workers sign with a secret that is generated"
             " for this run)"
         ]
 

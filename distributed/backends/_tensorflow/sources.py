@@ -309,7 +309,7 @@ def _of_inner(data: Any) -> int | None:
     if len(_ranks(source)) == len(_ranks(data)) and fewer in ({0}, {1}):
         return size if fewer == {0} else None
     raise ConfigError(
-        f"the tf.data.Dataset makes something else of batches of {size} by flat_map or interleave: batch it after that"
+        f"the tf.data.Dataset changes batches of {size} with flat_map or interleave: batch it after these"
     )
 
 

@@ -238,7 +238,7 @@ def _refuse_mirrored(world_size: int) -> None:
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(
-            f"tf.distribute.MirroredStrategy is for one process with several devices, and this run has {world_size}: start"
+            f"tf.distribute.MirroredStrategy is for one process with several devices, but this run has {world_size}: start"
             " with --nproc-per-node 1, or use MultiWorkerMirroredStrategy or a Trainer"
         )
 

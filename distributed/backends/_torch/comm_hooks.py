@@ -114,6 +114,6 @@ def near_ranks(world: TorchWorld, group_size: int | None) -> list[list[int]]:
         numbers = " and ".join(str(len(ranks)) for ranks in groups)
         raise ConfigError(
             f"ddp.comm_hook='hierarchical' needs the same number of processes on each node, and they are {numbers}: set"
-            " ddp.hierarchical_group_size to a divisor of all"
+            " ddp.hierarchical_group_size to a divisor of the number of processes"
         )
     return groups

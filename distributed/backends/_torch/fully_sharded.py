@@ -232,7 +232,7 @@ def rebind(optimizer: Any, replaced: Mapping[torch.nn.Parameter, torch.nn.Parame
         return optimizer
     if any(parameter in replaced for parameter in optimizer.state):
         raise ConfigError(
-            "the optimizer has state of whole parameters, and fsdp shards them: pass a fresh one, or a factory:"
+            "the optimizer has state of whole parameters, but fsdp shards them: pass a fresh one, or a factory:"
             " optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
         )
     for group in optimizer.param_groups:

@@ -247,7 +247,7 @@ class Objective:
                 raise
             raise ConfigError(
                 f"training_step uses a part of `model`, which is wrapped on several processes ({error}): only model(...)"
-                " exchanges gradients. Let the model's forward do it, with an argument that says which part"
+                " exchanges gradients. Let the model's forward call the part, chosen by an argument"
             ) from error
 
     def _from_step(self, value: Any, batch: Any) -> Loss:
@@ -276,7 +276,7 @@ class Objective:
         if loss is not None and self._is_float64 and loss.dtype != torch.float64:
             kind = str(loss.dtype).removeprefix("torch.")
             self._notice_once(
-                f"the model is float64 and makes its own loss in {kind}: results at different numbers of processes"
+                f"the model is float64 and computes its own loss in {kind}: results at different numbers of processes"
                 " agree to about 1e-7 only; a training_step can compute it in float64"
             )
         return loss
@@ -289,7 +289,7 @@ class Objective:
         if count is None:
             self._notice_once("the model's own loss is taken as a mean over samples")
             return Loss(loss, None)
-        self._notice_once("the model's own loss is weighted by the labels that are not -100")
+        self._notice_once("the model's own loss is weighted by the number of labels that are not -100")
         # For a batch without labels the model returns 0/0. Such a batch gets weight 0.
         return Loss(torch.where(count > 0, loss, torch.zeros_like(loss)) * count, count)
 

@@ -37,7 +37,7 @@ class Schedule:
         if self._is_of_keras or not self.follows_updates or self._merged.is_given("scheduler_interval"):
             return None
         kind = type(self._scheduler).__name__
-        return f"{kind} steps after every update: set scheduler_interval='epoch' where it counts epochs"
+        return f"{kind} steps after every update: set scheduler_interval='epoch' if it counts epochs"
 
     def rates(self, step: int) -> list[float]:
         """Return the rate of each parameter group for the update after `step` updates."""

@@ -146,7 +146,7 @@ def _refuse_sharded(sampler: Any, name: str) -> None:
     parts = getattr(sampler, "num_replicas", 1)
     if hasattr(sampler, "rank") and isinstance(parts, int) and parts > 1:
         raise ConfigError(
-            f"{name}: {type(sampler).__name__} yields one rank's part only, and the Trainer divides the samples among the ranks:"
+            f"{name}: {type(sampler).__name__} yields one rank's part only, but the Trainer divides the samples among the ranks:"
             " give the sampler of the whole data set, or set data.presharded=true"
         )
 

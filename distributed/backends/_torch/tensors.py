@@ -217,7 +217,7 @@ def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for key, value in unwrap(model).state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise TrainingError(
-                f"{key} is a {type(value).__name__}, and a checkpoint holds tensors only:"
+                f"{key} is a {type(value).__name__}, but a checkpoint holds tensors only:"
                 f" return a tensor from get_extra_state, or keep the value in a callback's state"
             )
         name = plain_name(key)
@@ -315,7 +315,7 @@ def _group_content(group: Mapping[str, Any], names: Mapping[int, str], index: in
 def _check_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: list[Mapping[str, Any]]) -> None:
     if len(optimizer.param_groups) != len(saved):
         raise CheckpointError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(saved)}"
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, but the checkpoint has {len(saved)}"
         )
     for i, (group, content) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         here, there = {names[id(parameter)] for parameter in group["params"]}, set(content["params"])
