@@ -58,7 +58,7 @@ def _lines(found: Sequence[Capabilities]) -> Iterator[str]:
         yield gap.join([name.ljust(first), *words]).rstrip()
     yield ""
     for when, mark in notes.items():
-        yield from _wrapped(f"if {mark}: not {when}", indent=2)
+        yield from _wrapped(f"if {mark}: refused {when}", indent=2)
     yield ""
     yield from _wrapped(f"on every backend: {', '.join(everywhere(found))}", indent=2)
     yield ""

@@ -135,7 +135,7 @@ def _transport(backend: str | None) -> str | None:
 def _plan(config: DistributedConfig, found: WorkerEnvironment | None) -> ProcessPlan:
     transport, device = config.communication_backend, config.device
     if transport == "nccl" and device != "cpu" and visible_gpus() == 0:
-        raise ConfigError("backend='nccl' needs GPUs, and this machine shows none: use backend='gloo'")
+        raise ConfigError("backend='nccl' needs GPUs, but this machine shows none: use backend='gloo'")
     if device is None and transport in ("gloo", "mpi"):
         device = "cpu"
     local = found.local_world_size if found is not None else 1

@@ -230,7 +230,7 @@ def _pickled(fit: RemoteFit) -> bytes:
         content = dumps(fit)
     except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
         raise ConfigError(
-            f"the trainer cannot be sent to its workers ({error}): pass factories instead of the objects that hold it,"
+            f"the trainer cannot be sent to its workers ({error}): pass factories instead of the objects that cannot be sent,"
             " or run the script with 'python -m distributed.cli train --script'"
         ) from None
     return content

@@ -109,7 +109,7 @@ def _master(environ: Mapping[str, str], prefix: str) -> tuple[str, int]:
     addr = environ.get(f"{prefix}MASTER_ADDR") or endpoint or environ.get("MASTER_ADDR", "")
     if not addr:
         raise ResourceError(
-            "MASTER_ADDR is not set in a pod of several: set it to the host name of pod 0, and MASTER_PORT"
+            "MASTER_ADDR is not set, but the job has several pods: set it to the host name of pod 0, and MASTER_PORT"
         )
     port = environ.get(f"{prefix}MASTER_PORT") or end or environ.get("MASTER_PORT") or str(_DEFAULT_PORT)
     return addr, _number({"MASTER_PORT": port}, "MASTER_PORT")
