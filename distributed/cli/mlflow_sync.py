@@ -1,4 +1,4 @@
-"""`distributed mlflow-sync`: send to MLflow the records that a run could not send send."""
+"""`distributed mlflow-sync`: send to MLflow the records that a run could not send."""
 
 from __future__ import annotations
 

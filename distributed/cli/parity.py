@@ -136,7 +136,8 @@ def _lines(report: Report) -> Iterator[str]:
         )
     yield ""
     yield from _wrapped(
-        "A floor is the difference that rounding alone makes in one process: against its float64 run, and when it adds up the same batches in slices."
+        "A floor is the difference that rounding alone makes in one process: against its float64 run, and when it adds"
+        " up the same batches in slices."
     )
     if report.batch_dependent:
         yield from _wrapped(
