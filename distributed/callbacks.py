@@ -57,14 +57,14 @@ class Callback:
         """The objects that a hook may use. Raises ConfigError outside of `fit`."""
         if self.__context is None:
             raise ConfigError(
-                f"{type(self).__name__}.context is known while fit() runs: use it in a hook, such as on_train_start"
+                f"{type(self).__name__}.context is only available while fit() runs: use it in a hook, such as on_train_start"
             )
         return self.__context
 
     @context.setter
     def context(self, value: Any) -> None:
         raise ConfigError(
-            f"{type(self).__name__} sets self.context, by which hooks reach the model and run_dir: give the attribute another name"
+            f"{type(self).__name__} sets self.context, through which hooks reach the model and run_dir: give the attribute another name"
         )
 
     def _bind(self, context: FitContext | None) -> FitContext | None:

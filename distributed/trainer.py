@@ -75,7 +75,7 @@ class Trainer:
         if not callable(model):
             raise ConfigError(f"model is a {type(model).__name__}: pass a module, or a function that makes one")
         if loss_fn is not None and training_step is not None:
-            raise ConfigError("loss_fn and training_step both say what the loss is: drop one of them")
+            raise ConfigError("loss_fn and training_step both define the loss: drop one of them")
         _check_objects(optimizer, scheduler, loss_fn, training_step, metrics)
         _check_callbacks(callbacks)
         declared = {name: as_declared(metric) for name, metric in (metrics or {}).items()}
@@ -316,7 +316,7 @@ class Trainer:
     def best_accuracy(self) -> float:
         """`History.best_accuracy` of the last fit."""
         if self.history is None:
-            raise ConfigError("best_accuracy is known after fit(): call it first")
+            raise ConfigError("best_accuracy is not available before fit(): call fit() first")
         return self.history.best_accuracy
 
 

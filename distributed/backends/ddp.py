@@ -27,7 +27,7 @@ class DDPOptions:
     )
     static_graph: bool = setting(False, "promise that the graph is the same in every step")
     comm_hook: str | None = setting(
-        None, "how gradients travel (default: one all-reduce per bucket)", str,
+        None, "how gradients are exchanged (default: one all-reduce per bucket)", str,
         choices=("fp16", "bf16", "powersgd", "topk", "hierarchical"),
     )  # fmt: skip
     powersgd_rank: int | None = setting(None, "rank of PowerSGD's approximation (default: torch's 1)", int, minimum=1)
@@ -38,7 +38,7 @@ class DDPOptions:
         None, "part of each gradient that topk sends (default: 0.01)", float, above=0, maximum=1
     )
     hierarchical_group_size: int | None = setting(
-        None, "ranks that hierarchical sums first (default: those of a node)", int, minimum=2
+        None, "number of ranks that hierarchical sums first (default: those of a node)", int, minimum=2
     )
 
 
@@ -54,7 +54,7 @@ OF_HOOKS: Refusals = {
         If(
             "with ddp.comm_hook='powersgd' or 'topk'",
             lambda own: own.options.comm_hook in ("powersgd", "topk"),
-            "they keep what they left out in the units of its loss scale, which changes: use mixed_precision='bf16', or"
+            "they keep what they left out in units of the loss scale, which changes: use mixed_precision='bf16', or"
             " ddp.comm_hook='fp16'",
         ),
     ),
@@ -105,7 +105,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
         if kept.get("name") == name and int(state["world_size"]) == self.context.world_size:
             hook.load(directory, self.context.rank, kept)
         else:
-            self._notice(f"the checkpoint has no {name} memory for this world size: it starts anew")
+            self._notice(f"the checkpoint has no {name} memory for this world size: it starts empty")
 
 
 def _check_hook(options: DDPOptions, plan: ProcessPlan) -> None:
@@ -114,7 +114,7 @@ def _check_hook(options: DDPOptions, plan: ProcessPlan) -> None:
         value, its_hook = getattr(options, option), option.partition("_")[0]
         if value is not None and name != its_hook:
             raise ConfigError(
-                f"ddp.{option}={value} has no effect without ddp.comm_hook={its_hook!r}: set it, or drop this"
+                f"ddp.{option}={value} has no effect without ddp.comm_hook={its_hook!r}: set that hook, or drop this option"
             )
     if name == "powersgd" and options.bucket_cap_mb is not None:
         raise ConfigError(

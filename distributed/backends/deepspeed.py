@@ -40,7 +40,7 @@ class DeepSpeedOptions:
 
     zero_stage: int | None = setting(
         None,
-        "what is cut over the processes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (default: 2)",
+        "what is sharded across the processes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (default: 2)",
         int,
         minimum=0,
         maximum=3,
@@ -52,11 +52,11 @@ class DeepSpeedOptions:
     cpu_adam: bool = setting(False, "DeepSpeed's C++ Adam for an offloaded optimizer, compiled once (minutes)")
     native_checkpoint: bool = setting(
         False,
-        "write DeepSpeed's own files, which are pickles, into each checkpoint too, for its tools (zero_stage 1 to 3)",
+        "also write DeepSpeed's own files, which are pickles, into each checkpoint, for its tools (zero_stage 1 to 3)",
     )
     deepspeed_config: dict[str, Any] | None = setting(
         None,
-        "a DeepSpeed config: a dict, the path of a JSON file or a DeepSpeedConfig; 'auto' takes our values",
+        "a DeepSpeed config: a dict, the path of a JSON file or a DeepSpeedConfig; 'auto' takes the Trainer's values",
         dict,
         convert=config_file.read,
     )
@@ -77,7 +77,7 @@ class DeepSpeedOptions:
             )
         if self.native_checkpoint and self.stage == 0:
             raise ConfigError(
-                "deepspeed.native_checkpoint=True needs zero_stage=1, 2 or 3, not 0, of which DeepSpeed's tools open nothing:"
+                "deepspeed.native_checkpoint=True needs zero_stage=1, 2 or 3, not 0, whose files DeepSpeed's tools cannot open:"
                 " set one, or drop it (model/*.safetensors holds the whole weights)"
             )
         if self.cpu_adam and not self.offloads("optimizer"):
@@ -143,7 +143,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
         kind = self.mixed_precision
         if config_file.at(self.own_config, (kind, "enabled")) is False:
             raise ConfigError(
-                f"mixed_precision={kind!r} is not deepspeed_config.{kind}.enabled=False: drop one of them"
+                f"mixed_precision={kind!r} contradicts deepspeed_config.{kind}.enabled=False: drop one of them"
             )
         self.observer = DeepSpeedObserver(self)
         self.wrapper = DeepSpeedWrapper(self)
@@ -171,7 +171,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
             allows_any = bool(self.own_config.get("zero_allow_untested_optimizer"))
             engine.check(self.plain, self.optimizer, allows_any=allows_any)
         if self.device.type == "cpu" and (self.options.offloads("optimizer") or self.options.offloads("param")):
-            notices.append("offloading frees nothing here: on CPUs all memory is the host's")
+            notices.append("offloading frees no memory here: on CPUs all memory is host memory")
         return notices
 
     def save(self, directory: Path) -> dict[str, Any]:
@@ -212,6 +212,6 @@ def _with_own_optimizer(job: Job, own_config: Mapping[str, Any], config: Distrib
     if asked is None:
         return job
     if job.optimizer is not None:
-        raise ConfigError("Trainer(optimizer=) and deepspeed_config.optimizer both say what the optimizer is: drop one")
+        raise ConfigError("Trainer(optimizer=) and deepspeed_config.optimizer both set the optimizer: drop one")
     kind, arguments = asked
     return dataclasses.replace(job, optimizer=functools.partial(getattr(torch.optim, kind), **arguments))

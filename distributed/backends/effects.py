@@ -87,7 +87,7 @@ FP16 = Need(
     lambda where, name: "" if (kind := where.backend.mixed_precision) == "fp16" else f"mixed_precision is {kind}",
 )
 SCHEDULE = Need(
-    "a schedule that is no ReduceLROnPlateau",
+    "a schedule other than ReduceLROnPlateau",
     _unless("no schedule counts updates or epochs", lambda where: where.has_schedule is not False),
 )
 MLFLOW = Need("MLflow", _unless("MLflow is off", lambda where: is_on_mlflow(where.backend.merged)))

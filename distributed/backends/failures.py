@@ -53,7 +53,7 @@ def _named(name: str, error: Exception) -> DistributedError:
 def no_arguments(name: str) -> ConfigError:
     """Return the error for a metric over all samples whose arguments are not known."""
     return ConfigError(
-        f"metric {name!r} is computed over all samples, and it is not known from what: return its arguments from"
+        f"metric {name!r} is computed over all samples, but its arguments are unknown: return them from"
         f" training_step, {{'loss': loss, {name!r}: (outputs, targets)}}"
     )
 

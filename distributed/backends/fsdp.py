@@ -30,10 +30,12 @@ class FSDPOptions:
     """Settings of fully_shard."""
 
     wrap_classes: str | None = setting(
-        None, "names of module classes to shard on their own, with commas (default: a network's repeated layers)", str
+        None,
+        "names of module classes to shard on their own, separated by commas (default: a network's repeated layers)",
+        str,
     )
     min_num_params: int | None = setting(
-        None, "shard each smallest module with at least so many parameters on its own", int, minimum=1
+        None, "shard on their own the smallest modules with at least this many parameters", int, minimum=1
     )
     reshard_after_forward: bool = setting(True, "free gathered parameters between forward and backward: less memory")
     cpu_offload: bool = setting(False, "keep parameters, gradients and optimizer state in host memory")
@@ -56,7 +58,7 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
         super().__init__(merged, options, plan)
         if options.wrap_classes is not None and options.min_num_params is not None:
             raise ConfigError(
-                f"fsdp.wrap_classes={options.wrap_classes!r} and fsdp.min_num_params={options.min_num_params} both say what"
+                f"fsdp.wrap_classes={options.wrap_classes!r} and fsdp.min_num_params={options.min_num_params} both set what"
                 " is sharded on its own: drop one of them"
             )
         if options.reduce_dtype != "float32" and self.mixed_precision == "no":
@@ -77,7 +79,7 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
         notices = super().prepare(job, batch)
         self.wrapper.forget_whole_parameters()
         if self.options.cpu_offload and self.device.type == "cpu":
-            notices.append("fsdp.cpu_offload frees nothing here: on CPUs all parameters are in host memory")
+            notices.append("fsdp.cpu_offload frees no memory here: on CPUs all parameters are in host memory")
         return notices
 
     def reassemble(self) -> None:
@@ -195,7 +197,7 @@ class FSDPWrapper(Wrapper):
         if lacking and not self._is_too_large:
             self._is_too_large = True
             own._notice(
-                "trainer.model stays in pieces: the whole does not fit into each process twice; 'with trainer.whole_model():'"
+                "trainer.model stays sharded: the whole model does not fit into each process twice; 'with trainer.whole_model():'"
                 " gathers it on the main process"
             )
         return not lacking

@@ -101,7 +101,7 @@ class HorovodWrapper(Wrapper):
         world.copy_all_from([*model.parameters(), *model.buffers()], 0)
         sparse = sparse_names(model)
         if sparse and self._options.adasum:
-            raise ConfigError(f"horovod.adasum takes no sparse gradients, and {min(sparse)} has them: set sparse=False")
+            raise ConfigError(f"horovod.adasum takes no sparse gradients, but {min(sparse)} has them: set sparse=False")
         self._buckets = Buckets(
             hvd, trained, sparse=sparse & trained.keys(), is_compressed=self._options.compression == "fp16",
             is_adasum=self._options.adasum,
@@ -168,11 +168,11 @@ class HorovodObserver(TorchObserver):
 def _check_adasum(plan: ProcessPlan) -> None:
     if plan.world_size & (plan.world_size - 1):
         raise ConfigError(
-            f"horovod.adasum=true combines by pairs, and world_size={plan.world_size} is no power of 2: use"
+            f"horovod.adasum=true combines ranks in pairs, but world_size={plan.world_size} is not a power of 2: use"
             f" {1 << plan.world_size.bit_length() - 1} processes, or drop it"
         )
     if plan.world_size > 1 and "OMPI_COMM_WORLD_SIZE" not in os.environ:
         raise ConfigError(
-            "horovod.adasum=true needs MPI, and these processes meet over Gloo: start them with mpirun -np"
+            "horovod.adasum=true needs MPI, but these processes use Gloo: start them with mpirun -np"
             f" {plan.world_size} python -m distributed.cli train ..., or drop it"
         )

@@ -36,14 +36,18 @@ def out_of_memory(
 
     `is_cut` says that the model is cut over the processes already.
     """
-    advice = [f"lower batch_size={batch_size} (a global_batch_size keeps the results)"] if batch_size > 1 else []
+    advice = (
+        [f"lower batch_size={batch_size} (with global_batch_size set, the results stay the same)"]
+        if batch_size > 1
+        else []
+    )
     if not config.activation_checkpointing:
         advice.append("set activation_checkpointing=true")
     if config.mixed_precision in ("no", False) and config.dtype == "float32":
         advice.append("set mixed_precision=bf16")
     if not is_cut:
         cutting = next(row.name for row in REGISTRY.values() if row.cuts_model)
-        advice.append(f"cut the model over several processes with backend={cutting}")
+        advice.append(f"shard the model across several processes with backend={cutting}")
     line, has_more, _ = memory_line(error).partition(" is free.")  # torch's message continues at length
     ways = f" To need less: {', or '.join(advice)}." if advice else ""
     return TrainingError(

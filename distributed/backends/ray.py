@@ -34,13 +34,15 @@ class RayOptions:
     """Settings of Ray, and the engine whose step its processes run."""
 
     engine: str = setting(
-        "pytorch-ddp", "whose step the processes do; that backend's options count too", choices=("pytorch-ddp", "fsdp")
+        "pytorch-ddp", "whose step the processes run; that backend's options apply too", choices=("pytorch-ddp", "fsdp")
     )
-    cpus_per_worker: float = setting(1.0, "CPUs that Ray keeps for each process", above=0)
+    cpus_per_worker: float = setting(1.0, "CPUs that Ray reserves for each process", above=0)
     callbacks: str | None = setting(
-        None, "classes of ray.train.UserCallback that hear of each epoch, as module.Class, with commas", str
+        None,
+        "classes of ray.train.UserCallback that are called after each epoch, as module.Class, separated by commas",
+        str,
     )
-    report_to_tune: bool = setting(False, "give each epoch's metrics to Ray Tune, in a trial")
+    report_to_tune: bool = setting(False, "in a trial, report the metrics of each epoch to Ray Tune")
 
 
 _NEEDS: Mapping[str, tuple[Need, ...]] = {

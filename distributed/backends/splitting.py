@@ -76,5 +76,5 @@ def text_of(name: str, function: Callable[..., Any]) -> str:
     called = getattr(function, "__name__", type(function).__name__)
     return (
         f"metric {name!r} gives another value when its batch is split, so a mean over batches is not its value: it is computed"
-        f" over all samples from now on. To say so yourself: metrics={{{name!r}: distributed.over_all({called})}}"
+        f" over all samples from now on. To request that explicitly: metrics={{{name!r}: distributed.over_all({called})}}"
     )

@@ -66,7 +66,7 @@ class Starting:
         `call` is what the script called, for messages. Raises ConfigError where the engine has no torch tensors.
         """
         raise ConfigError(
-            f"{call} joins processes for torch tensors, and backend={config.backend!r} has others: use Trainer"
+            f"{call} joins processes for torch tensors, which backend={config.backend!r} does not use: use Trainer"
         )
 
 

@@ -47,7 +47,7 @@ class TensorFlowOptions:
 
     strategy: str = setting(
         "multi_worker_mirrored",
-        "multi_worker_mirrored: a device for each process; mirrored: one process on all its devices",
+        "multi_worker_mirrored: one process per device; mirrored: one process on all its devices",
         choices=("multi_worker_mirrored", "mirrored", *_REFUSED),
     )
     num_devices: int | None = setting(
@@ -86,7 +86,7 @@ class TensorFlowBackend(Backend[Any]):
         if strategy in _REFUSED:
             raise ConfigError(
                 f"tensorflow.strategy={strategy!r} is not supported, as {_REFUSED[strategy]}:"
-                " drop it for 'multi_worker_mirrored'"
+                " drop it, which selects 'multi_worker_mirrored'"
             )
         self._is_mirrored = strategy == "mirrored"
         if not self._is_mirrored:
@@ -98,8 +98,8 @@ class TensorFlowBackend(Backend[Any]):
             return
         if self.plan.world_size > 1:
             raise ConfigError(
-                f"tensorflow.strategy='mirrored' is one process on all its devices, and this run has {self.plan.world_size}:"
-                " set nproc_per_node=1, or drop the strategy for a process on each device"
+                f"tensorflow.strategy='mirrored' is one process on all its devices, but this run has {self.plan.world_size}:"
+                " set nproc_per_node=1, or drop the strategy to get one process per device"
             )
         self.devices_per_process = number or (visible_gpus() if self.plan.device == "cuda" else 1)
         self.data_parallel_size = self.plan.data_parallel_size * self.devices_per_process

@@ -170,7 +170,7 @@ def _restored_tensor(buffers: list[bytes], dtype: str, shape: list[int], index: 
     kind = getattr(torch, dtype)
     # Quantized tensors are refused because they have parts besides their elements. A type is written under the name that `str` returns.
     if not isinstance(kind, torch.dtype) or str(kind) != f"torch.{dtype}" or dtype.startswith(("qint", "quint")):
-        raise ValueError(f"{dtype} is no element type")
+        raise ValueError(f"{dtype} is not an element type")
     if not buffers[index]:
         return torch.empty(0, dtype=kind).reshape(shape)
     return torch.frombuffer(bytearray(buffers[index]), dtype=kind).reshape(shape)
@@ -181,7 +181,7 @@ def _restored_sequence(buffers: list[bytes], module: str, name: str, items: list
     if issubclass(kind, tuple):
         return tuple.__new__(kind, held)
     if not issubclass(kind, list):
-        raise ValueError(f"{name} is no sequence")
+        raise ValueError(f"{name} is not a sequence")
     made = list.__new__(kind)
     list.extend(made, held)
     return made
@@ -209,7 +209,7 @@ def _restored_mapping(buffers: list[bytes], module: str, name: str, pairs: list[
 def _restored_fields(buffers: list[bytes], module: str, name: str, pairs: list[Any]) -> Any:
     kind, held = _class(module, name), _restored_dict(buffers, pairs)
     if not dataclasses.is_dataclass(kind) or held.keys() != {field.name for field in dataclasses.fields(kind)}:
-        raise ValueError(f"{name} is no data class with the fields {', '.join(held)}")
+        raise ValueError(f"{name} is not a data class with the fields {', '.join(held)}")
     made = cast(Any, object).__new__(kind)
     for key, value in held.items():
         object.__setattr__(made, key, value)
@@ -230,7 +230,7 @@ def _class(module: str, name: str) -> Any:
     for part in name.split("."):
         found = found.__dict__[part]
     if not isinstance(found, type):
-        raise ValueError(f"{name} is no class")
+        raise ValueError(f"{name} is not a class")
     return found
 
 

@@ -115,7 +115,7 @@ class CheckpointDirectory:
         if damaged := sorted(self.path.glob(f"{_DAMAGED}step-*")):
             raise CheckpointError(
                 f"{self.path} holds only damaged checkpoints ({', '.join(path.name for path in damaged[-3:])}):"
-                " copy a sound one there, or begin anew with another --run-dir or --checkpoint-dir"
+                " copy an undamaged one there, or start a new run with another --run-dir or --checkpoint-dir"
             )
         return None
 
@@ -178,7 +178,9 @@ def open_verified(path: Path) -> Path:
     except CheckpointError as error:
         others = [info for info in list_checkpoints(checkpoint.parent) if info.path != checkpoint and not info.problem]
         hint = (
-            f"another one is sound by its sizes: {others[-1].path}" if others else "there is no other in its directory"
+            f"another checkpoint, whose files have the right sizes, is {others[-1].path}"
+            if others
+            else "there is no other checkpoint in its directory"
         )
         raise CheckpointError(f"{error}; {hint}") from None
     return checkpoint

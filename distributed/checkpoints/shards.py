@@ -111,7 +111,7 @@ def _start(entry: Any, raw: RawTensor, file: Path) -> tuple[int, ...]:
         return (0,) * len(raw.shape)
     start = entry.get("saved_offsets") if isinstance(entry, dict) else None
     if not isinstance(start, list) or len(start) != len(raw.shape) or not all(type(i) is int and i >= 0 for i in start):
-        raise CheckpointError(f"{file}: the place of {raw.name} in its tensor is damaged")
+        raise CheckpointError(f"{file}: the position of {raw.name} in its tensor is damaged")
     return tuple(start)
 
 
@@ -119,12 +119,12 @@ def _joined(name: str, parts: list[tuple[tuple[int, ...], RawTensor]], directory
     parts = [part for part in parts if 0 not in part[1].shape] or parts[:1]  # an empty piece covers nothing
     first = parts[0][1]
     if len({(raw.dtype, len(raw.shape)) for _, raw in parts}) > 1:
-        raise CheckpointError(f"{directory}: the pieces of {name} are of different kinds")
+        raise CheckpointError(f"{directory}: the pieces of {name} differ in element type or number of dimensions")
     shape = tuple(max(start[i] + raw.shape[i] for start, raw in parts) for i in range(len(first.shape)))
     boxes = [(start, raw.shape) for start, raw in parts]
     is_covered = sum(math.prod(raw.shape) for _, raw in parts) == math.prod(shape)
     if not is_covered or any(_overlap(a, b) for a, b in itertools.combinations(boxes, 2)):
-        raise CheckpointError(f"{directory}: the pieces of {name} do not make up one tensor of shape {list(shape)}")
+        raise CheckpointError(f"{directory}: the pieces of {name} do not form one tensor of shape {list(shape)}")
     return StoredTensor(name, first.dtype, shape, tuple(parts))
 
 

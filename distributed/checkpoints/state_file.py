@@ -39,7 +39,9 @@ def write_state(checkpoint: Path, state: TrainState, extra: Any) -> None:
         raise _unstorable(error) from None
     raw = json.dumps(content, indent=1).encode()
     if len(raw) > _MAX_BYTES:
-        raise TrainingError(f"{STATE} would have {len(raw)} bytes of {_MAX_BYTES} allowed: store less in callbacks")
+        raise TrainingError(
+            f"{STATE} would have {len(raw)} bytes, and {_MAX_BYTES} are allowed: store less in callbacks"
+        )
     write_file(checkpoint / STATE, [raw], len(raw))
 
 

@@ -202,13 +202,15 @@ class CheckpointStore:
         if self.context.is_main_process:
             needed, free = self._files.bytes_needed(target), self._files.bytes_free()
             message += f" (needs at least {size_text(needed)}, {size_text(free)} free)"
-            text = f"{message}; training goes on, miss {self._misses} of {MAX_MISSES} in a row"
+            text = f"{message}; training continues after failed save {self._misses} of {MAX_MISSES} in a row"
             self.report({
                 "kind": "warning", "message": text, "path": str(target), "cause": error.strerror or str(error),
                 "bytes_needed": needed, "bytes_free": free,
             })  # fmt: skip
         if self._misses >= MAX_MISSES:
-            raise TrainingError(f"{message}; {self._misses} misses in a row: free the disk and run again with --resume")
+            raise TrainingError(
+                f"{message}; {self._misses} failed saves in a row: free disk space and run again with --resume"
+            )
 
     def _load(self, path: Path) -> TrainState:
         state, extra = read_state(path)

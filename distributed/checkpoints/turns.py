@@ -82,7 +82,7 @@ class Turns:
                 rank = sign
         except queue.Empty:
             raise TrainingError(
-                f"rank {rank} gave no sign of life for {self._timeout_s:g} s (timeout_s): it hangs, or its machine does"
+                f"rank {rank} did not respond for {self._timeout_s:g} s (timeout_s): it hangs, or its machine does"
             ) from None
         finally:
             given_up.set()

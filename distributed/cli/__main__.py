@@ -12,17 +12,25 @@ from distributed.errors import ConfigError, DistributedError, nearest
 # verb -> (module, name of its typer app or command function, description for `--help`)
 VERBS = {
     "train": ("distributed.cli.train", "train", "run a script on one or many processes"),
-    "tune": ("distributed.cli.tune", "tune", "run a script many times with other values, and keep the best"),
-    "backends": ("distributed.cli.backends", "backends", "show the backends, and which setting works on which"),
+    "tune": ("distributed.cli.tune", "tune", "run a script many times with different values and keep the best"),
+    "backends": (
+        "distributed.cli.backends",
+        "backends",
+        "list the backends and show which setting works on which backend",
+    ),
     "parity": (
         "distributed.cli.parity",
         "parity",
-        "run a script on every backend and show how far the numbers are apart",
+        "run a script on every backend and compare the numbers",
     ),
     "report": ("distributed.cli.report", "report", "draw the curves of runs or of a sweep into one HTML file"),
     "checkpoint": ("distributed.cli.checkpoint", "app", "list, verify and export checkpoints"),
-    "mlflow-sync": ("distributed.cli.mlflow_sync", "mlflow_sync", "send to MLflow what a run could not"),
-    "doctor": ("distributed.cli.doctor", "doctor", "say what works on this machine, and what would make the rest work"),
+    "mlflow-sync": (
+        "distributed.cli.mlflow_sync",
+        "mlflow_sync",
+        "send to MLflow the records that a run could not send",
+    ),
+    "doctor": ("distributed.cli.doctor", "doctor", "check what works on this machine and how to make the rest work"),
 }
 
 
@@ -49,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     verb = arguments[0]
     if verb not in VERBS:
-        what = "a flag of no command" if verb.startswith("-") else "not a command"
+        what = "a flag, not a command" if verb.startswith("-") else "not a command"
         raise ConfigError(f"{verb!r} is {what}{nearest(verb, VERBS)}: choose one of {', '.join(VERBS)}")
     module, name, _ = VERBS[verb]
     command = getattr(importlib.import_module(module), name)
@@ -96,7 +104,7 @@ def _one_line(message: str) -> str:
 def _usage() -> str:
     width = max(map(len, VERBS))
     lines = [f"  {verb:<{width}}  {text}" for verb, (_, _, text) in VERBS.items()]
-    return "\n".join(["usage: distributed VERB ...   ('distributed VERB --help' says more)", "", *lines, ""])
+    return "\n".join(["usage: distributed VERB ...   ('distributed VERB --help' explains a command)", "", *lines, ""])
 
 
 def _version() -> str:
@@ -105,7 +113,7 @@ def _version() -> str:
     try:
         return f"distributed-trainer {version('distributed-trainer')}"
     except PackageNotFoundError:
-        return "distributed-trainer (not installed, run from its source)"
+        return "distributed-trainer (not installed, run from source)"
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ _WIDTH = 80
 
 
 def backends(
-    name: Annotated[str | None, typer.Argument(help="one backend: its options, and all that it refuses")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="everything as one JSON list")] = False,
+    name: Annotated[
+        str | None, typer.Argument(help="show the options of this backend and the settings that it refuses")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as one JSON list")] = False,
 ) -> None:
     """Show which setting works on which backend, and what is not installed. Loads no engine."""
     found = all_capabilities() if name is None else [capabilities_of(backend_row(name))]
@@ -56,11 +58,11 @@ def _lines(found: Sequence[Capabilities]) -> Iterator[str]:
         yield gap.join([name.ljust(first), *words]).rstrip()
     yield ""
     for when, mark in notes.items():
-        yield from _wrapped(f"if {mark}: not {when}", indent=2)
+        yield from _wrapped(f"if {mark}: refused {when}", indent=2)
     yield ""
     yield from _wrapped(f"on every backend: {', '.join(everywhere(found))}", indent=2)
     yield ""
-    yield "why not, and a backend's own options: distributed backends NAME"
+    yield "reasons and the options of a backend: distributed backends NAME"
 
 
 def _notes(found: Sequence[Capabilities], rows: Iterable[str]) -> dict[str, str]:
@@ -90,7 +92,7 @@ def _lines_of(each: Capabilities) -> Iterator[str]:
     yield ""
     refuses = [(name, reason) for name, reason in each.refuses.items()]
     refuses += [(f"{name} {one.when}", one.reason) for name, several in each.conditions.items() for one in several]
-    yield "refuses:" if refuses else "refuses no setting that another backend takes"
+    yield "refuses:" if refuses else "refuses no setting that another backend accepts"
     for name, reason in refuses:
         yield from _wrapped(f"  {name}: {reason}", indent=4)
     yield ""

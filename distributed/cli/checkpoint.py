@@ -66,7 +66,9 @@ def _row(info: CheckpointInfo, *, is_sound: bool) -> tuple[str, ...]:
 
 @app.command("verify")
 def verify_(
-    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run directory for its newest one")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="a checkpoint, or a run directory, of which the newest checkpoint is used")
+    ],
 ) -> None:
     """Read every byte of a checkpoint and compare it with its digests. Exits with 1 if it is damaged."""
     path = resolve(checkpoint)
@@ -76,22 +78,24 @@ def verify_(
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     size = size_text(manifest.total_bytes)
-    typer.echo(f"{path}: step {manifest.step}, {len(manifest.files)} files, {size}, all as saved")
+    typer.echo(f"{path}: step {manifest.step}, {len(manifest.files)} files, {size}, all verified")
 
 
 @app.command("export")
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run directory for its newest one")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="a checkpoint, or a run directory, of which the newest checkpoint is used")
+    ],
     out: Annotated[Path, typer.Argument(help="the file to write: OUT.safetensors")],
-    force: Annotated[bool, typer.Option("--force", help="write over an existing file")] = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
 ) -> None:
     """Write the model's weights by name into one safetensors file; a tied weight appears under each of its names."""
     if out.is_dir():
         raise ConfigError(f"{out} is a directory: name a file, {out / 'model.safetensors'}")
     if out.suffix != ".safetensors":
-        raise ConfigError(f"{out} would not be what its name says: name a file OUT.safetensors")
+        raise ConfigError(f"{out} does not end with .safetensors: name a file OUT.safetensors")
     if out.exists() and not force:
-        raise ConfigError(f"{out} exists: give --force to write over it")
+        raise ConfigError(f"{out} already exists: add --force to overwrite it")
     path = resolve(checkpoint)
     verify(path)
     tensors = read_weights(path)

@@ -113,7 +113,7 @@ def _load_error(module: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_LIMIT_S)
     except subprocess.TimeoutExpired:
-        return f"not done after {PROBE_LIMIT_S:g} s"
+        return f"not finished after {PROBE_LIMIT_S:g} s"
     return (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1] if done.returncode else None
 
 
@@ -124,9 +124,9 @@ def check_dask() -> Check:
         # the version of Dask's project; ours is called distributed-trainer
         version = importlib.metadata.version("distributed")
     except importlib.metadata.PackageNotFoundError:
-        return Check("Dask", OK, "its package 'distributed' is not in this environment")
+        return Check("Dask", OK, "Dask's package 'distributed' is not in this environment")
     cure = "pip uninstall distributed, then install distributed-trainer again"
-    return Check("Dask", BAD, f"its package 'distributed' {version} overwrites ours: {cure}")
+    return Check("Dask", BAD, f"Dask's package 'distributed' {version} overwrites this one: {cure}")
 
 
 def check_port() -> Check:
@@ -161,7 +161,7 @@ def check_all_reduce() -> Check:
         try:
             results = [rank.communicate(timeout=begin + PROBE_LIMIT_S - time.monotonic()) for rank in ranks]
         except subprocess.TimeoutExpired:
-            return Check("all-reduce", BAD, f"two gloo processes were not done after {PROBE_LIMIT_S:g} s")
+            return Check("all-reduce", BAD, f"two gloo processes were not finished after {PROBE_LIMIT_S:g} s")
         finally:
             for rank in ranks:
                 rank.kill()

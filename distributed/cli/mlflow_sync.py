@@ -1,4 +1,4 @@
-"""`distributed mlflow-sync`: send to MLflow what a run could not send."""
+"""`distributed mlflow-sync`: send to MLflow the records that a run could not send."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOGGED = ("", "fit-*/", "trials/*/", "trials/*/fit-*/")
 
 
 def mlflow_sync(
-    run: Annotated[Path, typer.Argument(help="a run directory, or that of a sweep")],
+    run: Annotated[Path, typer.Argument(help="the directory of a run or of a sweep")],
 ) -> None:
     """Send to MLflow what a run logged while no server answered. Repeating the command sends nothing twice."""
     from distributed.loggers.mlflow import send_rest
@@ -24,4 +24,4 @@ def mlflow_sync(
     logged = [file.parent for pattern in _LOGGED for file in sorted(run.glob(f"{pattern}mlflow.json"))]
     for each in logged or [run]:
         uri = send_rest(each, lambda text: typer.echo(f"warning: {text}", err=True))
-    typer.echo(f"{run}: all is at {uri}")
+    typer.echo(f"{run}: MLflow at {uri} has all records")

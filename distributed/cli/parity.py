@@ -30,18 +30,20 @@ _HEADS = ("backend", "procs", "weights64", "loss64", "weights32", "loss32", "ms/
 def parity(
     script: Annotated[Path, typer.Option(help="the script; its own arguments follow after --")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- SCRIPT ARGUMENTS]", show_default=False)] = None,
-    backends: Annotated[str, typer.Option(help="names with commas, or all that are installed")] = "all",
-    world_sizes: Annotated[str, typer.Option(help="numbers of processes, with commas")] = "1,2,3",
+    backends: Annotated[str, typer.Option(help="names separated by commas, or all: every installed backend")] = "all",
+    world_sizes: Annotated[str, typer.Option(help="numbers of processes, separated by commas")] = "1,2,3",
     steps: Annotated[int, typer.Option(min=1, help="optimizer updates of each run")] = 50,
-    tolerance: Annotated[float, typer.Option(min=0.0, help="largest difference of a weight or loss in float64")] = 1e-9,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="largest allowed difference of a weight or loss in float64")
+    ] = 1e-9,
     global_batch_size: Annotated[
         int | None, typer.Option(min=1, help="samples per update (default: the script's)")
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="a setting of every run, or an option of one backend"),
+        typer.Option("--set", metavar="KEY=VALUE", help="a setting for every run, or an option of one backend"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="everything as one JSON object")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as one JSON object")] = False,
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="keep the run directories and logs in DIR")] = None,
 ) -> None:
     """Train a script on every backend and number of processes, with the same global batches, beside one process.
@@ -77,7 +79,7 @@ def _refuse_unused(options: ParityOptions) -> None:
 def _words(text: str, flag: str) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
-        raise ConfigError(f"{flag}={text!r} names nothing: write {flag}=all, or names with commas")
+        raise ConfigError(f"{flag}={text!r} contains no name: write {flag}=all, or names separated by commas")
     return list(dict.fromkeys(words))
 
 
@@ -134,12 +136,13 @@ def _lines(report: Report) -> Iterator[str]:
         )
     yield ""
     yield from _wrapped(
-        "A floor is how far rounding alone moves one process: from its float64 run, and when it adds up the same batches in slices."
+        "A floor is the difference that rounding alone makes in one process: against its float64 run, and when it adds"
+        " up the same batches in slices."
     )
     if report.batch_dependent:
         yield from _wrapped(
             f"results depend on the split of a batch because of {', '.join(report.batch_dependent)}: runs of several processes"
-            " are shown and not judged"
+            " are shown but not judged"
         )
     for each in report.skipped:
         yield from _wrapped(f"{each.what} {'FAILED' if each.is_failure else 'not run'}: {each.reason}")

@@ -22,7 +22,7 @@ def report(
     from distributed.report import FILE, write_report
 
     if compare and len(runs) == 1:
-        raise ConfigError("--compare has one run: name another one, or drop the flag")
+        raise ConfigError("--compare needs two or more runs: name another one, or drop the flag")
     if output is not None and len(runs) > 1 and not compare:
         raise ConfigError(f"--output is one file and {len(runs)} runs are named: add --compare, or drop --output")
     if output is not None and output.is_dir():

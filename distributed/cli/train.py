@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from distributed.config.fields import Rule, check, rules
 from distributed.config.flags import SETTINGS, as_flag, flag_of
 from distributed.config.merging import Overrides, joined, read_config_file
-from distributed.config.peers import answer_for
+from distributed.config.peers import answer_for, with_answer
 from distributed.config.settings import GROUPS, DistributedConfig, canonical, check_setting, group_options
 from distributed.errors import ConfigError, nearest
 from distributed.launching.secret import read_token_file
@@ -36,8 +36,8 @@ _RULES = rules(DistributedConfig)
 _ABOUT = """\
 Run a script on one or many processes.
 
-A script that uses the Trainer follows these settings; any other script finds
-the environment that torchrun gives."""
+A script that uses the Trainer gets these settings; any other script gets
+the environment variables that torchrun sets."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -118,8 +118,8 @@ def train_parser() -> argparse.ArgumentParser:
     parser = make_parser()
     parser.add_argument_group("Several nodes").add_argument(
         "--token-file", metavar="FILE",
-        help="a file, the same on all nodes and readable by you alone, that holds the secret with which they sign what they"
-        " tell each other (default: the variable DISTRIBUTED_TOKEN)",
+        help="a file that holds the secret for signing messages between nodes; it must be the same on all nodes and readable"
+        " only by you (default: the variable DISTRIBUTED_TOKEN)",
     )  # fmt: skip
     return parser
 
@@ -139,15 +139,15 @@ def make_parser(
     run.add_argument(
         "--script", metavar="FILE", help="run FILE as __main__ in every worker; its arguments follow after --"
     )
-    run.add_argument("--config", metavar="FILE", help="settings from a YAML file, weaker than code and flags")
+    run.add_argument("--config", metavar="FILE", help="read settings from a YAML file; code and flags override them")
     run.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[],
         help="any other setting or backend option, such as data.presharded=true; may be repeated",
     )  # fmt: skip
-    run.add_argument("--run-dir", metavar="DIR", help="where the run's files go (default: runs/SCRIPT-TIME-ID)")
-    run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --run-dir")
-    run.add_argument("--dry-run", action="store_true", help="print settings, batch equation and launch plan, then stop")
-    run.add_argument("--help", action="help", help="show this and stop")
+    run.add_argument("--run-dir", metavar="DIR", help="directory for the run's files (default: runs/SCRIPT-TIME-ID)")
+    run.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of --run-dir")
+    run.add_argument("--dry-run", action="store_true", help="print settings, batch equation and launch plan, then exit")
+    run.add_argument("--help", action="help", help="show this help and exit")
     groups = {
         group: parser.add_argument_group(group) for group in dict.fromkeys(_RULES[name].group for name in SETTINGS)
     }
@@ -226,12 +226,15 @@ def _dashed(argument: str) -> str:
 
 def _unknown(argument: str, parser: argparse.ArgumentParser) -> ConfigError:
     if not argument.startswith("-"):
-        return ConfigError(f"{argument!r} is no flag: name the script with --script, its own arguments follow after --")
+        return ConfigError(
+            f"{argument!r} is not a flag: name the script with --script, its own arguments follow after --"
+        )
     name, verb = argument.partition("=")[0], parser.prog.rpartition(" ")[2]
     if (setting := name.lstrip("-").replace("-", "_")) in _RULES:
         return ConfigError(f"{name} is not a flag of {verb}: write --set {setting}=VALUE")
     if answer := answer_for(setting, as_flag):
-        return ConfigError(f"{name} is not a flag of {verb}: {answer}; a script's own flags follow after --")
+        refusal = with_answer(f"{name} is not a flag of {verb}", answer)
+        return ConfigError(f"{refusal}; a script's own flags follow after --")
     # hidden aliases are not suggested
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     flags = [flag for action in shown for flag in action.option_strings]

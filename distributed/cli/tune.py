@@ -14,10 +14,11 @@ from distributed.tuning.proposals import SEARCHES
 from distributed.tuning.scripts import ScriptSweep, SearchOptions
 
 _ABOUT = """\
-Run a script many times, each time with other values, and keep the best.
+Run a script many times with different values and keep the best.
 
-Values reach the script as settings where they have the name of one, else as
-its arguments: --NAME VALUE. The other flags are those of train, for every trial."""
+A value whose name is that of a setting is passed as this setting, any other as
+an argument of the script: --NAME VALUE. The other flags are those of train and
+hold for every trial."""
 _OWN = (
     "search_space", "num_samples", "metric", "mode", "scheduler", "scheduler_option", "search", "max_concurrent",
     "max_failures", "cpus_per_trial", "trials_per_gpu",
@@ -45,19 +46,25 @@ def tune(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("distributed tune", "--script FILE --search-space FILE --num-samples N", _ABOUT)
     group = parser.add_argument_group("Search")
-    group.add_argument("--search-space", metavar="FILE", help="YAML: what each name may be")
-    group.add_argument("--num-samples", metavar="N", help="trials (default of --search grid: all combinations)")
-    group.add_argument("--metric", metavar="NAME", default="val_loss", help="what is optimised (default: val_loss)")
-    group.add_argument("--mode", metavar="min|max", help="what is best of it (default: what its name says)")
+    group.add_argument("--search-space", metavar="FILE", help="YAML file with the possible values of each name")
+    group.add_argument(
+        "--num-samples", metavar="N", help="number of trials (default for --search grid: all combinations)"
+    )
+    group.add_argument("--metric", metavar="NAME", default="val_loss", help="metric to optimise (default: val_loss)")
+    group.add_argument(
+        "--mode", metavar="min|max", help="whether the smallest or largest metric is best (default: from its name)"
+    )
     group.add_argument("--scheduler", metavar="NAME", help=f"{', '.join(SCHEDULERS)} or none (default: none)")
     group.add_argument(
         "--scheduler-option", metavar="KEY=VALUE", action="append", default=[],
         help="an option of the scheduler, such as grace_period=2; may be repeated",
     )  # fmt: skip
     group.add_argument("--search", metavar="NAME", default="random", help=f"{', '.join(SEARCHES)} (default: random)")
-    group.add_argument("--max-concurrent", metavar="N", help="trials at once (default: as many as there is place for)")
+    group.add_argument(
+        "--max-concurrent", metavar="N", help="trials that run at the same time (default: as many as fit)"
+    )
     group.add_argument("--max-failures", metavar="N", help="restarts of a trial that crashed (default: 0)")
-    group.add_argument("--cpus-per-trial", metavar="N", help="CPUs of a trial (default: one for each process)")
+    group.add_argument("--cpus-per-trial", metavar="N", help="CPUs per trial (default: one per process)")
     group.add_argument("--trials-per-gpu", metavar="N", help="trials that share one GPU (default: 1)")
     return parser
 
@@ -71,7 +78,9 @@ def _numbers(own: Mapping[str, Any]) -> dict[str, int]:
         if text is None:
             continue
         if not text.isdecimal() or int(text) < minimum:
-            raise ConfigError(f"{name}={text!r} is no whole number from {minimum} on: set {name}={minimum} or more")
+            raise ConfigError(
+                f"{name}={text!r} is not a whole number of at least {minimum}: set {name}={minimum} or more"
+            )
         found[name] = int(text)
     return found
 

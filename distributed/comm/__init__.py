@@ -112,7 +112,7 @@ def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     """
     data, world = _data(tensor, "broadcast"), current_world()
     if not 0 <= src < world.context.world_size:
-        raise ConfigError(f"src={src} is no rank of a world of {world.context.world_size}: ranks count from 0")
+        raise ConfigError(f"src={src} is not a rank of a world of {world.context.world_size}: ranks count from 0")
     wire = data.contiguous()
     world.copy_from(wire, src)
     if wire is not data:
@@ -242,6 +242,6 @@ def _parts(data: torch.Tensor, sizes: Sequence[int] | None, world_size: int) -> 
         return [rows // world_size + (rank < rows % world_size) for rank in range(world_size)]
     if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
         raise ConfigError(
-            f"sizes={list(sizes)} is not one size for each of {world_size} ranks with the sum of {rows} rows"
+            f"sizes={list(sizes)} must be one size for each of {world_size} ranks, and their sum must be {rows} rows"
         )
     return list(sizes)

@@ -88,7 +88,7 @@ def init_process_group(
             )
         return
     if backend not in (None, config.communication_backend) and (found is None or found.rank == 0):
-        _log.warning("backend=%r gives way to the launcher's %r", backend, config.communication_backend)
+        _log.warning("backend=%r is replaced by the launcher's %r", backend, config.communication_backend)
     _this.world, _this.transport = _join(config, found), config.communication_backend
 
 
@@ -110,14 +110,14 @@ def _own_environment(world_size: int | None, rank: int | None) -> WorkerEnvironm
     if found is not None:
         for name, value in (("world_size", world_size), ("rank", rank)):
             if value not in (None, getattr(found, name)):
-                raise ConfigError(f"{name}={value}, but the launcher says {getattr(found, name)}: drop {name}")
+                raise ConfigError(f"{name}={value}, but the launcher set {getattr(found, name)}: drop {name}")
         return found
     if world_size in (None, 1) and rank in (None, 0):
         return None
     addr, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if world_size is None or rank is None or not addr or not port.isdigit():
         raise ConfigError(
-            f"world_size={world_size} and rank={rank} without a launcher need each other, MASTER_ADDR and MASTER_PORT: start"
+            f"world_size={world_size} and rank={rank} need each other, MASTER_ADDR and MASTER_PORT if there is no launcher: start"
             " with 'python -m distributed.launcher SCRIPT --nproc_per_node N' and drop them"
         )
     if not 0 <= rank < world_size:
@@ -128,16 +128,14 @@ def _own_environment(world_size: int | None, rank: int | None) -> WorkerEnvironm
 def _transport(backend: str | None) -> str | None:
     if backend is None or backend in TRANSPORTS:
         return backend
-    why = "trains a model" if backend in REGISTRY else "is not one"
-    raise ConfigError(
-        f"backend={backend!r}: here it is the transport, and {backend!r} {why}: use {' or '.join(TRANSPORTS)}"
-    )
+    why = "trains a model and is not a transport" if backend in REGISTRY else "is not a transport"
+    raise ConfigError(f"backend={backend!r} {why}: use {' or '.join(TRANSPORTS)}")
 
 
 def _plan(config: DistributedConfig, found: WorkerEnvironment | None) -> ProcessPlan:
     transport, device = config.communication_backend, config.device
     if transport == "nccl" and device != "cpu" and visible_gpus() == 0:
-        raise ConfigError("backend='nccl' needs GPUs, and this machine shows none: use backend='gloo'")
+        raise ConfigError("backend='nccl' needs GPUs, but this machine shows none: use backend='gloo'")
     if device is None and transport in ("gloo", "mpi"):
         device = "cpu"
     local = found.local_world_size if found is not None else 1

@@ -127,7 +127,7 @@ def _average(parameters: list[torch.nn.Parameter]) -> None:
 
 def _capacity(cap: float | None, size: float | None) -> float | None:
     if cap is not None and size is not None and cap != size:
-        raise ConfigError(f"bucket_cap_mb={cap} and bucket_size_mb={size} are one thing: drop one of them")
+        raise ConfigError(f"bucket_cap_mb={cap} and bucket_size_mb={size} set the same thing: drop one of them")
     value = cap if cap is not None else size
     if value is not None and value <= 0:
         raise ConfigError(f"bucket_cap_mb={value} is not above 0: give megabytes, torch's default is 25")

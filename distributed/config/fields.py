@@ -94,7 +94,7 @@ class FrozenDict(dict[str, Any]):
     """A dict that cannot be changed. It is hashable, and is copied, pickled and written as JSON like a dict."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise dataclasses.FrozenInstanceError("a checked configuration cannot be changed: make another from it")
+        raise dataclasses.FrozenInstanceError("a checked configuration cannot be changed: make a new one from it")
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
@@ -129,7 +129,7 @@ def check(name: str, value: Any, rule: Rule, written: Written = in_code) -> Any:
     if rule.choices is not None and converted not in rule.choices:
         words = ", ".join(map(str, rule.choices))
         raise ConfigError(
-            f"{name}={value!r} is not a choice{nearest(str(value), map(str, rule.choices))}: choose one of {words}"
+            f"{name}={value!r} is not a valid choice{nearest(str(value), map(str, rule.choices))}: choose one of {words}"
         )
     if converted == "":
         raise ConfigError(f"{name}='' is empty: give {_wanted(rule)} or drop the setting")

@@ -223,7 +223,9 @@ def _popped(content: dict[str, Any], name: str, kind: type, path: str | os.PathL
     """Remove and return the entry `name`, which a run wrote beside the settings; None if it is missing."""
     value = content.pop(name, None)
     if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"config file {str(path)!r}: {name}={value!r} is not as a run writes it: drop it")
+        raise ConfigError(
+            f"config file {str(path)!r}: {name}={value!r} does not have the form in which a run writes it: drop it"
+        )
     return value
 
 

@@ -16,30 +16,24 @@ from distributed.config.registry import LATER, REGISTRY
 # `{epochs}` or `{device=cpu}`: replaced by the setting as a flag, in code or in YAML.
 _SETTING = re.compile(r"\{([a-z_.]+)(?:=(\w+))?\}")
 
-_VALIDATION = "not here, because validation runs after each epoch: pass a smaller val_data to fit()"
-_LOADER = "not here, because it is the loader's: DataLoader(num_workers=..., prefetch_factor=..., ...)"
-_OPTIMIZER = "not here, because it is the optimizer's: Trainer(optimizer=lambda params: torch.optim.AdamW(params, ...))"
-_SCHEDULE = (
-    "not here, because a schedule is an object: Trainer(scheduler=lambda optimizer: ...) in code; also {warmup_steps}"
-)
-_LOSS = "not here, because it is part of the loss: Trainer(loss_fn=...) in code"
-_OBJECT = "not here, because it is an object: pass it to Trainer(...) in code"
-_DATA = "not here, because data goes to trainer.fit(train_data, val_data) in code"
-_MODEL = "not here, because it is the model's: change the model in the script"
-_RUN_DIR = (
-    "the flag --run-dir of 'distributed train' names the run directory; {checkpoint_dir} says where checkpoints go"
-)
-_LOGS = "not here, because the output of every rank is in RUN/logs; --run-dir names the run directory"
-_ALWAYS = "not here, because it is always so: drop it"
-_RENDEZVOUS = "not here, because nodes meet at {master_addr} and {master_port}"
-_ORDER = (
-    "not here, because the Trainer gives each process its part of every global batch: drop it, or use {data.presharded}"
-)
-_LIMIT = "not here, because the data decides: pass a torch.utils.data.Subset to fit(); {max_steps} limits the updates"
-_SWITCH = "not here, because it is torch's own switch: set it at the top of the script"
-_NO_TPU = "not here, because TPUs are not supported"
-_NO_HUB = "not here, because nothing is uploaded: trainer.save('model.safetensors') writes the weights"
-_METHOD = "not here, because it is a call: use trainer.fit(), trainer.evaluate() or trainer.predict()"
+_VALIDATION = "because validation runs after each epoch: pass a smaller val_data to fit()"
+_LOADER = "because it belongs to the loader: use DataLoader(num_workers=..., prefetch_factor=..., ...)"
+_OPTIMIZER = "because it belongs to the optimizer: use Trainer(optimizer=lambda params: torch.optim.AdamW(params, ...))"
+_SCHEDULE = "because a schedule is an object: use Trainer(scheduler=lambda optimizer: ...) in code, or {warmup_steps} for a warm-up"
+_LOSS = "because it is part of the loss: use Trainer(loss_fn=...) in code"
+_OBJECT = "because it is an object: pass it to Trainer(...) in code"
+_DATA = "because data goes to trainer.fit(train_data, val_data) in code"
+_MODEL = "because it belongs to the model: change the model in the script"
+_RUN_DIR = "the flag --run-dir of 'distributed train' names the run directory; {checkpoint_dir} sets the directory of the checkpoints"
+_LOGS = "because the output of every rank is in RUN/logs; --run-dir names the run directory"
+_ALWAYS = "because this is always done: drop it"
+_RENDEZVOUS = "because the rendezvous has one form: use {master_addr} and {master_port}"
+_ORDER = "because the Trainer gives each process its part of every global batch: drop it, or use {data.presharded}"
+_LIMIT = "because the data sets the length of an epoch: pass a torch.utils.data.Subset to fit(); {max_steps} limits the updates"
+_SWITCH = "because it is a switch of torch: set it at the top of the script"
+_NO_TPU = "because TPUs are not supported"
+_NO_HUB = "because nothing is uploaded: write the weights with trainer.save('model.safetensors')"
+_METHOD = "because it is a method: use trainer.fit(), trainer.evaluate() or trainer.predict()"
 _RESUME = "use {resume_from_checkpoint}, or the flag --resume"
 _PRECISION = "use {mixed_precision=bf16} or {mixed_precision=fp16}; {dtype=float64} computes in double precision"
 _TRACKERS = (
@@ -61,24 +55,24 @@ _LIGHTNING = {
     "gpus": _PROCESSES,
     "precision": _PRECISION,
     "max_epochs": "use {epochs}",
-    "max_time": "not here, because a run is stopped from outside: SIGTERM ends it after a checkpoint; {max_steps} limits the updates",
+    "max_time": "because a run has no time limit of its own: send SIGTERM, which ends it after a checkpoint; {max_steps} limits the updates",
     "fast_dev_run": "use {max_steps=1}",
     "accumulate_grad_batches": "use {gradient_accumulation_steps}",
     "gradient_clip_val": "use {gradient_clipping}",
-    "gradient_clip_algorithm": "not here, because {gradient_clipping} is always by the global norm",
+    "gradient_clip_algorithm": "because {gradient_clipping} is always by the global norm",
     "default_root_dir": _RUN_DIR,
     "ckpt_path": _RESUME,
     "profiler": "use {profile}",
-    "detect_anomaly": "not here, because it is torch's own switch; {nan_policy} says what a NaN does",
-    "enable_checkpointing": "use {checkpoint_frequency}; the end of a run is always a checkpoint",
-    "sync_batchnorm": "not here, because it changes the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
-    "auto_lr_find": "not here, because it is a call: use trainer.find_learning_rate()",
-    "auto_scale_batch_size": "not here, because it is a call: use trainer.find_batch_size()",
+    "detect_anomaly": "because it is a switch of torch; {nan_policy} sets what happens at a NaN",
+    "enable_checkpointing": "use {checkpoint_frequency}; a run always ends with a checkpoint",
+    "sync_batchnorm": "because it changes the model: use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+    "auto_lr_find": "because it is a method: use trainer.find_learning_rate()",
+    "auto_scale_batch_size": "because it is a method: use trainer.find_batch_size()",
     "inference_mode": _ALWAYS,
-    "plugins": "not here, because {backend} brings all that an engine needs",
-    "reload_dataloaders_every_n_epochs": "not here, because data is passed once: call trainer.fit() again with other data",
+    "plugins": "because {backend} selects everything that an engine needs",
+    "reload_dataloaders_every_n_epochs": "because data is passed once: call trainer.fit() again with other data",
     **_same(_TRACKERS, "logger", "loggers", "log_with", "report_to", "wandb", "wandb_project"),
-    **_same("not here, because a run ends after {epochs} or {max_steps} or by {early_stopping_patience}", "min_epochs", "min_steps"),
+    **_same("because a run ends after {epochs} or {max_steps} or by {early_stopping_patience}", "min_epochs", "min_steps"),
     **_same(_LIMIT, "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"),
     **_same(_VALIDATION, "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
     **_same("use {verbose=false}", "enable_progress_bar", "enable_model_summary", "barebones"),
@@ -89,8 +83,8 @@ _LIGHTNING = {
 
 # Hugging Face's TrainingArguments
 _HUGGING_FACE = {
-    "overwrite_output_dir": "not here, because a run directory is never overwritten: name another with --run-dir, or add --resume",
-    "per_device_eval_batch_size": "not here, because it is the loader's: pass a DataLoader with its batch_size as val_data",
+    "overwrite_output_dir": "because a run directory is never overwritten: name another with --run-dir, or add --resume",
+    "per_device_eval_batch_size": "because it belongs to the loader: pass a DataLoader with that batch_size as val_data",
     "num_train_epochs": "use {epochs}",
     "max_train_steps": "use {max_steps}",
     "max_grad_norm": "use {gradient_clipping}",
@@ -100,21 +94,21 @@ _HUGGING_FACE = {
     "save_total_limit": "use {keep_latest_k}",
     "metric_for_best_model": "use {monitor}",
     "greater_is_better": "use {monitor_mode}",
-    "load_best_model_at_end": "not here, because the model keeps its last weights: {keep_best} keeps the best checkpoint",
-    "save_only_model": "not here, because a checkpoint is whole: trainer.save('model.safetensors') writes the weights alone",
+    "load_best_model_at_end": "because the model keeps its last weights: use {keep_best}, which keeps the best checkpoint",
+    "save_only_model": "because a checkpoint always holds the whole training state: write the weights alone with trainer.save('model.safetensors')",
     "bf16": "use {mixed_precision=bf16}",
     "fp16": "use {mixed_precision=fp16}",
-    "tf32": "not here, because it is torch's own switch: torch.set_float32_matmul_precision('high')",
+    "tf32": "because it is a switch of torch: use torch.set_float32_matmul_precision('high')",
     "data_seed": "use {seed}",
     "full_determinism": "use {deterministic}",
-    "auto_find_batch_size": "not here, because it is a call: use trainer.find_batch_size()",
+    "auto_find_batch_size": "because it is a method: use trainer.find_batch_size()",
     "disable_tqdm": "use {verbose=false}",
-    "ignore_data_skip": "not here, because a resume goes on at the very sample",
+    "ignore_data_skip": "because a resumed run always continues at the next sample",
     "label_smoothing_factor": _LOSS,
-    "log_level": "not here, because it is Python's: logging.getLogger('distributed').setLevel(...)",
-    "local_rank": "not here, because the launcher says it in LOCAL_RANK",
+    "log_level": "because it belongs to Python's logging: use logging.getLogger('distributed').setLevel(...)",
+    "local_rank": "because the launcher sets it in LOCAL_RANK",
     "gradient_checkpointing_kwargs": "use {activation_checkpointing}",
-    "early_stopping_threshold": "not here, because any better value of {monitor} counts",
+    "early_stopping_threshold": "because any better value of {monitor} counts as an improvement",
     **_same("use {batch_size}", "per_device_train_batch_size", "per_gpu_train_batch_size", "device_train_microbatch_size"),
     **_same("use {global_batch_size}", "train_batch_size", "total_batch_size", "split_batches"),
     **_same(_RUN_DIR, "output_dir", "project_dir", "run_name", "save_folder", "storage_path", "run_dir"),
@@ -133,7 +127,7 @@ _HUGGING_FACE = {
         "dataloader_drop_last", "drop_last", "max_queue_size", "use_multiprocessing", "dataloader_config",
     ),
     **_same(
-        "not here, because the order is the loader's: pass a batch_sampler to the DataLoader",
+        "because the order belongs to the loader: pass a batch_sampler to the DataLoader",
         "group_by_length", "length_column_name",
     ),
     **_same(_NO_HUB, "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
@@ -148,7 +142,7 @@ _ACCELERATE = {
     "machine_rank": "use {node_rank}",
     "main_process_ip": "use {master_addr}",
     "main_process_port": "use {master_port}",
-    "even_batches": "not here, because the last batch is short, never padded",
+    "even_batches": "because the last batch may be short and is never padded",
     "step_scheduler_with_optimizer": "use {scheduler_interval}",
     "distributed_type": "use {backend}",
     **_same(_ORDER, "dispatch_batches", "use_seedable_sampler"),
@@ -160,32 +154,32 @@ _ACCELERATE = {
 # Keras's fit and compile, and its callbacks
 _KERAS = {
     "loss": _LOSS,
-    "validation_split": "not here, because data goes to trainer.fit(train_data, val_data): split it with torch.utils.data.random_split",
+    "validation_split": "because data goes to trainer.fit(train_data, val_data): split it with torch.utils.data.random_split",
     "steps_per_epoch": "use {max_steps}; an epoch is one pass over the data",
     "initial_epoch": _RESUME,
-    "clipvalue": "not here, because {gradient_clipping} is always by the global norm",
-    "auto_scale_loss": "use {mixed_precision=fp16}, which scales the loss; {scaler_init_scale} is the first scale",
+    "clipvalue": "because {gradient_clipping} is always by the global norm",
+    "auto_scale_loss": "use {mixed_precision=fp16}, which scales the loss; {scaler_init_scale} sets the first scale",
     "patience": "use {early_stopping_patience}",
     "early_stopping": "use {early_stopping_patience}",
-    "min_delta": "not here, because any better value of {monitor} counts",
-    "restore_best_weights": "not here, because the model keeps its last weights: {keep_best} keeps the best checkpoint",
+    "min_delta": "because any better value of {monitor} counts as an improvement",
+    "restore_best_weights": "because the model keeps its last weights: use {keep_best}, which keeps the best checkpoint",
     "save_best_only": "use {keep_best} and {keep_latest_k}",
     "mode": "use {monitor_mode}",
-    "weighted_metrics": "not here, because a metric may return (sum, count): Trainer(metrics=...) in code",
+    "weighted_metrics": "because a metric may return (sum, count): use Trainer(metrics=...) in code",
     **_same("use {gradient_clipping}", "clipnorm", "global_clipnorm", "clip_grad_norm", "grad_clip", "grad_clip_norm", "max_norm"),
     **_same(_DATA, "validation_data", "train_data", "val_data",
         "train_dataloader", "train_dataloaders", "val_dataloaders", "eval_dataloader", "train_dataset", "eval_dataset"),
     **_same(_VALIDATION, "validation_freq", "validation_steps", "validation_batch_size"),
     **_same(_LOSS, "class_weight", "sample_weight", "loss_weights"),
-    "steps_per_execution": "not here, because an update is one step: drop it",
-    "run_eagerly": "not here, because nothing is compiled unless {compile} is set: drop it",
+    "steps_per_execution": "because an update is one step: drop it",
+    "run_eagerly": "because nothing is compiled unless {compile} is set: drop it",
     **_same(_OBJECT, "model", "optimizer", "optimizers", "scheduler", "schedulers", "loss_fn", "training_step", "metrics", "callbacks"),
 }  # fmt: skip
 
 # Ray's ScalingConfig, RunConfig and their parts
 _RAY = {
     "use_gpu": "use {num_gpus}",
-    "placement_strategy": "not here, because Ray's own default is used",
+    "placement_strategy": "because Ray's own default is used",
     "failure_config": "use {max_restarts}",
     "max_failures": "use {max_restarts}",
     "checkpoint_config": "use {keep_latest_k} and {checkpoint_frequency}",
@@ -200,7 +194,7 @@ _RAY = {
 _COMPOSER = {
     "max_duration": "use {epochs} or {max_steps}",
     "grad_accum": "use {gradient_accumulation_steps}",
-    "algorithms": "not here, because they are callbacks: Trainer(callbacks=[...]) in code",
+    "algorithms": "because they are callbacks: use Trainer(callbacks=[...]) in code",
     "save_num_checkpoints_to_keep": "use {keep_latest_k}",
     "dist_timeout": "use {timeout_s}",
     "progress_bar": "use {verbose}",
@@ -213,12 +207,12 @@ _COMPOSER = {
 _TORCHRUN = {
     "nnodes": "use {num_nodes}",
     "nodes": "use {num_nodes}",
-    "standalone": "not here, because one node needs no rendezvous endpoint: drop it",
-    "hosts": "not here, because each node is started by itself: use {num_nodes}, {node_rank} and {master_addr}",
+    "standalone": "because one node needs no rendezvous endpoint: drop it",
+    "hosts": "because you start the command on each node: use {num_nodes}, {node_rank} and {master_addr}",
     "rank": "'train --world-size N --rank R' makes a command one worker of N; {node_rank} numbers a machine",
-    "role": "not here, because there is one role",
-    "module": "not here, because --script FILE names the script",
-    "start_method": "not here, because workers are always forked from a process that has imported the engine",
+    "role": "because all workers have the same role",
+    "module": "because --script FILE names the script",
+    "start_method": "because workers are always forked from a process that has imported the engine",
     **_same("use {nproc_per_node}", "nproc", "np", "n_procs", "nprocs", "n_gpu"),
     **_same(_RENDEZVOUS, "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr"),
     **_same(_LOGS, "log_dir", "redirects", "tee"),
@@ -253,6 +247,11 @@ def answer_for(name: str, written: Written = in_code) -> str | None:
     """Return the text that names our counterpart of the setting `name` of another tool, or None for an unknown name."""
     answer = PEERS.get(name.replace("-", "_"))
     return answer and _SETTING.sub(lambda found: written(found[1], _value(found[2])), answer)
+
+
+def with_answer(refusal: str, answer: str) -> str:
+    """Return the refusal of a name with the answer of PEERS: "refusal, because ..." or "refusal: use ..."."""
+    return f"{refusal}, {answer}" if answer.startswith("because ") else f"{refusal}: {answer}"
 
 
 def _value(text: str | None) -> Any:

@@ -41,9 +41,7 @@ class ProcessPlan:
         product = math.prod(self.axes.values())
         if product != self.world_size:
             sizes = " x ".join(f"{name} {size}" for name, size in self.axes.items())
-            raise ConfigError(
-                f"{sizes} = {product} processes are not the {self.world_size} of the run: make them agree"
-            )
+            raise ConfigError(f"{sizes} = {product} processes, but the run has {self.world_size}: make them agree")
 
     @property
     def world_size(self) -> int:
@@ -124,7 +122,7 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
             )
         if config.num_gpus % nodes:
             raise ConfigError(
-                f"num_gpus={config.num_gpus} does not divide over num_nodes={nodes}: set a multiple of {nodes}"
+                f"num_gpus={config.num_gpus} is not divisible by num_nodes={nodes}: set a multiple of {nodes}"
             )
         gpus = config.num_gpus // nodes
     if gpus and asked == "cpu":
@@ -139,7 +137,7 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
     if wants_gpu and visible < wanted:
         have = "no GPU" if visible == 0 else f"{visible} GPU{'s' * (visible > 1)}"
         raise ResourceError(
-            f"{wanted} GPU{'s' * (wanted > 1)} per node asked for, but this machine shows {have}:"
+            f"{wanted} GPU{'s' * (wanted > 1)} per node requested, but this machine shows {have}:"
             f" use {_flags_for_cpus(config, wanted)} for CPU processes with gloo"
         )
     if wants_gpu:

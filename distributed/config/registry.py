@@ -107,7 +107,7 @@ REGISTRY: dict[str, BackendRow] = {
                 "ddp_find_unused_parameters": "use {ddp.find_unused_parameters}",
                 "ddp_bucket_cap_mb": "use {ddp.bucket_cap_mb}", "ddp_comm_hook": "use {ddp.comm_hook}",
                 "ddp_timeout": "use {timeout_s}", "ddp_backend": "use {communication_backend}",
-                "ddp_broadcast_buffers": "not here, because it is always so: drop it",
+                "ddp_broadcast_buffers": "because this is always done: drop it",
             },
             starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE, shares_gpus=True,
             has_joined="distributed.backends._torch.joined:has_joined", seed="distributed.backends._torch.seeding:seed",
@@ -115,7 +115,7 @@ REGISTRY: dict[str, BackendRow] = {
         BackendRow(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
             (*_TORCH_PRELOAD, "torch.distributed.fsdp"), ("torch",), _TORCH_INSTALL,
-            "PyTorch FSDP2: parameters, gradients and optimizer state cut over the processes", cuts_model=True,
+            "PyTorch FSDP2: parameters, gradients and optimizer state sharded across the processes", cuts_model=True,
             starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
             peers={
                 "fsdp_config": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
@@ -127,19 +127,19 @@ REGISTRY: dict[str, BackendRow] = {
         BackendRow(
             "ray", "distributed.backends.ray", "RayBackend", "ray", _TORCH_PRELOAD, ("torch", "ray"),
             "pip install 'distributed-trainer[ray]'",
-            "Ray Train starts the processes, on its own or an existing cluster; the step is DDP's or FSDP2's",
+            "Ray Train starts the processes on its own or an existing cluster; the step is that of DDP or FSDP2",
             starting="distributed.backends._ray.starting:RayStarting", for_launcher=("cpus_per_worker",),
-            joining_modules=("ray",), start_note="Ray itself starts first, in up to half a minute",
+            joining_modules=("ray",), start_note="Ray itself starts first, which can take half a minute",
             peers={
                 "resources_per_worker": "use {ray.cpus_per_worker}",
                 "scaling_config": "use {nproc_per_node}, {num_gpus} and {ray.cpus_per_worker}",
-                "run_config": "not here, because each of its fields is a setting: {keep_latest_k}, {max_restarts}",
+                "run_config": "because each of its fields is a setting: use {keep_latest_k} or {max_restarts}",
             },
         ),
         BackendRow(
             "deepspeed", "distributed.backends.deepspeed", "DeepSpeedBackend", "deepspeed", _TORCH_PRELOAD,
             ("torch", "deepspeed"), "pip install 'distributed-trainer[deepspeed]'",
-            "DeepSpeed ZeRO: optimizer state, gradients and parameters cut over the processes, by stage",
+            "DeepSpeed ZeRO: optimizer state, gradients and parameters sharded across the processes, by stage",
             aliases={"zero_stage": "zero_stage", "deepspeed_config": "deepspeed_config"},
             peers={"deepspeed_plugin": "use {deepspeed.zero_stage} or {deepspeed.deepspeed_config}"},
             starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
@@ -164,12 +164,12 @@ REGISTRY: dict[str, BackendRow] = {
         BackendRow(
             "tensorflow", "distributed.backends.tensorflow", "TensorFlowBackend", "tensorflow", (), ("torch", "tensorflow", "keras"),
             "pip install 'distributed-trainer[tensorflow]'",
-            "Keras 3 models on TensorFlow: a process for each device, or one on all its devices (mirrored)", alone="tensorflow",
+            "Keras 3 models on TensorFlow: one process per device, or one process on all devices (mirrored)", alone="tensorflow",
             peers={"strategy": "use {backend}; TensorFlow's own strategy is {tensorflow.strategy}"},
             before_script="distributed.backends._tensorflow.start:before_script",
             warm_up="distributed.backends._tensorflow.start:warm_up",
             has_joined="distributed.backends._tensorflow.joined:has_joined",
-            listens="TensorFlow's workers listen on all interfaces, and whoever connects can run code as you",
+            listens="TensorFlow's workers listen on all interfaces, and anyone who connects can run code as you",
             start_note="importing TensorFlow can take half a minute",
             hints={
                 "PerReplica": "Keras 3's model.fit does not work under MultiWorkerMirroredStrategy (keras issue 20585): train the model"
@@ -252,7 +252,7 @@ def import_library(backend: str, module: str) -> ModuleType:
     except Exception as error:  # a broken library may raise anything
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise ResourceError(
-            f"backend {backend!r} needs {module}, which is installed and does not load ({reason}): run"
+            f"backend {backend!r} needs {module}, which is installed but does not load ({reason}): run"
             f" {backend_row(backend).reinstall}"
         ) from error
 

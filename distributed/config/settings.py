@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distributed.config.fields import FrozenDict, Rule, Written, check, check_options, in_code, rules, setting
-from distributed.config.peers import answer_for
+from distributed.config.peers import answer_for, with_answer
 from distributed.config.registry import REGISTRY, TRANSPORTS, backend_row, default_backend, option_class
 from distributed.errors import ConfigError, nearest
 
@@ -47,39 +47,39 @@ class DistributedConfig:
 
     # fmt: off
     backend: str | None = setting(None, f"the engine: {', '.join(REGISTRY)} (default: {default_backend(2)} for several processes, else {default_backend(1)})", str, group=RESOURCES)
-    num_gpus: int | None = setting(None, "GPUs in all, over all nodes (default: the visible ones)", int, minimum=0, group=RESOURCES)
+    num_gpus: int | None = setting(None, "number of GPUs on all nodes together (default: the visible ones)", int, minimum=0, group=RESOURCES)
     num_nodes: int = setting(1, "machines", minimum=1, group=RESOURCES)
-    gpus_per_node: int | None = setting(None, "GPUs of each node, one process each", int, minimum=0, group=RESOURCES)
-    nproc_per_node: int | None = setting(None, "processes of each node", int, minimum=1, group=RESOURCES)
-    device: str | None = setting(None, "cuda or cpu (default: cuda where there is one)", str, choices=("cpu", "cuda"), group=RESOURCES)
+    gpus_per_node: int | None = setting(None, "GPUs per node, with one process per GPU", int, minimum=0, group=RESOURCES)
+    nproc_per_node: int | None = setting(None, "processes per node", int, minimum=1, group=RESOURCES)
+    device: str | None = setting(None, "cuda or cpu (default: cuda if available)", str, choices=("cpu", "cuda"), group=RESOURCES)
     node_rank: int = setting(0, "this machine's number, 0 to num_nodes - 1", minimum=0, group=RESOURCES)
     master_addr: str = setting("localhost", "host of node 0", group=RESOURCES)
-    master_port: int | None = setting(None, "port of node 0 (default, and 0: a free one)", int, minimum=0, maximum=65535, group=RESOURCES)
-    address: str | None = setting(None, "an existing cluster to join, as HOST:PORT (default: one of its own)", str, group=RESOURCES)
+    master_port: int | None = setting(None, "port of node 0 (default or 0: a free one)", int, minimum=0, maximum=65535, group=RESOURCES)
+    address: str | None = setting(None, "an existing cluster to join, as HOST:PORT (default: start a new one)", str, group=RESOURCES)
 
     communication_backend: str | None = setting(None, "transport: nccl or gloo (default: nccl on GPUs, else gloo)", str, choices=TRANSPORTS, group=COMMUNICATION)
     timeout_s: float = setting(300.0, "seconds a collective may wait", above=0, maximum=_LONGEST_S, group=COMMUNICATION)
     start_timeout: float = setting(600.0, "seconds all workers may take to join", above=0, maximum=_LONGEST_S, group=COMMUNICATION)
 
-    monitor_interval: float = setting(0.1, "seconds between two looks at the workers", above=0, maximum=_LONGEST_S, group=FAULTS)
+    monitor_interval: float = setting(0.1, "seconds between two checks of the workers", above=0, maximum=_LONGEST_S, group=FAULTS)
     max_restarts: int = setting(3, "restarts after a worker was killed", minimum=0, group=FAULTS)
-    restart_on_exception: bool = setting(False, "restart after a Python exception of the script too", group=FAULTS)
+    restart_on_exception: bool = setting(False, "also restart after a Python exception of the script", group=FAULTS)
     nan_policy: str = setting("stop", "what a NaN or infinite loss or gradient does: stop, skip the update, or warn", choices=("stop", "skip", "warn"), group=FAULTS)
 
-    seed: int = setting(0, "seed of order, augmentation, dropout and initial weights", minimum=0, maximum=2**64 - 1, group=TRAINING)
+    seed: int = setting(0, "seed of sample order, augmentation, dropout and initial weights", minimum=0, maximum=2**64 - 1, group=TRAINING)
     deterministic: bool = setting(False, "refuse operations whose result can differ between two runs", group=TRAINING)
-    shuffle: bool | None = setting(None, "new order of the samples each epoch (default: as the loader says)", bool, group=TRAINING)
+    shuffle: bool | None = setting(None, "shuffle the samples in each epoch (default: as the loader is set)", bool, group=TRAINING)
     epochs: int = setting(1, "passes over the training data", minimum=1, group=TRAINING)
-    max_steps: int | None = setting(None, "optimizer updates at most", int, minimum=1, group=TRAINING)
+    max_steps: int | None = setting(None, "largest number of optimizer updates", int, minimum=1, group=TRAINING)
     batch_size: int = setting(32, "samples per device and micro-batch", minimum=1, group=TRAINING)
     global_batch_size: int | None = setting(None, "samples per update (default: batch_size x gradient_accumulation_steps x processes)", int, minimum=1, group=TRAINING)
     gradient_accumulation_steps: int = setting(1, "micro-batches per update", minimum=1, group=TRAINING)
-    dtype: str = setting("float32", "float32, or float64 for proofs", choices=("float32", "float64"), group=TRAINING)
-    early_stopping_patience: int | None = setting(None, "epochs without a better monitor before stopping", int, minimum=1, group=TRAINING)
-    monitor: str = setting("val_loss", "the metric that decides best and early stopping", group=TRAINING)
-    monitor_mode: str = setting("min", "min or max of the monitor is best", choices=("min", "max"), group=TRAINING)
+    dtype: str = setting("float32", "float32, or float64 for exact comparisons", choices=("float32", "float64"), group=TRAINING)
+    early_stopping_patience: int | None = setting(None, "stop after this many epochs without a better monitor", int, minimum=1, group=TRAINING)
+    monitor: str = setting("val_loss", "the metric that decides the best checkpoint and early stopping", group=TRAINING)
+    monitor_mode: str = setting("min", "whether the min or max of the monitor is best", choices=("min", "max"), group=TRAINING)
 
-    learning_rate: float = setting(1e-3, "rate of the default AdamW; if set, it replaces that of a given optimizer", above=0, group=OPTIMIZATION)
+    learning_rate: float = setting(1e-3, "learning rate of the default AdamW; it replaces the rate of an optimizer that you pass", above=0, group=OPTIMIZATION)
     lr_scaling: str = setting("none", "multiply the rate by global_batch_size / batch_size (linear), or its root (sqrt)", choices=("none", "linear", "sqrt"), group=OPTIMIZATION)
     warmup_steps: int = setting(0, "updates over which the rate rises to its value", minimum=0, group=OPTIMIZATION)
     warmup_start: float | None = setting(None, "fraction of the rate at the first update of a warm-up that rises exponentially (default: it rises linearly)", float, above=0, maximum=1, group=OPTIMIZATION)
@@ -91,28 +91,28 @@ class DistributedConfig:
     activation_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory", group=OPTIMIZATION)
     compile: bool = setting(False, "torch.compile the model (slow first step)", group=OPTIMIZATION)
 
-    checkpoint_dir: str | None = setting(None, "where checkpoints go (default: RUN/checkpoints)", str, group=CHECKPOINTS)
-    resume_from_checkpoint: str | bool = setting(False, "true: the newest verified one of the run directory; or a path", bool, str, group=CHECKPOINTS)
-    checkpoint_at_start: bool = setting(False, "a checkpoint before the first update too", group=CHECKPOINTS)
+    checkpoint_dir: str | None = setting(None, "directory of the checkpoints (default: RUN/checkpoints)", str, group=CHECKPOINTS)
+    resume_from_checkpoint: str | bool = setting(False, "a path, or true for the newest verified checkpoint of the run directory", bool, str, group=CHECKPOINTS)
+    checkpoint_at_start: bool = setting(False, "also save a checkpoint before the first update", group=CHECKPOINTS)
     checkpoint_frequency: int | None = setting(1, "epochs between checkpoints (null: none by epoch)", int, minimum=1, optional=True, group=CHECKPOINTS)
     checkpoint_every_n_steps: int | None = setting(None, "updates between checkpoints", int, minimum=1, group=CHECKPOINTS)
     checkpoint_every_s: float | None = setting(None, "seconds between checkpoints", float, above=0, maximum=_LONGEST_S, group=CHECKPOINTS)
-    keep_latest_k: int = setting(3, "checkpoints kept, the newest ones", minimum=1, group=CHECKPOINTS)
-    keep_best: bool = setting(True, "keep the checkpoint with the best monitor too", group=CHECKPOINTS)
+    keep_latest_k: int = setting(3, "number of newest checkpoints to keep", minimum=1, group=CHECKPOINTS)
+    keep_best: bool = setting(True, "also keep the checkpoint with the best monitor", group=CHECKPOINTS)
 
     log_every_n_steps: int = setting(50, "updates between two log lines", minimum=1, group=MONITORING)
     verbose: bool = setting(True, "show progress", group=MONITORING)
     mlflow_tracking: bool = setting(False, "log to MLflow: MLFLOW_TRACKING_URI, else mlflow.db beside the run directory", group=MONITORING)
     mlflow_experiment: str | None = setting(None, "log to this experiment of MLflow (default: the script's name)", str, group=MONITORING)
-    mlflow_checkpoint: bool = setting(True, "the last checkpoint is an artifact in MLflow too", group=MONITORING)
+    mlflow_checkpoint: bool = setting(True, "also store the last checkpoint as an artifact in MLflow", group=MONITORING)
     mlflow_register_model: str | None = setting(None, "register the trained model in MLflow under this name", str, group=MONITORING)
     tensorboard: bool = setting(False, "write event files for TensorBoard", group=MONITORING)
-    tensorboard_dir: str | None = setting(None, "write them below this directory, one of each run (default: RUN/tensorboard)", str, group=MONITORING)
-    tensorboard_histograms: bool = setting(False, "histograms of weights and gradients after each epoch too", group=MONITORING)
-    profile: bool = setting(False, "record some updates to RUN/profile and say what costs most", group=MONITORING)
+    tensorboard_dir: str | None = setting(None, "write them below this directory, in one directory per run (default: RUN/tensorboard)", str, group=MONITORING)
+    tensorboard_histograms: bool = setting(False, "also write histograms of weights and gradients after each epoch", group=MONITORING)
+    profile: bool = setting(False, "profile some updates into RUN/profile and show the costliest operators", group=MONITORING)
     profile_wait: int = setting(10, "updates before the profiler warms up", minimum=0, group=MONITORING)
-    profile_warmup: int = setting(2, "updates in which it warms up", minimum=1, group=MONITORING)
-    profile_active: int = setting(5, "updates that it records", minimum=1, group=MONITORING)
+    profile_warmup: int = setting(2, "updates in which the profiler warms up", minimum=1, group=MONITORING)
+    profile_active: int = setting(5, "updates that the profiler records", minimum=1, group=MONITORING)
     # fmt: on
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -244,7 +244,7 @@ def unknown_name(name: str, known: Iterable[str], written: Written = in_code) ->
     It names our counterpart of another tool's setting, else the nearest name in `known`.
     """
     if answer := answer_for(name.partition(".")[0], written):
-        return ConfigError(f"{name} is not a setting: {answer}")
+        return ConfigError(with_answer(f"{name} is not a setting", answer))
     return ConfigError(f"{name} is not a setting{nearest(name, known)}: see 'python -m distributed.cli train --help'")
 
 
@@ -278,7 +278,7 @@ def nproc_of_world(world_size: Any, num_nodes: Any) -> tuple[Any, str]:
         return world_size, "world_size is read as nproc_per_node"
     if world_size % num_nodes:
         raise ConfigError(
-            f"world_size={world_size} does not divide over num_nodes={num_nodes}: set a multiple of {num_nodes}"
+            f"world_size={world_size} is not divisible by num_nodes={num_nodes}: set a multiple of {num_nodes}"
         )
     per_node = world_size // num_nodes
     return per_node, f"world_size is read as nproc_per_node={per_node} on each of {num_nodes} nodes"

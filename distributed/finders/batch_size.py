@@ -71,12 +71,12 @@ def _check(fits: Fits, start: int, max_size: int | None) -> None:
     check_unused(fits, "find_batch_size()")
     if fits.setup.worker is not None:
         raise ConfigError(
-            "find_batch_size() starts workers of its own, as one that is out of memory would keep these waiting: call it in a"
-            " plain script, 'python SCRIPT' with nproc_per_node set in it, and give this run the batch_size that it finds"
+            "find_batch_size() starts workers of its own, because one that is out of memory would block those of this run: call it in a"
+            " script that is started with 'python SCRIPT' and sets nproc_per_node, then set the batch_size that it finds in this run"
         )
     for name, value in (("start", start), ("max_size", start if max_size is None else max_size)):
         if type(value) is not int or value < 1:
-            raise ConfigError(f"{name}={value!r} is no batch size: give a whole number, at least 1")
+            raise ConfigError(f"{name}={value!r} is not a batch size: give a whole number, at least 1")
     if max_size is not None and max_size < start:
         raise ConfigError(f"max_size={max_size} is below start={start}: lower start, or raise max_size")
     if max_size is None and fits.setup.plan.device == "cpu":

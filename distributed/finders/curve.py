@@ -44,7 +44,7 @@ class LearningRateCurve:
         lines = self.lines
         if not self.losses:
             raise ConfigError(
-                "the loss is no number at the first update, before any rate had an effect: look at the model, the loss and the data"
+                "the loss is NaN or infinite at the first update, before any rate had an effect: check the model, the loss and the data"
             )
         if len(lines) <= half:
             raise ConfigError(
@@ -57,7 +57,7 @@ class LearningRateCurve:
         steepest = min(range(len(falling)), key=lambda i: falling[i].slope)
         if lines[0].mean - lines[lowest].mean <= 5 * noise or lines[steepest].slope >= 0:
             raise ConfigError(
-                f"the loss falls nowhere between the rates {self.rates[0]:.3g} and {self.rates[-1]:.3g}:"
+                f"the loss does not fall anywhere between the rates {self.rates[0]:.3g} and {self.rates[-1]:.3g}:"
                 " search wider (min_rate, max_rate), longer (num_steps), or with a larger batch"
             )
         return self.rates[steepest + half]

@@ -43,7 +43,7 @@ class Request:
         """Return the request with Python's own numbers. Raises ConfigError if it is not a valid range."""
         for name in ("min_rate", "max_rate"):
             if not _is_number(getattr(self, name)):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is no rate: give a number above 0, such as 1e-7")
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not a rate: give a number above 0, such as 1e-7")
         if self.min_rate >= self.max_rate:
             raise ConfigError(f"min_rate={self.min_rate:g} is not below max_rate={self.max_rate:g}: lower min_rate")
         if not isinstance(self.num_steps, numbers.Integral) or self.num_steps < _LEAST_STEPS:
@@ -165,7 +165,7 @@ def check_unused(fits: Fits, call: str) -> None:
     if fits.is_used:
         raise ConfigError(
             f"{call} trains a copy of the model as it was given, and this trainer has used it already:"
-            " call it before fit, evaluate, predict and save, or of a new Trainer"
+            " call it before fit, evaluate, predict and save, or on a new Trainer"
         )
 
 

@@ -22,20 +22,20 @@ _DEFAULT_PORT = 29500  # of several nodes, as torchrun's; one node takes a free 
 _USAGE = """\
 usage: python -m distributed.launcher SCRIPT [flags] [SCRIPT ARGUMENTS]
 
-Starts SCRIPT on every process, in the environment that torchrun gives.
-The flags may stand before and after SCRIPT; what follows -- is the script's.
+Starts SCRIPT in every process with the environment variables that torchrun sets.
+Flags may stand before or after SCRIPT; everything after -- is passed to SCRIPT.
 
-  --nproc_per_node N    processes of each node (default: one per visible GPU, else 1)
+  --nproc_per_node N    processes per node (default: one per visible GPU, else 1)
   --nnodes N            machines (default: 1)
   --node_rank N         this machine's number (default: 0)
   --master_addr HOST    host of node 0 (default: localhost)
   --master_port PORT    port of node 0 (default: a free one; 29500 on several nodes)
   --backend NAME        transport: nccl, gloo or mpi (default: nccl on GPUs, else gloo)
-  --device NAME         cuda or cpu (default: cuda where there is one)
+  --device NAME         cuda or cpu (default: cuda if available)
   --max_restarts N      restarts after a worker was killed (default: 3)
-  --monitor_interval S  seconds between two looks at the workers (default: 0.1)
+  --monitor_interval S  seconds between two checks of the workers (default: 0.1)
   --start_timeout S     seconds all workers may take to join (default: 600)
-  --run_dir DIR         where the run's files go (default: runs/SCRIPT-TIME-ID)
+  --run_dir DIR         directory for the run's files (default: runs/SCRIPT-TIME-ID)
 """
 
 
@@ -54,7 +54,7 @@ class LaunchConfig:
         backend: the transport, nccl, gloo or mpi; it overrides what the script gives to `init_process_group`.
         device: "cuda" or "cpu"; None means cuda where there is one, and cpu with gloo.
         max_restarts: restarts after a worker was killed.
-        monitor_interval: seconds between two looks at the workers.
+        monitor_interval: seconds between two checks of the workers.
         start_timeout: seconds that all workers may take to join.
         run_dir: directory of the logs and events of the run; None means a new directory under runs/.
 
@@ -92,7 +92,7 @@ class LaunchConfig:
 
 
 class DistributedLauncher:
-    """Launch scripts as `config` says. Each worker finds the environment that torchrun gives."""
+    """Launch scripts as `config` says. Each worker gets the environment variables that torchrun sets."""
 
     def __init__(self, config: LaunchConfig | None = None) -> None:
         self.config = config if config is not None else LaunchConfig()
@@ -116,7 +116,7 @@ class DistributedLauncher:
         found = worker_environment(nproc_per_node=asked, num_nodes=self.config.nnodes)
         if found is not None:
             raise ConfigError(
-                f"launch({script!r}) in a process that already is rank {found.rank} of {found.world_size}: call it from a"
+                f"launch({script!r}) was called in a process that already is rank {found.rank} of {found.world_size}: call it from a"
                 " process that no launcher started"
             )
         overrides = _overrides(self.config, script, script_args)
@@ -191,7 +191,7 @@ def parse(arguments: Sequence[str]) -> tuple[LaunchConfig, str, list[str]]:
             rest.append(word)
         elif word.startswith("-"):
             raise ConfigError(
-                f"{flag} is not a flag of the launcher{nearest(name, kinds)}: flags of the script follow it"
+                f"{flag} is not a flag of the launcher{nearest(name, kinds)}: put flags of the script after SCRIPT"
             )
         else:
             script = word

@@ -267,7 +267,7 @@ def _refuse(
                 option = f"{group}.{next(iter(overrides.flag[group]))}"
                 raise ConfigError(f"--set {option} has no effect with backend={plan.backend!r}: drop it")
     if resume and run_dir is None:
-        raise ConfigError("--resume needs the run to go on with: add --run-dir RUN")
+        raise ConfigError("--resume needs the directory of the run: add --run-dir RUN")
     _refuse_sources(merged, RunDirectory(run_dir) if resume and run_dir is not None else None)
     if plan.num_nodes > 1 and (run_dir is None or not merged.config.master_port):
         what = "run_dir" if run_dir is None else "master_port"
@@ -288,7 +288,7 @@ def _check_port(config: DistributedConfig) -> None:
             listener.listen()
     except socket.gaierror as error:
         raise ResourceError(
-            f"master_addr={config.master_addr!r} is not known here ({error.strerror}): correct it"
+            f"master_addr={config.master_addr!r} cannot be resolved here ({error.strerror}): correct it"
         ) from None
     except OSError as error:
         raise ResourceError(
@@ -335,15 +335,15 @@ def _dry_run_lines(
         *settings,
         "batch:",
         f"  {plan_batch(merged, backend.data_parallel_size)}",
-        "  (a loader's own batch_size counts where none was set)",
+        "  (if batch_size is not set, that of the loader is used)",
         "launch:",
         f"  script         {Path(request.script or '')} {' '.join(request.script_args)}".rstrip(),
         f"  backend        {plan.backend}"
-        + ("" if merged.is_given("backend") else " (unless the script says another)"),
+        + ("" if merged.is_given("backend") else " (unless the script sets another one)"),
         f"  processes      {_plan_line(plan)}",
         *_this_lines(this),
         f"  run directory  {request.run_dir}",
-        *lines_of(without_effect(Situation(backend, request)), " unless the script says more"),
+        *lines_of(without_effect(Situation(backend, request)), " unless the script changes that"),
         "nothing was started (--dry-run)",
     ]
 

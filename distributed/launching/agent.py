@@ -205,7 +205,7 @@ class ForkAgent(SimpleElasticAgent):
         if self._deadline is None and (rank := self._node_that_gave_up()) is not None:
             self._deadline = now + self._request.timeout_s
             limit = f"the workers of this node get {self._request.timeout_s:g} s (timeout_s) to end"
-            text = f"node {rank} has failed, and its screen and RUN/logs say why: {limit}"
+            text = f"node {rank} has failed, and its console and RUN/logs show why: {limit}"
             self._display.handle({"kind": "warning", "text": text})
         if self._deadline is not None and now > self._deadline:
             raise RendezvousClosedError
@@ -232,15 +232,19 @@ def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket)
         if request.node_rank == 0:
             close_results(run, code, "another node ended this run", end_elsewhere)
         display.close()
-        display.handle({"kind": "error", "text": "error: another node ended this run; its screen and RUN/logs say why"})
+        display.handle(
+            {"kind": "error", "text": "error: another node ended this run; its console and RUN/logs show why"}
+        )
     except RendezvousStateError as error:
         display.close()
-        text = f"error: the nodes cannot go on with the store at {request.master_addr}:{request.master_port}: {error}"
+        text = (
+            f"error: the nodes cannot continue with the store at {request.master_addr}:{request.master_port}: {error}"
+        )
         display.handle({"kind": "error", "text": text})
     except StoreLostError:
         display.close()
         where = f"{request.master_addr}:{request.master_port}"
-        text = f"error: node 0 has ended, or its store at {where} cannot be reached any more: its screen says why"
+        text = f"error: node 0 has ended, or its store at {where} can no longer be reached: its console shows why"
         display.handle({"kind": "error", "text": text})
     except ResourceError as error:
         display.close()

@@ -67,7 +67,7 @@ class Failure:
             return f"rank {self.rank} was killed by signal {self.signum} ({signal_name(self.signum)})"
         if self.exit_code == 0:
             return (
-                f"rank {self.rank} exited with code 0 while other ranks were still at work:"
+                f"rank {self.rank} exited with code 0 while other ranks were still running:"
                 " every rank must call fit(), evaluate(), predict() and save()"
             )
         return f"rank {self.rank} exited with code {self.exit_code}"

@@ -80,7 +80,7 @@ def _of_listener(listens: str) -> str:
 
 def _of_rendezvous(who: str, host: str, port: int | None, where: str) -> str:
     return (
-        f"the {who} meet at {_address(host, port)} without a secret: anyone who reaches that port can disturb the run but not run code in it;"
+        f"the {who} rendezvous at {_address(host, port)} without a secret: anyone who reaches that port can disturb the run but not run code in it;"
         f" set the same {VARIABLE}, or --token-file, {where}"
     )
 

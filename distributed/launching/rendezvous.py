@@ -200,7 +200,7 @@ def state_from_json(content: bytes) -> _RendezvousState:
 def foreign_content() -> RendezvousStateError:
     """Return the error for content of the nodes' store that has another form than what the nodes write."""
     return RendezvousStateError(
-        "the nodes' store holds what no node of this run wrote: somebody else wrote to the store"
+        "the nodes' store contains a value that no node of this run wrote: somebody else wrote to the store"
     )
 
 

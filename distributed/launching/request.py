@@ -52,7 +52,7 @@ class Handover:
             return cls(**{**content, "overrides": overrides_from(content["overrides"])})
         except (ValueError, TypeError, KeyError):
             raise ConfigError(
-                f"{HANDOVER_VARIABLE}={text[:40]!r} was not written by a launcher of ours: unset it"
+                f"{HANDOVER_VARIABLE}={text[:40]!r} was not written by the launcher of this package: unset it"
             ) from None
 
 
@@ -208,7 +208,7 @@ class LaunchRequest:
     warm_up: str = ""  # "module:function" that the launcher calls before it forks a worker, see BackendRow
     max_restarts: int = 3
     restart_on_exception: bool = False
-    monitor_interval: float = 0.1  # seconds between two looks at the workers
+    monitor_interval: float = 0.1  # seconds between two checks of the workers
     start_timeout: float = 600.0  # seconds all nodes may take to join
     timeout_s: float = 300.0  # seconds workers may take to end after a signal
     verbose: bool = True

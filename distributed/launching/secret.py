@@ -24,7 +24,7 @@ def shared_secret() -> bytes | None:
         return None
     if len(text) < _SHORTEST:
         raise ConfigError(
-            f"{VARIABLE} has {len(text)} characters, and a secret needs at least {_SHORTEST}: create one with"
+            f"{VARIABLE} has {len(text)} characters, but a secret needs at least {_SHORTEST}: create one with"
             " python -c 'import secrets; print(secrets.token_hex(32))'"
         )
     return text.encode()

@@ -121,7 +121,7 @@ class Verdicts:
         elif interrupts < KILLING:
             self._display.handle({"kind": "notice", "text": "still stopping; a third Ctrl-C kills the workers"})
         elif interrupts == KILLING:
-            self._display.handle({"kind": "warning", "text": "killing the workers, what was not saved is lost"})
+            self._display.handle({"kind": "warning", "text": "killing the workers; unsaved progress is lost"})
 
     def _add_report(self, message: Mapping[str, Any]) -> None:
         for rank in self._ranks.values():
@@ -254,7 +254,7 @@ class Verdicts:
         text = f"error: {cause}"
         if cause.kind == "signal":
             budget = self._request.max_restarts
-            text += f"; no restarts left of {budget}" if budget else "; max_restarts=0"
+            text += f"; no restart is left (max_restarts={budget})" if budget else "; max_restarts=0"
         if cause.traceback and cause.kind == "exception":
             text += f" (whole log: {self._run.logs / f'rank-{cause.rank}.log'})\n{cause.traceback}"
         self._display.handle({"kind": "error", "text": text})

@@ -132,7 +132,7 @@ def _is_shared() -> bool:
 def _report_unused(request: LaunchRequest, report: Report) -> None:
     if names := unused_settings():
         _flush()
-        report({"kind": "warning", "text": f"{request.script} made no Trainer, so nobody used {', '.join(names)}"})
+        report({"kind": "warning", "text": f"{request.script} made no Trainer, so {', '.join(names)} had no effect"})
 
 
 def _run(request: LaunchRequest, report: Report, found: WorkerEnvironment | None = None) -> int:

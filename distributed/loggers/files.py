@@ -65,7 +65,9 @@ class JsonLines(Callback):
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:  # a full disk costs rows, not the run
             if not self._is_losing:
-                logger.warning("%s cannot be written (%s): rows are lost until it can", self._path, error.strerror)
+                logger.warning(
+                    "%s cannot be written (%s): rows are lost until it can be written", self._path, error.strerror
+                )
             self._is_losing = True
 
 

@@ -113,8 +113,10 @@ class MlflowLogger(Logger):
         self._spool.close()
         retry_as_before(self._before)
         if not is_done:
-            self._sender.warn_once("has not taken all that was logged")
-            text = f"not all is at MLflow: send it with 'distributed mlflow-sync {self._fit.run.path}'"
+            self._sender.warn_once("has not accepted all records")
+            text = (
+                f"MLflow does not have all records: send the rest with 'distributed mlflow-sync {self._fit.run.path}'"
+            )
             self._fit.report({"kind": "notice", "text": text})
 
     # logging
@@ -234,7 +236,9 @@ class MlflowLogger(Logger):
         except OSError as error:  # a full disk costs lines, not the run
             if not self._is_losing:
                 logger.warning(
-                    "%s cannot be written (%s): lines are lost until it can", self._spool.path, error.strerror
+                    "%s cannot be written (%s): lines are lost until it can be written",
+                    self._spool.path,
+                    error.strerror,
                 )
             self._is_losing = True
 
@@ -290,12 +294,12 @@ def send_rest(run_dir: Path, warn: Callable[[str], None]) -> str:
     """
     record = RunRecord.read(run_dir)
     if record is None:
-        raise ConfigError(f"{run_dir} holds no mlflow.json: it is no run that was logged to MLflow")
+        raise ConfigError(f"{run_dir} holds no mlflow.json: it is not a run that was logged to MLflow")
     spool = Spool(run_dir)
     try:
         spool.open()
     except OSError as error:
-        raise ConfigError(f"{spool.path} cannot be written ({error.strerror}): sync as its owner") from None
+        raise ConfigError(f"{spool.path} cannot be written ({error.strerror}): run the command as its owner") from None
     try:
         sender = _sender(run_dir, record, spool, warn)
         return _all_sent(sender, run_dir)
@@ -309,7 +313,7 @@ def _all_sent(sender: Sender, run_dir: Path) -> str:
         sender.start()
         if not sender.finish(_SYNC_S):
             raise ResourceError(
-                f"MLflow at {uri} does not take what {run_dir} has for it ({sender.cause or 'no answer'}; {sender.left} bytes"
+                f"MLflow at {uri} does not accept the records of {run_dir} ({sender.cause or 'no answer'}; {sender.left} bytes"
                 " are left): try again later"
             )
     return uri
@@ -402,5 +406,5 @@ def import_quietly() -> None:
     except Exception as error:  # a broken library raises errors of any kind
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise ResourceError(
-            f"mlflow_tracking=True needs mlflow, which is installed and does not load ({reason}): run {tracking_uri.REINSTALL}"
+            f"mlflow_tracking=True needs mlflow, which is installed but does not load ({reason}): run {tracking_uri.REINSTALL}"
         ) from error

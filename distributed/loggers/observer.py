@@ -53,7 +53,7 @@ class Observer:
         Leaves no trace in what is trained. Raises whatever the model raises under a tracer, and TrainingError where the engine
         draws no graph.
         """
-        raise TrainingError("this engine draws none")
+        raise TrainingError("this engine draws no graph")
 
     def local_values(self) -> Iterator[tuple[str, Any]]:
         """Yield (`weights/NAME` or `gradients/NAME`, flat array of floats) of what this rank holds after the newest update.

@@ -114,7 +114,7 @@ class Profiling(Callback):
         if found is None or recorded < 1:
             text = (
                 f"nothing was profiled: the run ended after {self._done} updates, and the first"
-                f" {self._wait + self._length - self._fit.merged.config.profile_active} only lead up to it:"
+                f" {self._wait + self._length - self._fit.merged.config.profile_active} come before the recording:"
                 " lower profile_wait or profile_warmup"
             )
             self._fit.report({"kind": "warning", "text": text})
@@ -137,7 +137,9 @@ def lines(profile: Profile, updates: int, step: int, directory: Path) -> list[st
         )
     if profile.communication_s is not None:
         share = profile.communication_s / profile.seconds if profile.seconds else 0.0
-        lines.append(f"  communication: under way in {share:.1%} of the time, beside computing or not")
+        lines.append(
+            f"  communication: under way in {share:.1%} of the time, whether or not it overlaps with computation"
+        )
     return lines
 
 

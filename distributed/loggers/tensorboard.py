@@ -153,9 +153,7 @@ class TensorBoard(Callback):
 
     def _lose(self, error: OSError) -> None:
         if not self._is_losing:
-            text = (
-                f"{self._directory} cannot be written ({error.strerror}): figures for TensorBoard are lost until it can"
-            )
+            text = f"{self._directory} cannot be written ({error.strerror}): figures for TensorBoard are lost until it can be written"
             self._fit.report({"kind": "warning", "text": text})
         self._is_losing = True
 

@@ -74,7 +74,7 @@ def check_monitor(merged: MergedConfig, val_data: Any, job: Job | None = None) -
     for name in ("early_stopping_patience", "keep_best"):
         if getattr(config, name) and (merged.is_given(name) or merged.is_given("monitor")):
             raise ConfigError(
-                f"{name}={getattr(config, name)} watches {config.monitor!r}, and fit() got no validation data:"
+                f"{name}={getattr(config, name)} watches {config.monitor!r}, but fit() got no validation data:"
                 " pass val_data, or set monitor='loss'"
             )
 
@@ -87,7 +87,7 @@ def _check_mode(merged: MergedConfig, metrics: Mapping[str, Any]) -> None:
         return
     if is_larger:
         raise ConfigError(
-            f"monitor={config.monitor!r} is best when large, and monitor_mode is 'min': set monitor_mode='max' (or 'min' explicitly)"
+            f"monitor={config.monitor!r} is best when large, but monitor_mode is 'min': set monitor_mode='max' (or 'min' explicitly)"
         )
     raise ConfigError(
         f"monitor={config.monitor!r} does not say whether smaller or larger values are better"

@@ -52,8 +52,8 @@ def over_all(
         raise ConfigError(f"over_all({function!r}) got a {type(function).__name__}: pass a function (outputs, targets)")
     if has_state(function):
         raise ConfigError(
-            f"over_all({type(function).__name__}) is not needed: an object with update, compute and reset is computed over all"
-            " samples by itself"
+            f"over_all({type(function).__name__}) is not needed: an object with update, compute and reset is always computed"
+            " over all samples"
         )
     if isinstance(transform, str) and transform not in TRANSFORMS:
         raise ConfigError(f"over_all(transform={transform!r}): pass a function, or one of {', '.join(TRANSFORMS)}")
@@ -92,7 +92,7 @@ def call_sklearn(metric: OverAll, args: Sequence[Any], named: Mapping[str, Any])
             raise
         name = getattr(metric.function, "__name__", "function")
         raise ConfigError(
-            f"scikit-learn's {name} does not take the model's outputs ({error}): pass over_all({name}, transform='argmax') for"
+            f"scikit-learn's {name} does not accept the model's outputs ({error}): pass over_all({name}, transform='argmax') for"
             " classes, 'softmax' for probabilities, or a function of the outputs"
         ) from error
 

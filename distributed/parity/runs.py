@@ -99,7 +99,7 @@ def run(options: ParityOptions, cell: Cell, start: Start | None) -> Trained:
             raise _failure(code, output.read().decode(errors="replace"))
     if not (directory / "metrics.jsonl").exists():
         raise ConfigError(
-            f"{options.script} ended without a fit of a Trainer, whose numbers are compared: give one that trains"
+            f"{options.script} ended without a fit of a Trainer, whose numbers are compared: give a script that trains"
         )
     return read_run(directory)
 

@@ -76,7 +76,9 @@ def write_reports_at_end(run: RunDirectory, notice: Callable[[str], None]) -> No
             notice(f"no {FILE}: {error}")
         except Exception as error:  # a bug in the report must not fail a finished run
             logger.debug("report of %s", path, exc_info=True)
-            notice(f"no {FILE} of {path} ({type(error).__name__}: {error}): 'distributed report {path}' says more")
+            notice(
+                f"no {FILE} of {path} ({type(error).__name__}: {error}): run 'distributed report {path}' for the whole error"
+            )
 
 
 def _has_metrics(run: RunDirectory) -> bool:

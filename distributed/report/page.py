@@ -99,7 +99,7 @@ _CONTROLS = """<div class="controls"><div><span>Axis</span>
 <button data-group="scale" data-value="log" aria-pressed="false">log</button></div></div>"""
 _FOOTER = (
     f"A curve of more than {2 * STRETCHES} points shows the smallest and the largest value of each of {STRETCHES} equal"
-    " stretches. A click in a legend hides a line. Times count from the first sign of life of a run."
+    " stretches. A click in a legend hides a line. Times count from the first record of a run."
 )
 
 

@@ -286,7 +286,7 @@ def scaling_panels(runs: Sequence[RunData]) -> list[Panel]:
     found = {backend: dict(sorted(rates.items())) for backend, rates in found.items() if len(rates) > 1}
     if not found:
         return []
-    note = "measured over each whole run; of several runs the fastest counts"
+    note = "measured over each whole run; the fastest of several runs is shown"
     speed, efficiency = [], []
     for number, (backend, rates) in enumerate(found.items()):
         worlds = list(rates)

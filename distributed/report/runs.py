@@ -111,19 +111,19 @@ def _check(run: RunDirectory) -> None:
     if not path.exists():
         raise ConfigError(f"run {str(path)!r} does not exist: name a run directory")
     if not path.is_dir():
-        raise ConfigError(f"run {str(path)!r} is no directory: name the run directory, not a file of it")
+        raise ConfigError(f"run {str(path)!r} is not a directory: name the run directory, not a file of it")
     if not os.access(path, os.R_OK | os.X_OK):
         raise ConfigError(f"run {str(path)!r} cannot be read (Permission denied): check its permissions")
     if run.metrics.exists():
         return
     if run.events.exists() or (path / "config.yaml").exists():
         raise ConfigError(
-            f"run {str(path)!r} has no metrics: only runs of a Trainer have, from their first log line on; RUN/logs has its output"
+            f"run {str(path)!r} has no metrics: only runs of a Trainer have metrics, from their first log line on; RUN/logs has the output of the run"
         )
     inside = sorted(each.parent.name for each in path.glob("*/metrics.jsonl"))
     hint = f"it holds {len(inside)}, as {str(path / inside[-1])!r}: name" if inside else "name"
     raise ConfigError(
-        f"{str(path)!r} is no run directory (it has no metrics.jsonl): {hint} a run, or a sweep's directory"
+        f"{str(path)!r} is not a run directory (it has no metrics.jsonl): {hint} a run, or a sweep's directory"
     )
 
 
@@ -185,5 +185,5 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, yaml.YAMLError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not YAML"
-        raise ConfigError(f"{str(path)!r} cannot be read ({why}): mend it, or remove it") from None
+        raise ConfigError(f"{str(path)!r} cannot be read ({why}): repair it, or remove it") from None
     return content if isinstance(content, dict) else {}

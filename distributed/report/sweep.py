@@ -68,7 +68,9 @@ def read_sweep(directory: Path) -> SweepData:
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read ({error.strerror}): check its permissions") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{str(path)!r} is not as a sweep writes it ({error}): name another directory") from None
+        raise ConfigError(
+            f"{str(path)!r} does not have the form in which a sweep writes it ({error}): name another directory"
+        ) from None
     if not trials:
         raise ConfigError(f"sweep {str(directory)!r} has no trials yet: wait for the first one")
     return sweep
@@ -228,7 +230,7 @@ def _importance(sweep: SweepData) -> Panel:
         return Panel("bars", title)
     if len(trials) < _MIN_TRIALS:
         return Panel(
-            "bars", title, note=f"needs {_MIN_TRIALS} finished trials, here are {len(trials)}", more={"rows": []}
+            "bars", title, note=f"needs {_MIN_TRIALS} finished trials, and there are {len(trials)}", more={"rows": []}
         )
     try:
         shares = _importances(names, trials)
@@ -243,8 +245,8 @@ def _importance(sweep: SweepData) -> Panel:
         in_legend=False,
     )
     note = (
-        f"by how much a random forest over {len(trials)} trials predicts {sweep.metric} worse when one parameter is shuffled,"
-        " as shares of all"
+        f"how much worse a random forest over {len(trials)} trials predicts {sweep.metric} when one parameter is shuffled, as a"
+        " share of the total"
     )
     return Panel("bars", title, x="share", lines=[line], note=note, more={"rows": [name for name, _ in ordered]})
 

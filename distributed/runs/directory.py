@@ -94,7 +94,7 @@ class RunDirectory:
         if not resume and self._names() - {_LOCK}:
             raise ConfigError(
                 f"{self._name} {str(self.path)!r} is not empty:"
-                f" add --resume to go on with its run, or name another with {self._flag}"
+                f" add --resume to continue its run, or name another with {self._flag}"
             )
         self._prove_writable()
 
@@ -169,8 +169,8 @@ class RunDirectory:
         """
         if not self.path.exists():
             raise ConfigError(
-                f"{self._name} {str(self.path)!r} does not exist, and --resume goes on with a run{self._nearest_run()}: correct"
-                f" {self._flag}, drop --resume to start a new run, or make the directory first if each attempt is to say --resume"
+                f"{self._name} {str(self.path)!r} does not exist, but --resume continues an existing run{self._nearest_run()}: correct"
+                f" {self._flag}, drop --resume to start a new run, or make the directory first if every attempt passes --resume"
             )
         names = self._names()
         if names and not names & {_LOCK, self.events.name, self.checkpoints.name}:
@@ -197,7 +197,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ConfigError(
-                f"{self._name} {str(self.path)!r} is no directory: name another with {self._flag}"
+                f"{self._name} {str(self.path)!r} is not a directory: name another with {self._flag}"
             ) from None
         except OSError as error:
             raise self._unusable(error) from None

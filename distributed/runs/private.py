@@ -62,7 +62,7 @@ def _above(path: Path) -> str | None:
             return f"{parent} belongs to another user"
         is_open = found.st_mode & _WRITABLE and not found.st_mode & stat.S_ISVTX
         if is_open and not stat.S_ISLNK(found.st_mode):
-            return f"other users can move what lies in {parent}"
+            return f"other users can move files in {parent}"
     return None
 
 

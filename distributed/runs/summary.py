@@ -28,7 +28,7 @@ def is_stopped_by_callback(state: TrainState) -> bool:
 
 def resume_lines(how: str) -> str:
     """Return how to go on with an interrupted run. The command has a line of its own, to be copied."""
-    return f"to go on with it:\n  {how}"
+    return f"to continue it:\n  {how}"
 
 
 def resume_setting(checkpoint: Path) -> str:

@@ -57,7 +57,7 @@ def _run(adapters: Sequence[Adapter], directory: Path, *, only_checkpoints: bool
     if only_checkpoints:
         return _checkpoints(ran, references, directory)
     problems = [*_cases(ran, references), *_ends(adapters, directory)]
-    sys.stdout.write(f"{len(problems)} problems\n" if problems else "all as it must be\n")
+    sys.stdout.write(f"{len(problems)} problems\n" if problems else "all checks passed\n")
     return 1 if problems else 0
 
 

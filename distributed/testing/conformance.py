@@ -115,7 +115,9 @@ def check_stop_by_one(ran: Ran, references: References) -> None:
     for name, rank in enumerate(ran.case("stopped-by-one").ranks):
         assert rank["stop_reason"] == STOP_REASON, f"{ran}: rank {name} stopped because of {rank['stop_reason']!r}"
         assert all(rank["context"]), f"{ran}: rank {name} found {rank['context']} for model, optimizer and run_dir"
-    assert ran.case("stopped-by-one").numbers["steps"] == CUT_OFF, f"{ran}: not after the step that it was asked in"
+    assert ran.case("stopped-by-one").numbers["steps"] == CUT_OFF, (
+        f"{ran}: did not stop after the step in which the stop was requested"
+    )
     result = json.loads((Path(ran.case("stopped-by-one").ranks[0]["run_dir"]) / "result.json").read_text())
     assert (result["status"], result["stop_reason"]) == ("finished", STOP_REASON), f"{ran}: {result}"
 
@@ -216,7 +218,7 @@ def check_float32(ran: Ran, references: References) -> None:
 def check_one_writer(ran: Ran, references: References) -> None:
     """Check that all ranks receive the same numbers, and that the run directory has each of them once."""
     ranks = [rank["logged"] for rank in ran.case("whole").ranks]
-    assert all(rank == ranks[0] for rank in ranks), f"{ran}: ranks were told different numbers"
+    assert all(rank == ranks[0] for rank in ranks), f"{ran}: ranks got different numbers"
     run_dir = Path(ran.case("whole").ranks[0]["run_dir"])
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     written = [(row["split"], row["step"], row["loss"]) for row in rows]
@@ -251,7 +253,7 @@ def _finite(case: Case, name: str) -> dict[str, Any]:
 
 def _near(found: Mapping[str, Any], wanted: Mapping[str, Any], limit: float, what: str) -> None:
     apart = farthest(found, wanted)
-    assert apart <= limit, f"{what} are {apart} away, {limit} is allowed"
+    assert apart <= limit, f"{what} differ by {apart}, and {limit} is allowed"
 
 
 def same_numbers_for(adapter: Adapter) -> list[str]:

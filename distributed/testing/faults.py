@@ -94,7 +94,9 @@ def check_refusals(adapter: Adapter) -> int:
             make_backend(merged, plan_processes(merged.config, count_gpus=lambda: 8))
         except ConfigError as error:
             text = str(error)
-        assert why in text, f"{adapter}: of {name}={refused_value(name)!r} it says {text!r}, its table {why!r}"
+        assert why in text, (
+            f"{adapter}: the error for {name}={refused_value(name)!r} is {text!r}, but its table says {why!r}"
+        )
     return len(refuses)
 
 

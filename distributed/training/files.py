@@ -106,7 +106,7 @@ class TrainerFiles:
         if not self._is_foreign() or self._identity() is not None:
             return []
         return [
-            "this launcher's restarts begin at step 0: start it with --run-dir DIR --resume for them to go on (mkdir DIR first)"
+            "restarts by this launcher begin at step 0: start it with --run-dir DIR --resume to continue from the last checkpoint (mkdir DIR first)"
         ]
 
     @property
@@ -197,7 +197,7 @@ class TrainerFiles:
         if not self.wants_resume(merged) and list_checkpoints(directory):
             raise ConfigError(
                 f"checkpoint_dir={str(directory)!r} holds checkpoints of an earlier run: set resume_from_checkpoint=true"
-                " (or --resume) to go on from them, or name another directory"
+                " (or --resume) to continue from them, or name another directory"
             )
 
 
@@ -217,6 +217,6 @@ def _refuse_to_start_over(run: RunDirectory, directory: Path) -> None:
     saved = [event["checkpoint"] for event in run.read_events() if event["event"] == "checkpoint_saved"]
     if saved:
         raise ConfigError(
-            f"the run {str(run.path)!r} saved {saved[-1]}, and there is no checkpoint in {str(directory)!r}:"
-            " add the --checkpoint-dir of then, copy its checkpoints there, or begin anew with another --run-dir"
+            f"the run {str(run.path)!r} saved {saved[-1]}, but there is no checkpoint in {str(directory)!r}: add"
+            " the --checkpoint-dir of that run, copy its checkpoints there, or start a new run with another --run-dir"
         )

@@ -64,9 +64,7 @@ class Run:
             ConfigError: if `reason` is empty, no string, or a reason that the loop itself uses.
         """
         if not isinstance(reason, str) or not reason.strip() or reason == "max_steps" or reason.startswith("signal "):
-            raise ConfigError(
-                f"stop({reason!r}) gives no reason of its own: say it in words, stop('the loss is low enough')"
-            )
+            raise ConfigError(f"stop({reason!r}) needs a reason in words: write stop('the loss is low enough')")
         if self.is_over:
             text = (
                 f"stop({reason!r}) in on_train_end has no effect: training has ended, and its last checkpoint is saved"
@@ -102,7 +100,7 @@ def fit(run: Run) -> None:
         save(run)
     if run.last_saved != (state.step, state.epoch):
         raise TrainingError(
-            f"the last checkpoint, of step {state.step}, could not be written: make room and run again with --resume"
+            f"the last checkpoint, of step {state.step}, could not be written: free disk space and run again with --resume"
         )
     run.is_over = True
     for callback in run.callbacks:

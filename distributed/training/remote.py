@@ -62,7 +62,7 @@ class Remote:
         """
         path = target / self.checkpoint.name
         if path.exists():
-            raise ConfigError(f"{path} exists already: name another path")
+            raise ConfigError(f"{path} already exists: name another path")
         target.mkdir(parents=True, exist_ok=True)
         staged = target / f".tmp-{path.name}"
         shutil.copytree(self.checkpoint, staged)
@@ -174,7 +174,7 @@ def _warn_of_profiler(verbose: bool) -> None:
     torch = sys.modules.get("torch")  # None where torch is not loaded, and then its profiler is not active
     if torch is not None and torch.autograd._profiler_enabled():
         text = (
-            "the active torch profiler sees this process only, and the model trains in workers: open the profiler in the"
+            "the active torch profiler sees this process only, but the model trains in workers: open the profiler in the"
             " script and run that under 'python -m distributed.cli train --script', or set nproc_per_node=1"
         )
         Reporter(True, verbose)({"kind": "warning", "text": text})
@@ -230,7 +230,7 @@ def _pickled(fit: RemoteFit) -> bytes:
         content = dumps(fit)
     except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
         raise ConfigError(
-            f"the trainer cannot be sent to its workers ({error}): pass factories instead of the objects that hold it,"
+            f"the trainer cannot be sent to its workers ({error}): pass factories instead of the objects that cannot be sent,"
             " or run the script with 'python -m distributed.cli train --script'"
         ) from None
     return content
@@ -261,7 +261,9 @@ def failure(
     kinds = {**_KINDS, **kinds}
     cause = run.last_failure(events_before)
     if cause is None:
-        return kinds.get(code, TrainingError)(f"the launcher of the workers ended with code {code}: it said why")
+        return kinds.get(code, TrainingError)(
+            f"the launcher of the workers ended with code {code}: see its message above"
+        )
     if code in kinds:
         return kinds[code](cause["cause"])
     text = f"{cause['cause']} (whole log: {run.logs / 'rank-{rank}.log'.format(**cause)})"

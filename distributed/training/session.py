@@ -266,7 +266,7 @@ class Session:
                 detail["after"] = state.stop_reason  # for a restart of this launch, see `RunDirectory.has_gone_on`
             state.stop_reason = None
         for name in load_states(callbacks, state.callbacks):
-            text = f"{path.name} holds the state of a callback {name}, and this run has none"
+            text = f"{path.name} holds the state of a callback {name}, but this run has no such callback"
             self._reporter({"kind": "warning", "text": text})
         if self.context.is_main_process:
             run.event("resumed", step=state.step, checkpoint=path.name, **detail)
@@ -331,7 +331,7 @@ class Session:
         if resumed is not None:
             notices = [*notices, f"resumed from {resumed}: step {state.step}, epoch {state.epoch_in_words}"]
             if state.epoch >= merged.config.epochs or state.step >= (merged.config.max_steps or math.inf):
-                notices.append("nothing is left to do: raise epochs (or max_steps) to go further")
+                notices.append("nothing is left to do: raise epochs (or max_steps) to train further")
         elif self.files.wants_resume(merged) and self._num_fits == 1:
             notices = [*notices, f"nothing to resume from in {fit.store.directory}: starting at step 0"]
         else:

@@ -166,7 +166,7 @@ class Setup:
             chosen = next((layer["backend"] for layer in layers if layer.get("backend")), None)
             if chosen not in (None, self._pinned):
                 raise ConfigError(
-                    f"backend={chosen!r} does not fit {self._owner}, which is always {self._pinned!r}: use Trainer in the script"
+                    f"backend={chosen!r} does not fit {self._owner}, which always uses backend {self._pinned!r}: use Trainer in the script"
                 )
             code["backend"] = self._pinned
         merged = merge(overrides, code, self.hyperparameters, self.sweep)
@@ -236,7 +236,9 @@ def _check_warmup(merged: MergedConfig) -> None:
     config = merged.config
     is_overruled = merged.is_overruled("warmup_start", "warmup_steps")
     if config.warmup_start is not None and not config.warmup_steps and not is_overruled:
-        raise ConfigError(f"warmup_start={config.warmup_start:g} is for a warm-up: set warmup_steps too, or drop it")
+        raise ConfigError(
+            f"warmup_start={config.warmup_start:g} has no effect without a warm-up: set warmup_steps too, or drop it"
+        )
 
 
 def _local(config: DistributedConfig, found: WorkerEnvironment) -> DistributedConfig:

@@ -106,7 +106,7 @@ class SweepRun:
         self._spool.close()
         mlflow.retry_as_before(self._before)
         if not is_done:
-            self._sender.warn_once("has not taken all that was logged")
+            self._sender.warn_once("has not accepted all records")
 
     @property
     def _num_ended(self) -> int:

@@ -101,11 +101,11 @@ def check_scheduler(name: str | None, options: Mapping[str, Any]) -> tuple[str |
     for option, value in options.items():
         if option not in defaults:
             raise ConfigError(
-                f"{option} is no option of scheduler {name}{nearest(option, defaults)}: it has {', '.join(defaults)}"
+                f"{option} is not an option of scheduler {name}{nearest(option, defaults)}: it has {', '.join(defaults)}"
             )
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ConfigError(
-                f"{option}={value!r} of scheduler {name} is no number above 0: set it to {defaults[option]:g}"
+                f"{option}={value!r} of scheduler {name} is not a number above 0: set it to {defaults[option]:g}"
             )
     if options.get("reduction_factor", 2) <= 1:
         raise ConfigError(f"reduction_factor={options['reduction_factor']:g} keeps every trial: set more than 1")
@@ -150,14 +150,14 @@ def mode_of(metric: Any, mode: Any) -> str:
     Raises ConfigError if `metric` is no name, if `mode` is neither, or if the name says no direction.
     """
     if not isinstance(metric, str) or not metric:
-        raise ConfigError(f"metric={metric!r} is no name: say what is optimised, such as metric='val_loss'")
+        raise ConfigError(f"metric={metric!r} is not a name: give the metric to optimise, such as metric='val_loss'")
     if mode is None:
         is_larger = is_larger_better(metric)
         if is_larger is None:
-            raise ConfigError(f"nothing says whether a small or a large {metric!r} is best: set the mode, min or max")
+            raise ConfigError(f"it is unknown whether a small or a large {metric!r} is best: set the mode, min or max")
         return "max" if is_larger else "min"
     if mode not in MODES:
-        raise ConfigError(f"mode={mode!r} is not known: choose min or max, what is best of {metric}")
+        raise ConfigError(f"mode={mode!r} is not known: choose min or max for {metric}")
     return str(mode)
 
 
@@ -170,23 +170,27 @@ def bundles_of(resources: Any, gpus: float = 0.0) -> tuple[Bundle, ...]:
     """
     value = getattr(resources, "bundles", resources)
     if not isinstance(value, (Mapping, list, tuple, type(None))):
-        raise ConfigError(f"resources_per_trial is a {type(value).__name__}: write {{'cpu': 1}}, or a list of such")
+        raise ConfigError(
+            f"resources_per_trial is a {type(value).__name__}: write {{'cpu': 1}}, or a list of such dicts"
+        )
     listed = [{"CPU": 1.0}] if value is None else [value] if isinstance(value, Mapping) else list(value)
     bundles = tuple(_bundle(each) for each in listed)
     if not bundles or not any(total(bundles).values()):
-        raise ConfigError(f"resources_per_trial={resources!r} is nothing: write {{'cpu': 1}}")
+        raise ConfigError(f"resources_per_trial={resources!r} is empty: write {{'cpu': 1}}")
     if gpus and total(bundles).get("GPU"):
-        raise ConfigError("resources_per_trial and trials_per_gpu both say which part of a GPU a trial has: drop one")
+        raise ConfigError("resources_per_trial and trials_per_gpu both set which part of a GPU a trial gets: drop one")
     return ({**bundles[0], "GPU": gpus}, *bundles[1:]) if gpus else bundles
 
 
 def _bundle(each: Any) -> Bundle:
     if not isinstance(each, Mapping):
-        raise ConfigError(f"resources_per_trial has a {type(each).__name__}: write {{'cpu': 1}}, or a list of such")
+        raise ConfigError(
+            f"resources_per_trial has a {type(each).__name__}: write {{'cpu': 1}}, or a list of such dicts"
+        )
     names = {"cpu": "CPU", "gpu": "GPU"}
     for name, amount in each.items():
         if isinstance(amount, bool) or not isinstance(amount, (int, float)) or amount < 0 or not math.isfinite(amount):
-            raise ConfigError(f"resources_per_trial: {name}={amount!r} is no amount: write {{'{name}': 1}}")
+            raise ConfigError(f"resources_per_trial: {name}={amount!r} is not an amount: write {{'{name}': 1}}")
     return {names.get(str(name).lower(), str(name)): float(amount) for name, amount in each.items()}
 
 
@@ -206,6 +210,6 @@ def check_fits(needs: Bundle, there: Bundle, where: str) -> None:
     for name, amount in needs.items():
         if amount > there.get(name, 0.0):
             raise ResourceError(
-                f"a trial needs {amount:g} {name}, and {where} has {there.get(name, 0.0):g}: ask for less, by"
-                " resources_per_trial or, for a script, by --cpus-per-trial or its processes (--nproc-per-node)"
+                f"a trial needs {amount:g} {name}, and {where} has {there.get(name, 0.0):g}: ask for less, with"
+                " resources_per_trial or, for a script, with --cpus-per-trial or fewer processes (--nproc-per-node)"
             )

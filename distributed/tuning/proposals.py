@@ -45,11 +45,11 @@ def check_search(search: str, space: Space, num_samples: int | None) -> int:
     if num_samples is not None and (
         isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1
     ):
-        raise ConfigError(f"num_samples={num_samples!r} is no number of trials: set 1 or more")
+        raise ConfigError(f"num_samples={num_samples!r} is not a number of trials: set 1 or more")
     if search == "grid":
         return _check_grid(space, num_samples)
     if num_samples is None:
-        raise ConfigError(f"search={search!r} has no end of its own: set num_samples, the number of trials")
+        raise ConfigError(f"search={search!r} does not end by itself: set num_samples, the number of trials")
     if (module := _NEEDED.get(search)) and importlib.util.find_spec(module) is None:
         raise ResourceError(
             f"search={search!r} needs {module}, which is not installed: run pip install 'distributed-trainer[tune]'"
@@ -66,9 +66,7 @@ def _check_grid(space: Space, num_samples: int | None) -> int:
     size = size_of_grid(space)
     if size is None:
         endless = next(name for name, each in space.items() if each.grid() is None)
-        raise ConfigError(
-            f"search='grid' cannot count the values of {endless}: write a list, or choose search='random'"
-        )
+        raise ConfigError(f"search='grid' cannot list the values of {endless}: write a list, or choose search='random'")
     if num_samples not in (None, size):
         raise ConfigError(
             f"num_samples={num_samples} is not the {size} combinations of search='grid': drop it, or choose search='random'"

@@ -82,7 +82,7 @@ class ScriptSweep:
         if options.search_space is None:
             raise ConfigError("no search space: add --search-space space.yaml")
         if options.resume and options.run_dir is None:
-            raise ConfigError("--resume needs the sweep to go on with: add --run-dir DIR")
+            raise ConfigError("--resume needs the directory of the sweep: add --run-dir DIR")
         self._options = options
         self.mode = mode_of(options.metric, options.mode)
         check_script(overrides.script)
@@ -114,7 +114,9 @@ class ScriptSweep:
         trial."""
         plan = plan_processes(merge(self.overrides, {}).config)
         if plan.num_nodes > 1:
-            raise ConfigError(f"num_nodes={plan.num_nodes} is not for trials, which run on one node each: drop it")
+            raise ConfigError(
+                f"num_nodes={plan.num_nodes} does not work in a sweep, where each trial runs on one node: drop it"
+            )
         cpus = float(self._options.cpus_per_trial or plan.nproc_per_node)
         per_gpu = self._options.trials_per_gpu
         if plan.device != "cuda":
@@ -227,7 +229,7 @@ def check_names(space: Space, overrides: Overrides) -> tuple[dict[str, Any], lis
     for name in settings:
         if known[name].group == "Resources" or name in ("checkpoint_dir", "resume_from_checkpoint"):
             raise ConfigError(
-                f"{name} cannot be searched, as trials differ in what they learn with: give it to all of them"
+                f"{name} cannot be searched, because a search varies hyperparameters only: set it for all trials"
             )
         if name in overrides.flag and not isinstance(settings[name], Mapping):
             raise ConfigError(
@@ -239,7 +241,7 @@ def check_names(space: Space, overrides: Overrides) -> tuple[dict[str, Any], lis
     _check_once([split_sweep({name: value})[0] for name, value in first.items()], list(space))
     if "checkpoint_dir" in {**overrides.file, **overrides.flag}:
         raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
-    arguments = [f"{name} is no setting: the script gets it as --{name}" for name in others]
+    arguments = [f"{name} is not a setting: the script gets it as --{name}" for name in others]
     return first, [*overrides.notices, *notices, *arguments]
 
 
@@ -261,7 +263,7 @@ def _check_values(name: str, each: Dimension) -> None:
             DistributedConfig(**split_sweep({name: each.at(_BETWEEN)})[0])
         except ConfigError as error:
             raise ConfigError(
-                f"{error}, or in the search space a list or randint in the place of {each.kind}"
+                f"{error}, or write a list or randint instead of {each.kind} in the search space"
             ) from None
 
 
@@ -269,7 +271,7 @@ def _check_argument_names(names: Iterable[str]) -> None:
     for name in names:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ConfigError(
-                f"{name!r} in the search space is no name of an argument: write one of letters, '_' and '-'"
+                f"{name!r} in the search space cannot be the name of an argument: use letters, digits, '_', '.' and '-'"
             )
 
 
@@ -279,7 +281,7 @@ def _check_once(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
     for values, name in zip(settings, names, strict=True):
         for setting, value in values.items():
             if not isinstance(value, Mapping) and (other := named.setdefault(setting, name)) != name:
-                raise ConfigError(f"{other} and {name} in the search space are one setting: drop one of them")
+                raise ConfigError(f"{other} and {name} in the search space are the same setting: drop one of them")
 
 
 def _space_text(path: str) -> Any:
@@ -357,7 +359,7 @@ class _SearchWatch:
                 return True
             self._deadline = time.monotonic() + _LEAVING_S
             self._plan.stop_file.touch()
-            self._table.print_line("stopping: trials save and leave; once more to end at once")
+            self._table.print_line("stopping: trials save and end; a second Ctrl-C ends them immediately")
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def _hear(self) -> bool:

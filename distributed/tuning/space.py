@@ -128,7 +128,7 @@ def _written(where: str, value: Mapping[str, Any]) -> Dimension:
         raise ConfigError(f"{where} has {len(value)} kinds: write one of {', '.join(_KINDS)}, as {{uniform: [0, 1]}}")
     ((kind, arguments),) = value.items()
     if kind not in _KINDS:
-        raise ConfigError(f"{where}: {kind!r} is no kind{nearest(kind, _KINDS)}: write one of {', '.join(_KINDS)}")
+        raise ConfigError(f"{where}: {kind!r} is not a kind{nearest(kind, _KINDS)}: write one of {', '.join(_KINDS)}")
     return _KINDS[kind](where, arguments)
 
 
@@ -156,7 +156,7 @@ def _ends(where: str, kind: str, arguments: Any) -> tuple[float, float]:
     if not is_pair or not all(abs(end) <= sys.float_info.max for end in ends):
         raise ConfigError(f"{where}: {kind} takes two numbers, not {arguments!r}: write {kind}: [1, 10]")
     if ends[0] >= ends[1]:
-        raise ConfigError(f"{where}: {kind} from {ends[0]:g} to {ends[1]:g} holds nothing: write the smaller one first")
+        raise ConfigError(f"{where}: {kind} from {ends[0]:g} to {ends[1]:g} is empty: write the smaller one first")
     return ends[0], ends[1]
 
 

@@ -287,7 +287,7 @@ def open_sweep(directory: Path, metric: str, mode: str, configuration: Mapping[s
     others = {entry.name for entry in directory.iterdir()} - {".lock"} if directory.is_dir() else set()
     if resume and not directory.exists():
         raise ConfigError(
-            f"run directory {str(directory)!r} does not exist, and a resume goes on with a sweep: correct run_dir (--run-dir), or"
+            f"run directory {str(directory)!r} does not exist, but a resume continues an existing sweep: correct run_dir (--run-dir), or"
             " drop resume (--resume) to start a new one"
         )
     if resume and others and not file.exists():
@@ -316,7 +316,9 @@ def _configuration_before(file: Path) -> Mapping[str, Any]:
     except (OSError, yaml.YAMLError):
         content = None
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{file} is damaged, so what was asked is not known: begin anew with another --run-dir")
+        raise ConfigError(
+            f"{file} is damaged, so the options of the sweep are unknown: start a new one with another --run-dir"
+        )
     return content
 
 
@@ -332,8 +334,8 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Pa
                 )
         elif one != other:
             raise ConfigError(
-                f"{name}={_short(other)} is not the {_short(one)} of the sweep in {directory}: give it that, or begin anew with"
-                " another --run-dir"
+                f"{name}={_short(other)} is not the {_short(one)} of the sweep in {directory}: set it to that, or start a new sweep"
+                " with another --run-dir"
             )
 
 

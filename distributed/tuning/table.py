@@ -51,7 +51,7 @@ class Table:
         """Show the event of a journal line. The sweep must already contain it."""
         record = self._sweep.records[line["trial"]]
         if line["event"] == "retried":
-            self.print_line(f"trial {record.name}  failed and goes on: {line['error']}")
+            self.print_line(f"trial {record.name}  failed and continues: {line['error']}")
         elif line["event"] == "ended" and (self._live is None or record.status == "failed"):
             self.print_line(self.line_of(record))
 

@@ -104,7 +104,7 @@ class DistributedTuner:
             )
         mode = mode_of(metric, mode)
         if resume and run_dir is None:
-            raise ConfigError("resume=True needs the sweep to go on with: add run_dir")
+            raise ConfigError("resume=True needs the directory of the sweep: add run_dir")
         self.train_fn, self.metric, self.mode = train_fn, metric, mode
         self.space: Space = make_space(search_space)
         self.scheduler, self.scheduler_options = check_scheduler(scheduler, scheduler_options or {})
@@ -116,8 +116,8 @@ class DistributedTuner:
         is_here = engine().has_own_cluster(address)
         if num_gpus and not is_here and self.scheduler in SHARING:
             raise ConfigError(
-                f"num_gpus={num_gpus} has no effect with scheduler={self.scheduler!r} on a cluster, where its trials take turns on"
-                " all there is: drop it"
+                f"num_gpus={num_gpus} has no effect with scheduler={self.scheduler!r} on a cluster, where its trials take turns"
+                " on all GPUs: drop it"
             )
         processes = 1 if callable(train_fn) else int(self._settings.get("nproc_per_node") or 1)
         gpus, at_once = _gpus(num_gpus, trials_per_gpu, resources_per_trial, is_here, processes)
@@ -246,7 +246,9 @@ class DistributedTuner:
                 Trainer.
         """
         if not callable(self.train_fn):
-            raise ConfigError("best_trainer() is of a function: a script's best run lies at best_checkpoint")
+            raise ConfigError(
+                "best_trainer() works for a function only: the best run of a script is at best_checkpoint"
+            )
         checkpoint, best = self.best_checkpoint, self._best()
         trial = Trial(self._done().trial_dir(best.number), True, lambda row: None, _made, self._settings)
         seed_generators(self._seed)
@@ -255,11 +257,11 @@ class DistributedTuner:
                 self.train_fn(self.best_params)
         except _Made as made:
             return taken_up(made.trainer, checkpoint)
-        raise ConfigError("train_fn called no fit of a Trainer: there is no trainer to give back")
+        raise ConfigError("train_fn called no fit of a Trainer: there is no trainer to return")
 
     def _done(self) -> Sweep:
         if self._sweep is None:
-            raise ConfigError("there are results after tune(): call it first")
+            raise ConfigError("there are no results before tune(): call tune() first")
         return self._sweep
 
     def _best(self) -> TrialRecord:
@@ -309,7 +311,7 @@ def _check_numbers(**counts: Any) -> None:
             continue
         least = 1 if name == "max_concurrent" else 0
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-            raise ConfigError(f"{name}={value!r} is no whole number from {least} on: set {name}={least} or more")
+            raise ConfigError(f"{name}={value!r} is not a whole number of at least {least}: set {name}={least} or more")
 
 
 def _gpus(
@@ -349,7 +351,7 @@ def _trials_on(num_gpus: int, each: float) -> int:
     """Return how many trials with `each` GPUs fit on `num_gpus`."""
     if num_gpus < each:
         raise ConfigError(
-            f"num_gpus={num_gpus} is less than the {each:g} GPU that resources_per_trial gives a trial: set num_gpus to as many"
+            f"num_gpus={num_gpus} is less than the {each:g} GPU that resources_per_trial gives a trial: set num_gpus to that"
             " or more"
         )
     return int(num_gpus / each + 1e-9)

@@ -103,7 +103,7 @@ def test_closed_loopback_is_bad(monkeypatch):
     ("probe", "limit_s", "detail"),
     [
         ("raise SystemExit('no transport here')", 60.0, "rank 0 ended with 1: no transport here"),
-        ("import signal; signal.pause()", 0.3, "two gloo processes were not done after 0.3 s"),
+        ("import signal; signal.pause()", 0.3, "two gloo processes were not finished after 0.3 s"),
     ],
 )
 def test_all_reduce_that_fails_or_hangs_is_bad(monkeypatch, probe, limit_s, detail):

@@ -87,7 +87,7 @@ def test_python_on_a_plain_script_trains_in_this_process(script, start, tmp_path
     ]
     done = start(command, cwd=tmp_path).finish()
     assert done.returncode == 0 and "backend single, 1 process" in done.stdout
-    assert "this launcher's restarts" not in done.stdout  # nobody restarts one process that was started by hand
+    assert "restarts by this launcher" not in done.stdout  # nobody restarts one process that was started by hand
 
 
 def test_a_run_directory_that_only_rank_0_looks_at_ends_all_ranks_with_one_message(script, start, tmp_path):
@@ -104,7 +104,7 @@ def test_a_run_directory_that_only_rank_0_looks_at_ends_all_ranks_with_one_messa
 
     assert [each.returncode for each in done] == [2, 2], done[0].output + done[1].output
     warned = [line for each in done for line in each.output.splitlines() if "without a secret" in line]
-    assert len(warned) == 1 and f"warning: the processes meet at 127.0.0.1:{port} without a secret" in warned[0]
+    assert len(warned) == 1 and f"warning: the processes rendezvous at 127.0.0.1:{port} without a secret" in warned[0]
     (message,) = [line for each in done for line in each.stderr.splitlines() if line.startswith("error: ")]
     assert message.startswith("error: run directory 'run' is not empty: add --resume")
 

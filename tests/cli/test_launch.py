@@ -267,7 +267,7 @@ def test_logs_hold_every_rank_and_the_console_rank_0(facts):
     done = found["ours"][1]
     assert "hello from 0\npartial line; at exit False\n" in done.stdout
     assert "hello from 1" not in done.stdout
-    assert done.stderr == "to stderr\nwarning: script.py made no Trainer, so nobody used epochs, ddp.static_graph\n"
+    assert done.stderr == "to stderr\nwarning: script.py made no Trainer, so epochs, ddp.static_graph had no effect\n"
 
 
 def test_threads_of_a_worker_end_before_it(facts):
@@ -389,7 +389,7 @@ def test_a_rank_that_leaves_early_is_the_cause_of_lost_connections(run_python, t
 
     assert done.returncode == 1, done.output
     assert done.stderr == (
-        "error: rank 1 exited with code 0 while other ranks were still at work:"
+        "error: rank 1 exited with code 0 while other ranks were still running:"
         " every rank must call fit(), evaluate(), predict() and save()\n"
     )
 
@@ -566,7 +566,7 @@ def test_a_node_does_not_wait_for_ever_for_one_that_has_failed(start, tmp_path):
 
     assert [failed.returncode, waiting.returncode] == [1, 1]
     assert "error: rank" in failed.stderr and "exited with code 1" in failed.stderr, failed.output
-    text = "warning: node 1 has failed, and its screen and RUN/logs say why: the workers of this node get 1 s (timeout_s) to end"
+    text = "warning: node 1 has failed, and its console and RUN/logs show why: the workers of this node get 1 s (timeout_s) to end"
     assert text in waiting.stderr and "error: another node ended this run" in waiting.stderr, waiting.output
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
 

@@ -154,7 +154,11 @@ def test_keras_on_tensorflow_stands_beside_one_process_of_torch_and_one_of_its_o
     ("kind", "code", "said"),
     [
         ("wrong", 2, "gradient_clipping=-1 must be greater than 0"),
-        ("nothing", 2, "script.py ended without a fit of a Trainer, whose numbers are compared: give one that trains"),
+        (
+            "nothing",
+            2,
+            "script.py ended without a fit of a Trainer, whose numbers are compared: give a script that trains",
+        ),
         ("raises", 1, "single, 1 process, float32: rank 0 failed with ValueError: ValueError: no model today"),
     ],
 )
@@ -196,7 +200,7 @@ def leave(arguments, capsys):
         (["--script", "none.py"], 2, "script 'none.py' does not exist"),
         (["--script", __file__, "--backends", "fdsp"], 2, "did you mean 'fsdp'?"),
         (["--script", __file__, "--world-sizes", "1,x"], 2, "are not numbers of processes"),
-        (["--script", __file__, "--backends", ","], 2, "names nothing"),
+        (["--script", __file__, "--backends", ","], 2, "contains no name"),
         (["--script", __file__, "--steps", "0"], 2, "steps"),
         (["--script", __file__, "--set", "batchsize=3"], 2, "did you mean 'batch_size'"),
         (

@@ -116,9 +116,9 @@ def test_a_default_can_be_switched_off():
 HERE = ("train", "--script", "here.py")
 WRONG = [
     (["trian"], 2, "'trian' is not a command (did you mean 'train'?)"),
-    (["--foo"], 2, "'--foo' is a flag of no command"),
+    (["--foo"], 2, "'--foo' is a flag, not a command"),
     (["train", "--bacth-size", "3"], 2, "--bacth-size is not a flag of train (did you mean '--batch-size'?)"),
-    (["train", "here.py"], 2, "'here.py' is no flag: name the script with --script"),
+    (["train", "here.py"], 2, "'here.py' is not a flag: name the script with --script"),
     (["train", "--epochs"], 2, "--epochs: expected one argument"),
     (["train"], 2, "no script to run: add --script train.py"),
     (["train", "--script", "hree.py"], 2, "script 'hree.py' does not exist (did you mean 'here.py'?)"),
@@ -143,8 +143,8 @@ WRONG = [
     ([*HERE, "--set", "epochs"], 2, "--set 'epochs' has no KEY=VALUE form"),
     ([*HERE, "--config", "missing.yaml"], 2, "config file 'missing.yaml' cannot be read"),
     ([*HERE, "--config", "bad.yaml"], 2, "bad.yaml', line 3 is not YAML"),
-    ([*HERE, "--resume"], 2, "--resume needs the run to go on with: add --run-dir"),
-    ([*HERE, "--resume", "--run-dir", "new"], 2, "run directory 'new' does not exist, and --resume goes on with a run"),
+    ([*HERE, "--resume"], 2, "--resume needs the directory of the run: add --run-dir"),
+    ([*HERE, "--resume", "--run-dir", "new"], 2, "run directory 'new' does not exist, but --resume continues an existing run"),
     ([*HERE, "--run-dir", "here.py"], 2, "run directory 'here.py' is no directory"),
     ([*HERE, "--run-dir", "."], 2, "run directory '.' is not empty"),
     ([*HERE, "--num-gpus", "6", "--num-nodes", "2", "--gpus-per-node", "4"], 2, "set num_gpus=8 or drop it"),
@@ -184,7 +184,7 @@ def test_a_port_in_use_is_no_error_on_one_node_which_needs_none(tmp_path, monkey
     (tmp_path / "here.py").touch()
     with socket.create_server(("", 0)) as taken:
         assert run([*HERE, "--dry-run", "--master-port", str(taken.getsockname()[1])]) == 0
-    assert "no effect here unless the script says more: master_port (one node)" in capsys.readouterr().out
+    assert "no effect here unless the script changes that: master_port (one node)" in capsys.readouterr().out
 
 
 def test_on_the_command_line_it_is_quick_and_loads_no_framework(run_python, tmp_path):

@@ -100,7 +100,7 @@ def test_a_sweep_finds_the_best_and_train_repeats_it(run_cli, place):
     assert sweep["trials"][0]["epochs"] == 6 > sweep["trials"][1]["epochs"]
     assert sweep["best"]["config"] == {"learning_rate": 0.1, "hidden": 16}
     lines = done.stdout.splitlines()
-    assert lines[0] == "hidden is no setting: the script gets it as --hidden"
+    assert lines[0] == "hidden is not a setting: the script gets it as --hidden"
     assert lines[1].startswith(
         "4 trials, 1 at once, 1 CPU each; search grid, scheduler asha; best is the smallest val_loss"
     )
@@ -152,7 +152,7 @@ def test_killed_it_leaves_nobody_and_goes_on_where_each_trial_was(start, run_cli
     assert done.returncode == -signal.SIGKILL
     rows = len([line for line in journal_so_far(place) if line["event"] == "row"])
     refused = run_cli(command_, cwd=place)
-    assert refused.returncode == 2 and "add --resume to go on" in refused.stderr, refused.output
+    assert refused.returncode == 2 and "add --resume to continue" in refused.stderr, refused.output
 
     resumed = run_cli(
         [*command(place, "--mlflow-tracking", "--resume"), "--", "--slow", "0.03"], timeout=120, cwd=place
@@ -230,7 +230,7 @@ def test_a_script_that_always_crashes_is_told_by_its_cause(run_cli, place, clust
     ("flags", "space", "code", "said"),
     [
         (["--scheduler", "ashe"], SPACE, 2, "did you mean 'asha'?"),
-        (["--search", "random", "--num-samples", "0"], SPACE, 2, "num_samples='0' is no whole number from 1 on"),
+        (["--search", "random", "--num-samples", "0"], SPACE, 2, "num_samples='0' is not a whole number of at least 1"),
         (["--search", "random"], SPACE, 2, "set num_samples"),
         (["--search", "random", "--num-sample", "3"], SPACE, 2, "is not a flag of tune (did you mean '--num-samples'?)"),
         (["--nproc-per-node", "64"], SPACE, 3, "a trial needs 64 CPU"),
@@ -246,9 +246,9 @@ def test_a_script_that_always_crashes_is_told_by_its_cause(run_cli, place, clust
         ([], "learning_rate: {logunifrm: [1, 2]}", 2, "did you mean 'loguniform'?"),
         ([], "nproc_per_node: [1, 2]", 2, "nproc_per_node cannot be searched"),
         ([], "batch_size: [8, 0]", 2, "batch_size=0"),
-        (["--search", "random", "--num-samples", "2"], "batch_size: {uniform: [16, 64]}", 2, "or randint in the place of uniform"),
-        ([], "lr: [0.1]\nlearning_rate: [0.2]", 2, "lr and learning_rate in the search space are one setting"),
-        ([], "'my x': [1, 2]", 2, "'my x' in the search space is no name of an argument"),
+        (["--search", "random", "--num-samples", "2"], "batch_size: {uniform: [16, 64]}", 2, "or randint instead of uniform in the search space"),
+        ([], "lr: [0.1]\nlearning_rate: [0.2]", 2, "lr and learning_rate in the search space are the same setting"),
+        ([], "'my x': [1, 2]", 2, "'my x' in the search space cannot be the name of an argument"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(run_cli, place, flags, space, code, said):

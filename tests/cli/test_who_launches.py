@@ -90,7 +90,7 @@ def test_world_size_is_the_number_of_processes_over_all_nodes(plan, monkeypatch,
     nodes = ["--num-nodes", "2", "--master-port", "0"]
     (tmp_path / "nodes.yaml").write_text("num_nodes: 2\nmaster_port: 29511\nnode_rank: 1\n")
     assert processes(plan("--world-size", "4", "--config", "nodes.yaml")).startswith("2 processes on each of 2 nodes")
-    with pytest.raises(ConfigError, match=r"world_size=3 does not divide over num_nodes=2: set a multiple of 2"):
+    with pytest.raises(ConfigError, match=r"world_size=3 is not divisible by num_nodes=2: set a multiple of 2"):
         plan("--world-size", "3", *nodes)
     with pytest.raises(ConfigError, match="--world-size 4 contradicts --nproc-per-node 2: drop one"):
         plan("--world-size", "4", "--nproc-per-node", "2")

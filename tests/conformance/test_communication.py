@@ -87,7 +87,7 @@ def test_a_script_for_gpus_trains_on_cpus_and_from_python(run_python, tmp_path):
         ["-m", "distributed.launcher", "train.py", "--nproc_per_node=2", "--backend=gloo"], cwd=tmp_path
     )
     assert by_flag.returncode == 0, by_flag.output
-    assert "Process 0/2 on 0 []" in by_flag.stdout and "gives way to the launcher's 'gloo'" in by_flag.stderr
+    assert "Process 0/2 on 0 []" in by_flag.stdout and "is replaced by the launcher's 'gloo'" in by_flag.stderr
     from_python = run_python([str(tmp_path / "launch.py")], cwd=tmp_path)
     assert from_python.returncode == 11, from_python.output
     assert "Process 0/2 on 0 ['--model', 'transformer']" in from_python.stdout

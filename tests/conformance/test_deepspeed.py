@@ -148,14 +148,14 @@ def test_the_users_own_config_trains_as_settings_of_ours_that_say_the_same(world
 
 
 def test_what_zero_cannot_cut_is_refused(seen):
-    assert "the optimizer Neighbours may look at more of a parameter" in seen["own-optimizer"]["error"]
+    assert "the optimizer Neighbours may need more of a parameter" in seen["own-optimizer"]["error"]
     assert "the optimizer Adagrad" in seen["adagrad"]["error"]
-    assert "trainable parameters of torch.bfloat16, and ZeRO keeps them in float32" in seen["halves"]["error"]
-    assert "temperature is a single number without a dimension, which DeepSpeed cannot cut" in seen["scalar"]["error"]
+    assert "trainable parameters of torch.bfloat16, but ZeRO keeps them in float32" in seen["halves"]["error"]
+    assert "temperature is a single number without a dimension, which DeepSpeed cannot shard" in seen["scalar"]["error"]
     assert seen["bad-value"]["error"].startswith(
         "deepspeed_config: DeepSpeed does not take reduce_bucket_size='large' ("
     )
-    assert "both say what the optimizer is" in seen["two-optimizers"]["error"]
+    assert "both set the optimizer" in seen["two-optimizers"]["error"]
 
 
 FAULTS = [["step", 5, 1], ["save", 3, 0], ["step", 9, 0], ["validation", 3, 1]]

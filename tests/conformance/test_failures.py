@@ -102,14 +102,14 @@ def test_a_rank_that_stays_away_is_waited_for_no_longer_than_timeout_s(fail):
 
 MISTAKES = {
     "bad-setting": "gradient_clipping=-1 must be greater than 0: give one, such as gradient_clipping=1",
-    "bad-directory": "checkpoint_dir '/dev/null' is no directory: name another with --checkpoint-dir",
+    "bad-directory": "checkpoint_dir '/dev/null' is not a directory: name another with --checkpoint-dir",
     "loader-disagrees": "batch_size=4 in Trainer is not the loader's batch_size=8: drop one of them",
     "no-length": "train_data: Endless has __getitem__ but no length: add __len__",
     "shuffled-stream": "shuffle=True cannot order a stream: shuffle inside the data set, or drop shuffle",
     "no-parameters": "the model has no parameter that requires a gradient",
     "no-data": "fit() got no training data: pass a DataLoader or a dataset",
     "other-model": "is of another model: it lacks 0.weight, 0.bias and 2 more; this model lacks its bias, weight: build",
-    "other-shape": "other shapes: weight is [3, 6] there, [4, 6] here, bias is [3] there, [4] here: build the model as it",
+    "other-shape": "other shapes: weight is [3, 6] in the checkpoint, [4, 6] here, bias is [3] in the checkpoint, [4] here: build the model as it",
 }
 
 
@@ -148,7 +148,7 @@ def test_a_mistake_in_the_script_is_one_line_and_exit_2(fail, case):
 def test_a_full_disk_costs_one_checkpoint_and_not_the_run(fail, tmp_path):
     done = fail("full-disk", 0)
     assert done.output.count("step-00000004 could not be saved: No space left on device") == 1
-    assert "training goes on, miss 1 of 3 in a row" in done.output
+    assert "training continues after failed save 1 of 3 in a row" in done.output
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000006", "step-00000008"]
 
@@ -158,7 +158,7 @@ def test_a_save_may_take_longer_than_timeout_s_but_a_rank_that_hangs_in_it_is_no
     done = fail("slow-disk", 1)
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert names == ["step-00000002", "step-00000004"]
-    assert lines(done)[-1].startswith("error: rank 0 gave no sign of life for 2 s (timeout_s)"), done.output
+    assert lines(done)[-1].startswith("error: rank 0 did not respond for 2 s (timeout_s)"), done.output
 
 
 @pytest.mark.parametrize(("flag", "name"), [("--run-dir", "run directory"), ("--checkpoint-dir", "checkpoint_dir")])

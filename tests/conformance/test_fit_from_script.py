@@ -300,7 +300,7 @@ def test_a_signal_saves_and_what_was_trained_comes_back(start, tmp_path, number,
     assert result["status"] == "interrupted" and result["steps"] >= 4
     assert (run / result["checkpoint"] / "manifest.json").exists()
     path = Path(run.relative_to(tmp_path), result["checkpoint"])
-    assert f"to go on with it:\n  Trainer(..., resume_from_checkpoint='{path}')\n" in done.stdout
+    assert f"to continue it:\n  Trainer(..., resume_from_checkpoint='{path}')\n" in done.stdout
     saved, stored = (
         load_file(tmp_path / "stopped.safetensors"),
         load_file(run / result["checkpoint"] / "model" / "model.safetensors"),

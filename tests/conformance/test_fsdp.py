@@ -29,7 +29,7 @@ def worlds(tmp_path_factory, run_cli_once):
         done = run_cli_once([*command, "--", str(out), backend], timeout=150)
         assert done.returncode == 0, done.output[-3000:]
         if backend == "fsdp":
-            assert done.stdout.count("fsdp.cpu_offload frees nothing here") == 1
+            assert done.stdout.count("fsdp.cpu_offload frees no memory here") == 1
         found[backend] = ([json.loads((out / f"{rank}.json").read_text()) for rank in range(2)], out)
     return found
 

@@ -101,7 +101,10 @@ def test_horovods_own_optimizer_is_refused(seen):
 def test_a_timeline_that_nobody_prepared_is_refused_and_costs_nothing(seen):
     """Horovod's writer of the timeline would otherwise keep a core busy all the time."""
     assert seen["prepared"]["timeline"] is None
-    assert "Horovod runs in this process without one: set HOROVOD_TIMELINE=DYNAMIC" in seen["traced"]["error"]
+    assert (
+        "Horovod already runs in this process without a timeline: set HOROVOD_TIMELINE=DYNAMIC"
+        in seen["traced"]["error"]
+    )
 
 
 # ------------------------------------------------------------------ faults and checkpoints
@@ -141,7 +144,7 @@ HorovodTrainer(torch.nn.Linear(4, 2), batch_size=4, callbacks=[Fail()]).fit(data
     ("how", "cause"),
     [
         ("raise", "rank 1 failed with ValueError"),
-        ("leave", "rank 1 exited with code 0 while other ranks were still at work"),
+        ("leave", "rank 1 exited with code 0 while other ranks were still running"),
     ],
 )
 def test_a_rank_that_fails_or_leaves_ends_all_and_is_the_cause(run_cli, tmp_path, how, cause):
@@ -170,7 +173,7 @@ def test_a_rank_that_hangs_is_named_after_timeout_s(run_cli, tmp_path):
     command = ["train", "--script", "hangs.py", "--backend", "horovod", "--nproc-per-node", "2", "--run-dir", "run"]
     done = run_cli([*command, "--set", "timeout_s=3"], cwd=tmp_path, timeout=180)
     assert done.returncode == 1, done.output
-    assert "error: rank 1 has not come to an exchange that the others have waited in for 3 s (timeout_s)" in done.stderr
+    assert "error: rank 1 has not joined an exchange in which the others have waited for 3 s (timeout_s)" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -262,7 +265,7 @@ def test_the_timeline_is_a_file_of_the_run_and_whole(start, tmp_path, weights):
 
 
 def test_adasum_combines_as_its_paper_says_under_mpirun_and_is_refused_elsewhere(start, tmp_path):
-    for world, mistake in ((2, "needs MPI, and these processes meet over Gloo"), (3, "no power of 2: use 2 processes")):
+    for world, mistake in ((2, "needs MPI, but these processes use Gloo"), (3, "not a power of 2: use 2 processes")):
         with pytest.raises(ConfigError, match=mistake):
             make({"adasum": True}, world)
     needs_mpi()
@@ -421,7 +424,7 @@ def make(options, world=2, **settings):
 def test_lossy_compression_contradicts_float64():
     with pytest.raises(ConfigError, match=r"with horovod.compression='fp16': that is lossy"):
         make({"compression": "fp16"}, dtype="float64")
-    with pytest.raises(ConfigError, match=r"horovod.compression='bf16' is not a choice"):
+    with pytest.raises(ConfigError, match=r"horovod.compression='bf16' is not a valid choice"):
         make({"compression": "bf16"})
 
 
@@ -447,4 +450,4 @@ def test_an_hvd_init_that_nobody_prepared_is_an_error_with_the_way_out(run_cli, 
         ["train", "--script", "sample.py", "--nproc-per-node", "2", "--run-dir", "run"], cwd=tmp_path, timeout=120
     )
     assert done.returncode == 2, done.output
-    assert "hvd.init() made a world of 1, and the launcher started 2 processes: start with" in done.stderr
+    assert "hvd.init() made a world of 1, but the launcher started 2 processes: start with" in done.stderr

@@ -218,8 +218,8 @@ def test_what_the_step_would_leave_out_or_contradict_is_refused(start, tmp_path)
     found = json.loads(done.stdout.splitlines()[-1])
     expected = {
         "own step": "override compute_loss",
-        "torch optimizer": "the optimizer is a SGD, and the model is of Keras: pass a Keras optimizer",
-        "torch schedule": "the scheduler factory failed with what a Keras model has (AdamW is not an Optimizer): pass a schedule of keras",
+        "torch optimizer": "the optimizer is a SGD, but the model is a Keras model: pass a Keras optimizer",
+        "torch schedule": "the scheduler factory failed when it was called for a Keras model (AdamW is not an Optimizer): pass a schedule of keras",
         "accumulating": "set gradient_accumulation_steps of the Trainer instead",
         "scaling": "set mixed_precision='fp16'",
         "loss scale": "pass its inner optimizer",
@@ -228,7 +228,7 @@ def test_what_the_step_would_leave_out_or_contradict_is_refused(start, tmp_path)
         "frozen": "no trainable variable",
         "rate of a schedule": "cannot replace the rates of CosineDecay",
         "epochs of a schedule": "counts updates",
-        "sum": "use SparseCategoricalCrossentropy(), the mean",
+        "sum": "use SparseCategoricalCrossentropy(), which averages",
         "recomputing": "keras.RematScope()",
         "fsdp": "does not take Keras models: fully_shard replaces the parameters",
         "deepspeed": "does not take Keras models: its engine replaces the parameters",

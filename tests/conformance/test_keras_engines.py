@@ -167,7 +167,7 @@ def adapter(monkeypatch, engine="tensorflow", world=2, **settings):
         ({"mixed_precision": "fp16"}, "set mixed_precision='bf16'"),
         ({"compile": True}, "the step is a TensorFlow graph already"),
         ({"data": {"presharded": True}}, "give every rank all samples"),
-        ({"horovod": {"keras_backend": "jax"}}, "horovod.keras_backend='jax' is not a choice"),
+        ({"horovod": {"keras_backend": "jax"}}, "horovod.keras_backend='jax' is not a valid choice"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_on_tensorflow_is_refused(monkeypatch, settings, said):

@@ -46,7 +46,7 @@ CASES = [
         pytest.param(
             name,
             BROKEN,
-            f"needs {name}, which is installed and does not load (ImportError: libx.so: undefined symbol: _ZN2at):"
+            f"needs {name}, which is installed but does not load (ImportError: libx.so: undefined symbol: _ZN2at):"
             f" run pip install --force-reinstall '{extra}'",
             id=f"{name}-broken",
         )

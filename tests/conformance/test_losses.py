@@ -98,10 +98,10 @@ def test_a_steps_own_metrics_are_means_over_samples(worlds):
     [
         (
             "no-default",
-            "targets float64[%d] do not say which loss is meant: give one, for example Trainer(model, loss_fn=",
+            "targets float64[%d] do not determine a loss: give one, for example Trainer(model, loss_fn=",
         ),
         ("one-column", "squeeze the outputs, outputs.squeeze(-1), in the model, or unsqueeze the targets"),
-        ("one-column-classes", "one output column is no class score"),
+        ("one-column-classes", "one output column cannot hold class scores"),
         ("column-of-classes", "squeeze the class indices, targets.squeeze(1), in the data set"),
         ("whole-numbers", "make the targets floats, targets.float(), for the mean squared error"),
         ("no-targets", "there is nothing to compare the outputs with: give one, for example"),
@@ -193,7 +193,7 @@ def test_each_predicted_token_of_the_whole_batch_weighs_the_same(worlds, world, 
 
 
 def test_what_was_assumed_about_a_models_own_loss_is_said(worlds):
-    assert worlds[2][1].count("the model's own loss is weighted by the labels that are not -100") >= 1
+    assert worlds[2][1].count("the model's own loss is weighted by the number of labels that are not -100") >= 1
 
 
 @pytest.mark.parametrize(("world", "trainers"), [(2, 7), pytest.param(3, 4, marks=FULL)])
@@ -202,7 +202,7 @@ def test_a_float64_model_with_a_float32_loss_is_told_of_once_each(worlds, world,
 
     A resume shows no further notice. BERT and the other models compute their loss in the type of the model.
     """
-    assert worlds[world][1].count("the model is float64 and makes its own loss in float32") == trainers
+    assert worlds[world][1].count("the model is float64 and computes its own loss in float32") == trainers
 
 
 def test_a_classifier_reports_accuracy(worlds):

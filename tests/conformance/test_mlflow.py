@@ -24,7 +24,7 @@ mlflow = pytest.importorskip("mlflow")
 # MLflow itself causes this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 JOB = Path(__file__).parent / "jobs" / "mlflow_fit.py"
-WARNING = "training goes on, what is logged is kept in"
+WARNING = "training continues, and records are kept in"
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +270,7 @@ def test_a_slow_server_holds_no_step_up_and_gets_the_rest_later(entrance, start,
     entrance.let_go()
     for _ in range(2):
         sent = run_cli(["mlflow-sync", run], cwd=tmp_path)
-        assert sent.returncode == 0 and f"all is at {entrance.uri}" in sent.stdout, sent.output
+        assert sent.returncode == 0 and f"MLflow at {entrance.uri} has all records" in sent.stdout, sent.output
     run_id = RunRecord.read(run).run_id
     client = client_of(entrance.uri)
     assert steps(client, run_id, "loss") == list(range(1, 17))
@@ -360,7 +360,7 @@ def test_a_run_deleted_at_mlflow_is_one_warning_and_told_anew_by_the_next_attemp
     poll(lambda: warnings, 60, lambda: "no warning came")
     assert not first.finish() and RunRecord.read(tmp_path).sent == sent
     (warning,) = warnings
-    assert f"has the run {first.run_id} no more" in warning and "distributed mlflow-sync" in warning
+    assert f"no longer has the run {first.run_id}" in warning and "distributed mlflow-sync" in warning
     second = make(entrance.uri)
     spool.append(metrics(7, loss=2.0))
     assert second.finish() and second.run_id != first.run_id and len(warnings) == 1
@@ -399,12 +399,12 @@ def test_the_command_sends_the_rest_to_a_slow_server_and_names_what_that_refuses
     monkeypatch.setattr(sender_module, "_PATIENCE_S", 0.1)  # how long the end of a run waits
 
     entrance.mode = "denied"
-    with pytest.raises(ResourceError, match=r"does not take what .* has for it \(.*401.*; \d+ bytes are left\)"):
+    with pytest.raises(ResourceError, match=r"does not accept the records of .* \(.*401.*; \d+ bytes are left\)"):
         run_command(["mlflow-sync", str(tmp_path)])
     entrance.mode, entrance.late_s = "late", 0.3
     run_command(["mlflow-sync", str(tmp_path)])
     said = capsys.readouterr()
-    assert f"all is at {entrance.uri}" in said.out
+    assert f"MLflow at {entrance.uri} has all records" in said.out
     assert said.err.count("\n") == 1 and said.err.startswith("warning: ") and "refuses metrics a?b" in said.err
     record = RunRecord.read(tmp_path)
     assert record.sent == spool.size and steps(client_of(entrance.uri), record.run_id, "loss") == [1]
@@ -425,7 +425,7 @@ def test_what_mlflow_refuses_is_named_and_the_rest_is_sent(entrance, sending):
     assert run.data.params == {"epochs": "1", "seed": "7", "short": "1"}
     assert run.data.metrics == {"loss": 2.0} and steps(client, sender.run_id, "loss") == [1, 2, 3, 4]
     assert [each in warning for each, warning in zip(("epochs=1", "a?b", "p?q"), warnings, strict=True)] == [True] * 3
-    assert warnings[2].endswith("it is left out, and so is what else it refuses")
+    assert warnings[2].endswith("it is left out, and so is anything else that it refuses")
 
 
 def test_a_new_database_is_whole_or_not_there(tmp_path, monkeypatch):
@@ -485,7 +485,7 @@ def test_a_run_that_fails_or_is_stopped_says_so(entrance, start, run_cli, tmp_pa
     ("uri", "said"),
     [
         ("htp://tracking:5000", "the scheme 'htp', which MLflow does not know (did you mean 'http'?)"),
-        ("sqlite:////nowhere/at/all/mlflow.db", "lies in a directory that does not exist"),
+        ("sqlite:////nowhere/at/all/mlflow.db", "is in a directory that does not exist"),
     ],
 )
 def test_a_uri_of_no_use_is_refused_before_anything_starts(uri, said, run_cli, tmp_path):

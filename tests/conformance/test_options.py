@@ -150,7 +150,7 @@ def test_a_resume_with_another_schedule_is_an_error_and_without_it_is_said(seen,
     error = seen["schedule-of-another-class"]["error"]
     assert error.startswith("CheckpointError: the schedule is StepLR, the checkpoint holds LambdaLR: use LambdaLR or")
     assert agrees(seen["schedule-dropped"], by_hand([0.1 * 0.5 ** min(i, 4) for i in range(UPDATES)]))
-    assert worlds[world][1].count("the checkpoint's LambdaLR is not given here") == 1
+    assert worlds[world][1].count("the checkpoint has the schedule LambdaLR, which this run does not have") == 1
 
 
 def factor(world):

@@ -168,7 +168,7 @@ def test_a_client_server_that_says_nothing_is_given_up(run_cli, tmp_path):
         address = f"ray://127.0.0.1:{server.getsockname()[1]}"
         done = run_cli(plain(tmp_path, "go", "--address", address, "--set", "start_timeout=6"), env=OPEN, timeout=120)
     assert done.returncode == 3, done.output
-    assert f"the Ray cluster at {address} was not joined (no answer within 6 s): 'ray status' there" in done.stderr
+    assert f"the Ray cluster at {address} could not be joined (no answer within 6 s): 'ray status' there" in done.stderr
 
 
 def greet(server):
@@ -184,7 +184,7 @@ def test_more_processes_than_this_machine_has_cpus_are_refused_at_once(run_cli, 
     cores = len(os.sched_getaffinity(0))
     done = run_cli([*plain(tmp_path, "go")[:-2], "--nproc-per-node", str(cores + 3)], fresh=True)
     assert done.returncode == 3 and done.within(5), done.output
-    assert f"needs {cores + 3} CPUs, and this machine has {cores}: set nproc_per_node={cores}" in done.stderr
+    assert f"needs {cores + 3} CPUs, but this machine has {cores}: set nproc_per_node={cores}" in done.stderr
 
 
 # The files that Ray Train itself kept of a run.

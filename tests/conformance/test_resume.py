@@ -199,8 +199,8 @@ def test_a_run_whose_checkpoints_are_not_there_does_not_start_over(run_cli, tmp_
     done = run_cli(arguments(tmp_path, [], "--resume", world=1))
 
     assert done.returncode == 2, done.output
-    assert "saved step-00000007, and there is no checkpoint in" in done.stderr.splitlines()[-1]
-    assert "add the --checkpoint-dir of then" in done.stderr.splitlines()[-1]
+    assert "saved step-00000007, but there is no checkpoint in" in done.stderr.splitlines()[-1]
+    assert "add the --checkpoint-dir of that run" in done.stderr.splitlines()[-1]
 
 
 def test_what_cannot_be_resumed_is_refused_before_any_worker(run_cli, tmp_path, one_epoch):

@@ -62,7 +62,7 @@ def test_every_rank_stops_at_the_same_step_and_a_resume_changes_no_bit(run_cli, 
 
     done = run_cli(arguments(tmp_path, [fault], workers=workers), env=SLOWLY)
     step = check_stopped(done, tmp_path, code)
-    shown = re.search("^to go on with it:\n  (.*)$", done.stdout, re.MULTILINE)
+    shown = re.search("^to continue it:\n  (.*)$", done.stdout, re.MULTILINE)
     command, _, own = " ".join(arguments(tmp_path, [fault], workers=workers)).partition(" -- ")
     again = run_cli(arguments(tmp_path, [], "--resume", workers=workers))
 
@@ -135,7 +135,7 @@ def test_a_third_interrupt_kills_at_once(start, tmp_path):
     command = start([*CLI, *arguments(tmp_path, [])], env={"SLOW": "30"})
     command.wait_for(lambda: "resumed" in command.output or "results depend" in command.output)
 
-    for seen in ("stopping after this step", "a third Ctrl-C kills", "what was not saved is lost"):
+    for seen in ("stopping after this step", "a third Ctrl-C kills", "unsaved progress is lost"):
         command.signal(signal.SIGINT)
         command.wait_for(lambda: seen in command.output)  # noqa: B023
     done = command.finish(120)

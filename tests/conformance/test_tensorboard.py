@@ -180,7 +180,7 @@ def test_keras_on_tensorflow_has_the_same(tmp_path, run_cli):
     told = done.stdout[done.stdout.index("profile of updates 3 to 4") :].splitlines()
     assert len([line for line in told[1:6] if " calls an update " in line]) == 5, done.stdout
     assert any("MatMul" in line for line in told[1:6]), told
-    assert "refused: profile=True finds a TensorFlow profiler at work already, of your own" in done.stdout
+    assert "refused: profile=True cannot start, because another TensorFlow profiler is already running" in done.stdout
 
 
 def test_a_directory_that_cannot_be_written_is_refused_before_any_worker(tmp_path, run_cli, run_python):

@@ -275,17 +275,17 @@ def test_limits_end_training(seen):
 
 
 REFUSED = {
-    "of-torch": "F1 is a metric of torch, and the model is of TensorFlow: use one of keras.metrics",
+    "of-torch": "F1 is a torch metric, but the model is a TensorFlow model: use one of keras.metrics",
     "summed": "loss_fn=SparseCategoricalCrossentropy(reduction='sum') makes gradients grow with the batch",
     "four": "the batch is a sequence of 4, and Keras takes (inputs, targets) or (inputs, targets, sample_weight)",
-    "weights-of-own": "the batch has a sample_weight, which a loss_fn of your own cannot get",
+    "weights-of-own": "the batch has a sample_weight, which a loss_fn of your own does not get",
     "uneven": "train_data: arrays of 48 and 49 samples",
     "array": "train_data: an array is not a data set: give the tuple (inputs, targets)",
-    "generator": "train_data: generator cannot be cut over ranks",
+    "generator": "train_data: generator cannot be divided among the ranks",
     "no-model": "the model factory returned a int: return a keras.Model",
-    "accumulating": "SGD(gradient_accumulation_steps=2) does not work under the step here",
+    "accumulating": "SGD(gradient_accumulation_steps=2) does not work with the Trainer's step",
     "scheduled-rate": "learning_rate=0.1 cannot replace the rates of ExponentialDecay",
-    "no-loss": "no loss_fn given, and outputs (None, 4) with targets (None, 6) do not say",
+    "no-loss": "no loss_fn given, and outputs (None, 4) with targets (None, 6) do not determine a loss",
     "unused-loss": "the loss does not depend on any trainable variable of the model",
 }
 REFUSED_ON_SEVERAL = {
@@ -417,7 +417,7 @@ def test_tensorflows_own_way_works_in_one_process_and_finds_its_cluster_in_sever
 
     assert one.returncode == 0 and "replicas 1" in one.stdout and "trained to" in one.stdout, one.output
     assert "memory growth true, in use False" in one.stdout, one.output  # set before the script can use a GPU
-    said = "MirroredStrategy is for one process with several devices, and this run has 2: start with --nproc-per-node 1"
+    said = "MirroredStrategy is for one process with several devices, but this run has 2: start with --nproc-per-node 1"
     assert apart.returncode == 2 and said in apart.stderr and "replicas" not in apart.stdout, apart.output
     assert "restart" not in apart.output
     assert "SIGTERM ends it True" in two.stdout, two.output  # the process does not wait for `timeout_s`
@@ -433,14 +433,14 @@ def test_tensorflows_own_way_works_in_one_process_and_finds_its_cluster_in_sever
         (
             {"KERAS_BACKEND": "torch"},
             [],
-            "needs Keras on TensorFlow, and Keras is set to 'torch': set KERAS_BACKEND=tensorflow",
+            "needs Keras on TensorFlow, but Keras is set to 'torch': set KERAS_BACKEND=tensorflow",
         ),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a"'}, [], "it is not of the form"),
         ({"TF_CONFIG": '{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}}'}, [], "tasks of the type 'ps'"),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "a:1"]}}'}, [], "names an address twice"),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b"]}}'}, [], "not of the form 'HOST:PORT'"),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"index": 2}}'}, [], "its task is worker 2"),
-        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}, [], "it has no task, which says which"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}, [], "it has no task, which names"),
         ({}, ["--set", "tensorflow.strategy=tpu"], "tensorflow.strategy='tpu' is not supported"),
         ({}, ["--set", "tensorflow.strategy=parameter_server"], "parameter servers update asynchronously"),
         ({}, ["--set", "tensorflow.strategy=mirrored", "--nproc-per-node", "2"], "set nproc_per_node=1, or drop"),
@@ -467,7 +467,7 @@ def test_a_script_of_torch_is_told_so_before_tensorflow_is_imported(run_cli, tmp
     flags = ["--backend", "tensorflow", "--nproc-per-node", "2", "--run-dir", tmp_path / "run"]
     done = run_cli(["train", "--script", HERE.parent.parent / "examples" / "train.py", *flags], fresh=True)
 
-    said = "train.py makes models of torch and imports neither keras nor tensorflow"
+    said = "train.py makes torch models and imports neither keras nor tensorflow"
     assert done.returncode == 2 and said in done.stderr and "choose backend='pytorch-ddp'" in done.stderr, done.output
     assert done.within(5)
     assert "restart" not in done.output
@@ -534,7 +534,7 @@ def test_the_memory_of_gpus_grows_and_a_process_without_mirrored_keeps_to_the_fi
 def test_what_a_function_makes_of_batches_is_told_by_its_dimensions(parts):
     more = parts["inner"].pop("more")
     assert parts["inner"] == {"samples": None, "batches": 4, "interleaved": None}
-    assert more.startswith("the tf.data.Dataset makes something else of batches of 4 by flat_map or interleave")
+    assert more.startswith("the tf.data.Dataset changes batches of 4 with flat_map or interleave")
 
 
 def test_an_update_has_the_size_asked_for_whatever_became_of_the_batches(parts):

@@ -174,7 +174,7 @@ def test_crashes_are_told_by_their_own_cause(found):
         ),
         ("misspelt", "ConfigError", "did you mean 'scheduler'?"),
         ("shared", "ConfigError", "checkpoint_dir would be shared by all trials"),
-        ("early", "ConfigError", "there are results after tune()"),
+        ("early", "ConfigError", "there are no results before tune()"),
     ],
 )
 def test_what_cannot_be_is_one_line_in_seconds(found, name, kind, said):

@@ -82,5 +82,5 @@ def test_command_line_samples_run_one_after_another(run_cli, tmp_path):
     }  # fmt: skip
     assert "fsdp.NAME" in said["backends fsdp"] and said["parity --script"].endswith("all agree\n")
     assert [line.split()[1] for line in said["checkpoint list"].splitlines()[1:]] == ["1", "2"]  # epochs
-    assert said["checkpoint verify"].endswith("all as saved\n")
+    assert said["checkpoint verify"].endswith("all verified\n")
     assert len(load_file(tmp_path / "digits.safetensors")) == 8

@@ -53,7 +53,7 @@ def test_two_processes_on_one_gpu_over_gloo(alone):
 def test_two_processes_on_one_gpu_are_refused_where_nobody_asked_for_it(gpu):
     gpu("a GPU to share")
     code, output = run_job("ddp.py", "--backend", "pytorch-ddp", processes=9)
-    assert code == 3 and "9 GPUs per node asked for" in output
+    assert code == 3 and "9 GPUs per node requested" in output
 
 
 def test_a_rank_out_of_memory_is_named_and_ends_the_run():

@@ -45,7 +45,7 @@ def context(**given):
 
 def test_outside_of_a_fit_the_context_is_an_error_that_says_so():
     callback = Counts()
-    with pytest.raises(ConfigError, match=r"Counts.context is known while fit\(\) runs: use it in a hook"):
+    with pytest.raises(ConfigError, match=r"Counts.context is only available while fit\(\) runs: use it in a hook"):
         _ = callback.context
     assert not hasattr(callback, "contexts")  # other names are plain AttributeErrors
 

@@ -507,7 +507,7 @@ def test_a_failed_save_is_reported_with_bytes_and_the_third_in_a_row_ends_traini
     assert one.save(3) is not None
     one.backend.before_save = full
     assert [one.save(4), one.save(5)] == [None, None]
-    with pytest.raises(TrainingError, match="3 misses in a row"):
+    with pytest.raises(TrainingError, match="3 failed saves in a row"):
         one.save(6)
     assert names(tmp_path / "c") == ["step-00000001", "step-00000003"]
 

@@ -78,7 +78,7 @@ def test_a_link_is_not(cache: Path, tmp_path: Path) -> None:
 
 def test_a_directory_that_others_can_move_away_is_not(cache: Path) -> None:
     cache.parent.chmod(0o777)
-    assert stranger(cache) == f"other users can move what lies in {cache.parent}"
+    assert stranger(cache) == f"other users can move files in {cache.parent}"
     cache.parent.chmod(0o1777)
     assert stranger(cache) is None
 

@@ -380,7 +380,7 @@ def test_axes_share_the_processes_and_the_data_axis_counts_the_replicas():
     assert list(plan.axes) == ["data", "tensor"] and (plan.data_parallel_size, plan.world_size) == (4, 8)
     assert dataclasses.replace(plan, device="cuda").axes == plan.axes and hash(plan) is not None
     assert ProcessPlan(1, 2, "cpu", "pytorch-ddp", {"tensor": 2}).data_parallel_size == 1
-    with pytest.raises(ConfigError, match="data 4 x tensor 3 = 12 processes are not the 8 of the run"):
+    with pytest.raises(ConfigError, match="data 4 x tensor 3 = 12 processes, but the run has 8"):
         ProcessPlan(2, 4, "cpu", "pytorch-ddp", {"data": 4, "tensor": 3})
     adapter = FakeBackend(
         merge(Overrides(), {}), FakeOptions(), ProcessPlan(1, 4, "cpu", "fake", {"data": 2, "tensor": 2})

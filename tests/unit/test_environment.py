@@ -324,14 +324,14 @@ def test_kubeflows_variables_make_a_pod_one_worker_or_the_launcher_of_its_node()
     assert node_environment(without_rank) == node_environment(KUBEFLOW_OF_4)
     assert node_environment({**KUBEFLOW_OF_4, "LOCAL_RANK": "0"}) is None
     assert pass_over_stale_rank({**KUBEFLOW, "RANK": "0", "PET_NODE_RANK": "0"}, [], nproc_per_node=2) is None
-    with pytest.raises(ResourceError, match="this pod is to run 4 processes: start the script with"):
+    with pytest.raises(ResourceError, match="asks for 4 processes in this pod: start the script with"):
         worker(KUBEFLOW_OF_4)
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"PET_NNODES": "1:4"}, "PET_NNODES='1:4' is not one number of nodes"),
+        ({"PET_NNODES": "1:4"}, "PET_NNODES='1:4' is not a single number of nodes"),
         ({"PET_NODE_RANK": "3", "RANK": "3", "WORLD_SIZE": "4"}, "PET_NODE_RANK=3 is not below PET_NNODES=3"),
         (
             {"PET_NODE_RANK": "", "RANK": "", "WORLD_SIZE": ""},

@@ -40,7 +40,7 @@ def test_tensorflows_servers_are_a_warning_where_there_are_several_processes() -
 
 def test_nodes_without_a_secret_are_one_warning_that_names_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     [text] = warnings("pytorch-ddp", 2, 1)
-    assert "meet at node0:29500 without a secret" in text and "not run code" in text and "--token-file" in text
+    assert "rendezvous at node0:29500 without a secret" in text and "not run code" in text and "--token-file" in text
     monkeypatch.setenv("DISTRIBUTED_TOKEN", SECRET)
     assert warnings("pytorch-ddp", 2, 1) == []
 
@@ -89,7 +89,7 @@ def test_a_store_that_a_worker_hosts_without_a_secret_is_a_warning(monkeypatch: 
     assert store_warnings("node0", 29500) == []
     monkeypatch.delenv("DISTRIBUTED_TOKEN")
     [text] = store_warnings("fd00::1", 29500)
-    assert text.startswith("the processes meet at [fd00::1]:29500 without a secret") and "not run code" in text
+    assert text.startswith("the processes rendezvous at [fd00::1]:29500 without a secret") and "not run code" in text
     assert store_warnings("fd00::1", 29500) == []
 
 

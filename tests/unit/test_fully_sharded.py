@@ -25,8 +25,8 @@ def model(parameter: torch.Tensor) -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("parameter", "said"),
     [
-        (torch.tensor(1.0), "temperature is a single number without a dimension, which fully_shard cannot cut"),
-        (torch.ones(2, 3).t(), "temperature is not contiguous in memory, so fully_shard cannot cut it"),
+        (torch.tensor(1.0), "temperature is a single number without a dimension, which fully_shard cannot shard"),
+        (torch.ones(2, 3).t(), "temperature is not contiguous in memory, so fully_shard cannot shard it"),
     ],
 )
 def test_a_parameter_that_cannot_be_cut_is_named(parameter, said):
@@ -37,7 +37,7 @@ def test_a_parameter_that_cannot_be_cut_is_named(parameter, said):
 def test_sparse_gradients_are_refused_where_they_would_be_cut():
     table = torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True))
     with pytest.raises(
-        ConfigError, match=r"0.weight gets sparse gradients, which DeepSpeed cannot cut: .* sparse=False"
+        ConfigError, match=r"0.weight gets sparse gradients, which DeepSpeed cannot shard: .* sparse=False"
     ):
         check_can_be_cut(table, "DeepSpeed")
     check_can_be_cut(table, "DeepSpeed", allows_sparse=True)

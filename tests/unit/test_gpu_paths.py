@@ -254,10 +254,10 @@ SHARED = {"nproc_per_node": 2, "device": "cuda", "communication_backend": "gloo"
     ("settings", "said"),
     [
         ({"device": None}, "shows 1: .* --device cuda --communication-backend gloo for processes that share a GPU"),
-        ({"communication_backend": None}, "2 GPUs per node asked for"),
-        ({"communication_backend": "nccl"}, "2 GPUs per node asked for"),
-        ({"backend": "fsdp"}, "2 GPUs per node asked for"),
-        ({"num_gpus": 2}, "2 GPUs per node asked for"),
+        ({"communication_backend": None}, "2 GPUs per node requested"),
+        ({"communication_backend": "nccl"}, "2 GPUs per node requested"),
+        ({"backend": "fsdp"}, "2 GPUs per node requested"),
+        ({"num_gpus": 2}, "2 GPUs per node requested"),
     ],
 )
 def test_processes_share_a_gpu_only_where_that_is_asked_for(settings, said):
@@ -337,4 +337,4 @@ def test_too_little_memory_names_the_rank_and_the_ways_out(tmp_path, monkeypatch
 def test_no_way_out_is_named_that_is_in_use():
     config = DistributedConfig(activation_checkpointing=True, mixed_precision="bf16")
     said = str(out_of_memory(MemoryError(), 1, 1, 1, config))
-    assert "step 1: MemoryError. To need less: cut the model" in said
+    assert "step 1: MemoryError. To need less: shard the model" in said

@@ -73,7 +73,7 @@ def test_the_store_beside_a_foreign_launcher_listens_at_the_node_of_rank_0_alone
         assert elsewhere.connect_ex(("127.0.0.2", port)) == errno.ECONNREFUSED
     store.set("key", "value")
     assert host == "127.0.0.1" and second._open_store(said.append).get("key") == b"value"
-    assert len(said) == 1 and f"meet at 127.0.0.1:{port} without a secret" in said[0]
+    assert len(said) == 1 and f"rendezvous at 127.0.0.1:{port} without a secret" in said[0]
 
 
 class World(world.HorovodWorld):

@@ -394,7 +394,7 @@ def test_drop_last_counts_in_training_only() -> None:
         assert len(groups_of_ranks(loader, plan(world, 4))[0]) == 22 // (4 * world)
         assert sum(map(len, samples_used(groups_of_ranks(loader, plan(world, 4), train=False), numbers))) == 22
     assert sharded(loader).num_samples == 20
-    with pytest.raises(ConfigError, match="drop_last leaves nothing of 22 samples with global_batch_size=40"):
+    with pytest.raises(ConfigError, match="drop_last leaves none of 22 samples with global_batch_size=40"):
         sharded(loader, plan(1, 40))
 
 

@@ -238,7 +238,7 @@ def test_presharded_resume_equals_the_tail(kind: str) -> None:
     for done, skip in enumerate([*positions, 60]):
         tail = groups_of_ranks(parts_of(kind, [40, 20]), plan(2, 8), per_rank=True, presharded=True, epoch=1, skip=skip)
         assert samples_used(tail, numbers) == samples_used([groups[done:] for groups in whole], numbers)
-    with pytest.raises(ConfigError, match="after 17 samples of the epoch, inside an update"):
+    with pytest.raises(ConfigError, match="after 17 samples of the epoch, which is inside an update"):
         groups_of_ranks(parts_of(kind, [40, 20]), plan(2, 8), per_rank=True, presharded=True, skip=17)
 
 

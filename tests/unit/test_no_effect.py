@@ -229,7 +229,7 @@ def test_horovodrun_has_its_own_limit_for_the_start(monkeypatch):
     needs_backend("horovod")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
     found = without_effect(situation("horovod", {"start_timeout": 9}, "another", 1, 2))
-    assert found == {"start_timeout": "horovodrun and mpirun have limits of their own"}
+    assert found == {"start_timeout": "horovodrun and mpirun use their own limits"}
     assert without_effect(situation("horovod", {"start_timeout": 9}, "ours", 1, 2)) == {}
 
 
@@ -351,7 +351,7 @@ def test_a_dry_run_names_them_too(place, capsys):
         )
         == 0
     )
-    assert said(capsys) == ["no effect here unless the script says more: master_addr (one node)"]
+    assert said(capsys) == ["no effect here unless the script changes that: master_addr (one node)"]
 
 
 # ------------------------------------------------------------------ contradictions

@@ -389,7 +389,7 @@ def test_a_step_returns_what_metrics_are_called_with(tmp_path):
     assert row["val_f1"] == pytest.approx(float(f1(outputs, Y)), abs=1e-12)
     assert row["val_mse"] == pytest.approx(float(F.mse_loss(outputs[:, 0], outputs[:, 1])), rel=1e-5)
     assert row["val_right"] == pytest.approx(float(accuracy(outputs, Y)), abs=1e-7) and {"f1", "mse"} <= row.keys()
-    with pytest.raises(ConfigError, match=r"return its arguments from training_step"):
+    with pytest.raises(ConfigError, match=r"return them from training_step"):
         trainer_of(tmp_path, "other", training_step=step, metrics=metrics | {"auc": over_all(f1)}).fit(DATA)
     with pytest.raises(ConfigError, match=r"metric 'hits' has no targets .* return its value from training_step"):
         trainer_of(tmp_path, "third", training_step=step, metrics=metrics | {"hits": accuracy}).fit(DATA)

@@ -151,7 +151,7 @@ def test_a_profiler_of_the_users_is_refused_and_left_alone(tmp_path, wait):
     ours = TorchProfiler(tmp_path, 0, torch.device("cpu"), 1, 1)
     profile, told = profiling_of(tmp_path, ours, profile_wait=wait)
     with torch.profiler.profile() as users:
-        with pytest.raises(ConfigError, match="a torch profiler at work already, of your own") as refusal:
+        with pytest.raises(ConfigError, match="another torch profiler is already running") as refusal:
             begin(profile, wait)
         profile.on_error(TrainState(), refusal.value)
         torch.ones(2).sum()

@@ -55,7 +55,7 @@ def test_the_engine_chooses_the_step_and_whose_options_count(engine, kind):
         ({"gpus_per_node": 2}, "gpus_per_node=2 does not work with backend='ray': Ray chooses the nodes"),
         (
             {"ray": {"report_to_tune": True}},
-            "ray.report_to_tune=True works in a trial of Ray Tune, and this is none: drop",
+            "ray.report_to_tune=True works in a trial of Ray Tune only, and this is not one: drop",
         ),
     ],
 )
@@ -74,7 +74,7 @@ def test_an_address_is_for_ray_alone():
 @pytest.mark.parametrize(
     ("processes", "cpus", "there", "said"),
     [
-        (3, 1.0, 2.0, "nproc_per_node=3 with ray.cpus_per_worker=1 needs 3 CPUs, and here has 2: set nproc_per_node=2"),
+        (3, 1.0, 2.0, "nproc_per_node=3 with ray.cpus_per_worker=1 needs 3 CPUs, but here has 2: set nproc_per_node=2"),
         (3, 0.9, 2.0, "or ray.cpus_per_worker=0.666"),
         (1, 4.0, 2.0, "ray.cpus_per_worker=4 is more than the 2 CPUs of here: set it to 2"),
     ],
@@ -125,7 +125,10 @@ def test_auto_without_a_cluster_names_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=init))
     monkeypatch.setattr(joining, "_pids", list)
     monkeypatch.setattr("os.environ", {**os.environ, "RAY_TMPDIR": "/nowhere"})
-    for address, said in (("auto", "start one with 'ray start --head'"), ("here:1", "was not joined (Could not find")):
+    for address, said in (
+        ("auto", "start one with 'ray start --head'"),
+        ("here:1", "could not be joined (Could not find"),
+    ):
         cluster = Cluster(LaunchRequest("run", launcher_options={"address": address, "cpus": 1.0}))
         with pytest.raises(ResourceError, match=re.escape(said)):
             cluster.connect(0)
@@ -143,7 +146,7 @@ def test_addresses_of_ipv6_are_tried_too():
 
 @pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n", b""])
 def test_another_service_behind_an_address_is_not_waited_for(answer):
-    with answering(answer) as port, pytest.raises(ResourceError, match="is not Ray's: name the port"):
+    with answering(answer) as port, pytest.raises(ResourceError, match="is not an address of Ray: name the port"):
         check_placement(f"127.0.0.1:{port}", 1, 1.0)
 
 

@@ -91,7 +91,7 @@ def test_the_end_of_node_0_is_told_as_such(
         request = LaunchRequest(str(tmp_path), num_nodes=2, node_rank=1, master_addr="node0", master_port=29500)
         assert agent.run_agent(request, RunDirectory(str(tmp_path)), ours) == 1
     said = "".join(capfd.readouterr())
-    assert "error: node 0 has ended, or its store at node0:29500 cannot be reached any more" in said
+    assert "error: node 0 has ended, or its store at node0:29500 can no longer be reached" in said
     assert "did not join" not in said
 
 

@@ -257,7 +257,7 @@ def test_a_parameter_without_an_end_is_a_word_on_its_axis(tmp_path):
 def test_few_trials_have_no_importance_and_say_so(tmp_path):
     panels = sweep_panels(read_sweep(write_sweep(tmp_path / "sweep", trials=3)))
 
-    assert panel(panels, "Importance of the parameters").note == "needs 8 finished trials, here are 3"
+    assert panel(panels, "Importance of the parameters").note == "needs 8 finished trials, and there are 3"
 
 
 def test_a_sweep_of_a_maximum_has_its_largest_first(tmp_path):
@@ -285,7 +285,7 @@ def test_what_is_no_run_is_one_line_with_the_way_out(tmp_path):
     assert "is no directory" in refused([run / "metrics.jsonl"])
     assert f"it holds 1, as {str(run)!r}" in refused([tmp_path / "runs"])
     (tmp_path / "empty").mkdir()
-    assert "is no run directory" in refused([tmp_path / "empty"])
+    assert "is not a run directory" in refused([tmp_path / "empty"])
     (run / "metrics.jsonl").write_text('{"step": 1, "ti')
     assert "has no metrics yet" in refused([run])
     (run / "metrics.jsonl").unlink()
@@ -307,7 +307,7 @@ def test_a_damaged_config_or_sweep_is_one_line(tmp_path):
     assert "is a sweep" in refused([sweep, run])
     for content in ("[1]", '{"metric": "loss"}', "{"):
         (sweep / "sweep.json").write_text(content)
-        assert "is not as a sweep writes it" in refused([sweep])
+        assert "does not have the form in which a sweep writes it" in refused([sweep])
     (sweep / "sweep.json").write_text('{"metric": "loss", "mode": "min", "trials": []}')
     assert "has no trials yet" in refused([sweep])
 

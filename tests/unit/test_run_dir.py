@@ -66,7 +66,7 @@ def test_resuming_a_directory_that_is_not_there_names_the_nearest_run(tmp_path, 
         ):
             RunDirectory(typo).check_resumable()
         assert not Path(typo).exists()
-    with pytest.raises(ConfigError, match=r"'other' does not exist, and --resume goes on with a run: correct"):
+    with pytest.raises(ConfigError, match=r"'other' does not exist, but --resume continues an existing run: correct"):
         RunDirectory("other").check_resumable()
     RunDirectory("runs/digitss").check_resumable()  # empty: the first of attempts that all say --resume
     RunDirectory("runs/digits").check_resumable()
@@ -93,7 +93,7 @@ def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "file").touch()
 
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match="is no directory: name another with --run-dir"):
+        with pytest.raises(ConfigError, match="is not a directory: name another with --run-dir"):
             RunDirectory(path).check(resume=False)
 
 

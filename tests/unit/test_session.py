@@ -297,7 +297,9 @@ def test_restarts_that_begin_anew_are_told_where_several_processes_were_started_
     files._run, files._handover = object(), None
     files._context = WorkerContext(0, world_size, 0, world_size, 0, "cpu")
     files._worker = WorkerEnvironment(0, 0, world_size, world_size, 0, "localhost", 29500, 0, "environment")
-    assert [line.startswith("this launcher's restarts begin at step 0") for line in files.notices()] == [True] * is_told
+    assert [line.startswith("restarts by this launcher begin at step 0") for line in files.notices()] == [
+        True
+    ] * is_told
 
 
 def test_another_trainer_has_a_directory_of_its_own(tmp_path):
@@ -490,7 +492,7 @@ def test_a_run_that_a_callback_stops_is_finished_and_says_why(tmp_path, capsys):
     assert callback.seen.model is fitted.model and callback.seen.config.epochs == 9
     assert callback.seen.run_dir == Path(history.run_dir).absolute()
     assert callback.seen.optimizer.param_groups[0]["params"][0] is fitted.model.weight
-    with pytest.raises(ConfigError, match=r"StopsInStep2.context is known while fit"):
+    with pytest.raises(ConfigError, match=r"StopsInStep2.context is only available while fit"):
         _ = callback.context
     assert fitted.fit(DATA, DATA, epochs=1).steps > 2  # a further fit goes on
 
@@ -551,7 +553,7 @@ def test_a_fit_that_ctrl_c_ended_says_how_to_go_on_in_a_line_that_can_be_copied(
     with terminal() as screen, pytest.raises(KeyboardInterrupt):
         trainer(None, Interrupt(), epochs=9).fit(DATA)
     shown = re.search(
-        r"^to go on with it:\n  Trainer\(..., resume_from_checkpoint='(.*)'\)$", screen.getvalue(), re.MULTILINE
+        r"^to continue it:\n  Trainer\(..., resume_from_checkpoint='(.*)'\)$", screen.getvalue(), re.MULTILINE
     )
     again = trainer(epochs=1, resume_from_checkpoint=shown[1])
     assert again.fit(DATA).steps == 3

@@ -69,7 +69,7 @@ def test_pieces_that_do_not_fit_are_refused(
 ) -> None:
     for number, piece in enumerate(pieces):
         write(tmp_path / f"{number}.safetensors", {"w": piece})
-    with pytest.raises(CheckpointError, match="pieces of w do not make up one tensor"):
+    with pytest.raises(CheckpointError, match="pieces of w do not form one tensor"):
         read_tensors(tmp_path)
 
 

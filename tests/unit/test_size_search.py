@@ -54,8 +54,8 @@ def test_a_start_that_does_not_fit_is_refused(tried):
     ("limits", "said"),
     [
         ({}, "needs max_size on CPUs"),
-        ({"start": 0}, "start=0 is no batch size"),
-        ({"max_size": 32.0}, "max_size=32.0 is no batch size"),
+        ({"start": 0}, "start=0 is not a batch size"),
+        ({"max_size": 32.0}, "max_size=32.0 is not a batch size"),
         ({"start": 64, "max_size": 32}, "max_size=32 is below start=64"),
     ],
 )
@@ -68,7 +68,7 @@ def test_what_is_no_range_is_refused(tried, limits, said):
 def test_workers_are_asked_for_a_plain_script(tried):
     one = trainer()
     one.setup.worker = SimpleNamespace(rank=0)
-    with pytest.raises(ConfigError, match="would keep these waiting: call it in a plain script"):
+    with pytest.raises(ConfigError, match="would block those of this run: call it in a script"):
         one.find_batch_size([], max_size=8)
 
 

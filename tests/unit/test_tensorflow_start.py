@@ -80,7 +80,7 @@ def script(tmp_path):
 @pytest.mark.parametrize("text", TORCH)
 def test_a_script_of_torch_is_known_by_what_it_and_its_neighbours_import(script, text):
     script.write_text(text)
-    with pytest.raises(ConfigError, match="makes models of torch and imports neither keras nor tensorflow"):
+    with pytest.raises(ConfigError, match="makes torch models and imports neither keras nor tensorflow"):
         refuse_torch_script(script)
 
 
@@ -112,7 +112,7 @@ def test_a_model_or_optimizer_of_torch_is_refused_without_tensorflow():
     loaded = "tensorflow" in sys.modules
     model = torch.nn.Linear(2, 1)
     with pytest.raises(
-        ConfigError, match=r"the model is torch's \(Linear\), and backend='tensorflow' trains Keras models"
+        ConfigError, match=r"the model is a torch object \(Linear\), but backend='tensorflow' trains Keras models"
     ):
         Trainer(model, backend="tensorflow")
     with pytest.raises(ConfigError, match=r"the optimizer is torch's \(SGD\)"):

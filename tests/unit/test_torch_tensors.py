@@ -87,7 +87,9 @@ def test_a_tied_checkpoint_opens_in_an_untied_model_but_not_the_other_way_round(
     with torch.no_grad():
         untied.head.weight.add_(1)
     tensors.save_model(untied, tmp_path / "untied")
-    with pytest.raises(CheckpointError, match=r"embed\.weight and head\.weight are one tensor here, two there"):
+    with pytest.raises(
+        CheckpointError, match=r"embed\.weight and head\.weight are one tensor here, two in the checkpoint"
+    ):
         tensors.load_model(small(3), tmp_path / "untied")
 
 
@@ -152,7 +154,7 @@ def test_floats_may_change_their_precision_and_integers_must_not(tmp_path: Path)
     assert torch.equal(double.turned, small(1).turned.double())
     whole = small(2)
     whole.scale = torch.tensor(2)
-    with pytest.raises(CheckpointError, match=r"scale is torch\.float32 there, torch\.int64 here"):
+    with pytest.raises(CheckpointError, match=r"scale is torch\.float32 in the checkpoint, torch\.int64 here"):
         tensors.load_model(whole, tmp_path)
 
 
@@ -160,7 +162,9 @@ def test_another_models_checkpoint_is_refused_by_name_and_changes_nothing(tmp_pa
     tensors.save_model(small(1), tmp_path)
     wider = small(2, width=6)
     before = bits(wider)
-    with pytest.raises(CheckpointError, match=r"turned is \[4, 6\] there, \[6, 6\] here, .* and 9 more: build"):
+    with pytest.raises(
+        CheckpointError, match=r"turned is \[4, 6\] in the checkpoint, \[6, 6\] here, .* and 9 more: build"
+    ):
         tensors.load_model(wider, tmp_path)
     assert bits(wider) == before
     more = small(2)
@@ -171,7 +175,7 @@ def test_another_models_checkpoint_is_refused_by_name_and_changes_nothing(tmp_pa
         tensors.load_model(more, tmp_path)
     assert str(raised.value) == (
         f"checkpoint {tmp_path} is of another model: it lacks extra.weight, extra.bias; this model lacks its scale;"
-        " other shapes: turned is [4, 6] there, [2, 6] here: build the model as it was saved,"
+        " other shapes: turned is [4, 6] in the checkpoint, [2, 6] here: build the model as it was saved,"
         " or start without the checkpoint"
     )
 
@@ -326,7 +330,7 @@ def test_another_optimizer_or_other_groups_are_refused_by_name(tmp_path: Path) -
     content = _save_all(model, torch.optim.SGD(_grouped(model), lr=0.1), None, tmp_path)["optimizer"]
     wrong = {
         "is Adam, the checkpoint holds SGD": torch.optim.Adam(model.parameters()),
-        "has 1 parameter groups, the checkpoint 2": torch.optim.SGD(model.parameters(), lr=0.1),
+        "has 1 parameter groups, but the checkpoint has 2": torch.optim.SGD(model.parameters(), lr=0.1),
         "group 0 holds .* here but not in the checkpoint": torch.optim.SGD(
             [{"params": list(model.parameters())[:-1]}, {"params": list(model.parameters())[-1:]}], lr=0.1
         ),

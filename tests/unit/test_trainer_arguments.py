@@ -47,7 +47,7 @@ class Misspelt(Callback):
         ({"metrics": {"acc": "accuracy"}}, r"metrics\['acc'\]='accuracy' is a str: pass a function"),
         ({"metrics": {"step": len}}, "a metric cannot be called 'step', which rows of a run use for something else"),
         ({"callbacks": Callback()}, r"callbacks is a Callback: pass a list, callbacks=\[...\]"),
-        ({"warmup_start": 0.1}, "warmup_start=0.1 is for a warm-up: set warmup_steps too, or drop it"),
+        ({"warmup_start": 0.1}, "warmup_start=0.1 has no effect without a warm-up: set warmup_steps too, or drop it"),
         ({"callbacks": [print]}, "is not a distributed.Callback"),
         ({"callbacks": [Misspelt()]}, r"Misspelt.on_train_epoch_end would never be called \(did you mean 'on_\w+'\?\)"),
     ],

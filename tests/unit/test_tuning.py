@@ -106,7 +106,7 @@ def test_domains_of_ray_tune_are_spaces_too():
         ([1], "is a list"),
         ({"a": 1, "b": "x"}, "has constants only"),
         ({"a": {"unform": [0, 1]}}, "did you mean 'uniform'?"),
-        ({"a": {"uniform": [1, 0]}}, "holds nothing: write the smaller one first"),
+        ({"a": {"uniform": [1, 0]}}, "is empty: write the smaller one first"),
         ({"a": {"uniform": 3}}, "takes two numbers, not 3"),
         ({"a": {"uniform": [0, math.inf]}}, "takes two numbers"),
         ({"a": {"uniform": [0, 10**400]}}, "takes two numbers"),
@@ -241,7 +241,7 @@ def test_a_search_hears_of_trials_that_went_on_after_a_resume():
         ("radnom", 3, SPACE, "did you mean 'random'?"),
         ("random", 0, SPACE, "set 1 or more"),
         ("random", None, SPACE, "set num_samples"),
-        ("grid", None, SPACE, "cannot count the values of learning_rate"),
+        ("grid", None, SPACE, "cannot list the values of learning_rate"),
         ("grid", 3, {"a": [1, 2]}, "is not the 2 combinations"),
     ],
 )
@@ -288,8 +288,8 @@ def test_a_scheduler_has_its_own_options_and_no_others():
     for name, options, said in (
         ("ahsa", {}, "did you mean 'asha'?"),
         ("asha", {"grace_perio": 2}, "did you mean 'grace_period'?"),
-        ("pbt", {"quantile_fraction": -1}, "is no number above 0"),
-        ("asha", {"grace_period": math.nan}, "grace_period=nan of scheduler asha is no number above 0"),
+        ("pbt", {"quantile_fraction": -1}, "is not a number above 0"),
+        ("asha", {"grace_period": math.nan}, "grace_period=nan of scheduler asha is not a number above 0"),
         ("asha", {"reduction_factor": 1}, "keeps every trial"),
         ("asha", {"grace_period": 5, "max_t": 3}, "grace_period=5 is above max_t=3"),
         ("pbt", {"quantile_fraction": 0.6}, "quantile_fraction=0.6 of scheduler pbt is above 0.5"),
@@ -418,7 +418,7 @@ def test_a_script_from_code_is_checked_as_that_of_the_command(tmp_path, space, s
     ],
 )
 def test_what_is_no_whole_number_is_refused(given):
-    with pytest.raises(ConfigError, match="is no whole number from"):
+    with pytest.raises(ConfigError, match="is not a whole number of at least"):
         DistributedTuner(bowl, SPACE, **given)
 
 
@@ -430,7 +430,7 @@ def test_gpus_that_cannot_be_shared_out_are_refused(monkeypatch):
         DistributedTuner(bowl, SPACE, num_gpus=2, scheduler="pbt", address="127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"num_gpus=1 is less than the 2 GPU .* resources_per_trial"):
         DistributedTuner(bowl, SPACE, num_gpus=1, resources_per_trial={"gpu": 2})
-    with pytest.raises(ConfigError, match="both say which part of a GPU"):
+    with pytest.raises(ConfigError, match="both set which part of a GPU"):
         DistributedTuner(bowl, SPACE, trials_per_gpu=2, resources_per_trial={"gpu": 1})
 
 
@@ -467,11 +467,11 @@ def test_a_refused_search_leaves_no_directory_in_the_way(tmp_path):
 def test_what_is_optimised_must_have_a_name_and_a_direction():
     with pytest.raises(ConfigError, match="choose min or max"):
         mode_of("loss", "lowest")
-    with pytest.raises(ConfigError, match="say what is optimised"):
+    with pytest.raises(ConfigError, match="give the metric to optimise"):
         mode_of("", "min")
     assert (mode_of("val_loss", None), mode_of("val_f1", None), mode_of("val_f1", "min")) == ("min", "max", "min")
     with pytest.raises(
-        ConfigError, match="nothing says whether a small or a large 'val_niceness' is best: set the mode"
+        ConfigError, match="it is unknown whether a small or a large 'val_niceness' is best: set the mode"
     ):
         mode_of("val_niceness", None)
 
@@ -684,7 +684,7 @@ def test_a_damaged_sweep_is_one_line_or_does_no_harm(tmp_path):
     again.run.unlock()
     for text in ("", "a: [", "- 1"):
         (tmp_path / "s" / "sweep.yaml").write_text(text)
-        with pytest.raises(ConfigError, match=r"sweep\.yaml is damaged.*begin anew"):
+        with pytest.raises(ConfigError, match=r"sweep\.yaml is damaged.*start a new one"):
             sweep_of(tmp_path / "s", resume=True)
 
 
@@ -712,7 +712,7 @@ def test_a_sweep_that_goes_on_must_be_the_same(tmp_path):
     for directory, resume, said in (
         (tmp_path / "s", False, "is not empty"),
         (tmp_path, True, "holds no sweep to resume"),
-        (tmp_path / "typo", True, "typo' does not exist, and a resume goes on with a sweep: correct run_dir"),
+        (tmp_path / "typo", True, "typo' does not exist, but a resume continues an existing sweep: correct run_dir"),
     ):
         with pytest.raises(ConfigError, match=said):
             sweep_of(directory, resume=resume)
@@ -732,7 +732,7 @@ def test_a_sweep_without_a_number_has_no_best(tmp_path):
     ("returned", "said"),
     [
         ("good", "train_fn returned a str: return a dict of metrics"),
-        (None, "metric='score' was not reported, nor anything else"),
+        (None, "metric='score' was not reported, and no other metric was"),
         ({"scores": 1}, "metric='score' is not reported (did you mean 'scores'?): choose one of scores"),
     ],
 )

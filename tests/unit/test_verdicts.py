@@ -83,4 +83,4 @@ def test_a_start_over_ray_that_was_stopped_shows_how_to_go_on(run):
     launch._verdicts = verdicts(run, screen, again="python -m distributed.cli train --resume")
     launch._stop.add(signal.SIGINT)
     assert launch._never_begun() == 130
-    assert screen.getvalue() == "to go on with it:\n  python -m distributed.cli train --resume\n"
+    assert screen.getvalue() == "to continue it:\n  python -m distributed.cli train --resume\n"

@@ -157,7 +157,7 @@ def test_tensors_of_those_types_are_read_that_are_written(name: str) -> None:
     if is_written:
         assert wire.from_bytes(written(["tensor", name, [0], 0], b"")).dtype is DTYPES[name]
         return
-    with pytest.raises(ConfigError, match=f"{name} is no element type"):
+    with pytest.raises(ConfigError, match=f"{name} is not an element type"):
         wire.from_bytes(written(["tensor", name, [2], 0], bytes(32)))
 
 

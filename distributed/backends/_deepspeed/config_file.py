@@ -97,14 +97,14 @@ def check(config: Mapping[str, Any]) -> None:
         if known is None:
             continue
         if not isinstance(value, Mapping):
-            raise ConfigError(f"deepspeed_config.{name}={value!r} is no section: write {{...}}, or drop it")
+            raise ConfigError(f"deepspeed_config.{name}={value!r} is not a section: write {{...}}, or drop it")
         for inner in value:
             if inner not in known:
                 raise ConfigError(f"deepspeed_config.{name}.{inner} has no effect here{nearest(inner, known)}: drop it")
     stage = at(config, ("zero_optimization", "stage"))
     if stage is not None and stage not in (0, 1, 2, 3):
         raise ConfigError(
-            f"deepspeed_config.zero_optimization.stage={stage!r} is no stage: set 0, 1, 2 or 3, or 'auto'"
+            f"deepspeed_config.zero_optimization.stage={stage!r} is not a stage: set 0, 1, 2 or 3, or 'auto'"
         )
     for path in (("offload_optimizer",), ("offload_param",)):
         device = at(config, ("zero_optimization", *path, "device"))
@@ -114,11 +114,11 @@ def check(config: Mapping[str, Any]) -> None:
             )
     if at(config, ("fp16", "loss_scale")):
         raise ConfigError(
-            f"deepspeed_config.fp16.loss_scale={at(config, ('fp16', 'loss_scale'))} fixes the scale, which moves here: set 0"
+            f"deepspeed_config.fp16.loss_scale={at(config, ('fp16', 'loss_scale'))} fixes the loss scale, which is dynamic here: set 0"
         )
     if at(config, ("wall_clock_breakdown",)):
         raise ConfigError(
-            "deepspeed_config.wall_clock_breakdown prints on the console: drop it, metrics.jsonl has times"
+            "deepspeed_config.wall_clock_breakdown prints on the console: drop it, metrics.jsonl has the times"
         )
     _check_optimizer(config)
 
@@ -129,12 +129,12 @@ def _check_optimizer(config: Mapping[str, Any]) -> None:
         return
     if section.get("type") not in ("Adam", "AdamW"):
         raise ConfigError(
-            f"deepspeed_config.optimizer.type={section.get('type')!r} is not made here: give Trainer"
+            f"deepspeed_config.optimizer.type={section.get('type')!r} is not created here: give Trainer"
             " optimizer=lambda params: ..., or set 'AdamW'"
         )
     if not isinstance(section.get("params", {}), Mapping):
         raise ConfigError(
-            f"deepspeed_config.optimizer.params={section['params']!r} is no section: write {{...}}, or drop it"
+            f"deepspeed_config.optimizer.params={section['params']!r} is not a section: write {{...}}, or drop it"
         )
     for name in section.get("params", {}):
         if name not in _ADAM:

@@ -69,6 +69,6 @@ def check(optimizer: torch.optim.Optimizer) -> None:
     is_plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     if not is_plain or any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
         raise ConfigError(
-            f"deepspeed.cpu_adam=True makes the updates of Adam and AdamW without amsgrad and maximize, not those of this"
-            f" {type(optimizer).__name__}: drop it"
+            f"deepspeed.cpu_adam=True supports Adam and AdamW without amsgrad and maximize only, not this {type(optimizer).__name__}:"
+            f" drop it"
         )

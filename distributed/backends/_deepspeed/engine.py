@@ -27,18 +27,18 @@ def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, allows_an
     is_known = type(optimizer).__module__.startswith("torch.optim") and name in _ELEMENTWISE
     if not is_known and not allows_any:
         raise ConfigError(
-            f"the optimizer {name} may look at more of a parameter than the piece that ZeRO gives it: use"
+            f"the optimizer {name} may need more of a parameter than the shard that ZeRO gives it: use"
             f" {', '.join(_ELEMENTWISE[:3])}, or set zero_allow_untested_optimizer=true in deepspeed_config if it does not"
         )
     kinds = sorted({str(p.dtype) for p in model.parameters() if p.requires_grad and p.dtype != torch.float32})
     if kinds:
         raise ConfigError(
-            f"the model has trainable parameters of {' and '.join(kinds)}, and ZeRO keeps them in float32: build the model in"
-            " float32, with mixed_precision='bf16' for 16 bits in the forward"
+            f"the model has trainable parameters of {' and '.join(kinds)}, but ZeRO keeps them in float32: build the model in"
+            " float32, with mixed_precision='bf16' for 16 bits in the forward pass"
         )
     for number, group in enumerate(optimizer.param_groups):
         if not any(p.requires_grad for p in group["params"]):
-            raise ConfigError(f"group {number} of the optimizer has no trainable parameter: leave it out")
+            raise ConfigError(f"group {number} of the optimizer has no trainable parameter: remove the group")
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ class Engine:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(
-                f"deepspeed_config: DeepSpeed does not take {where}={first['input']!r} ({first['msg']}): correct it"
+                f"deepspeed_config: DeepSpeed does not accept {where}={first['input']!r} ({first['msg']}): correct it"
             ) from None
         self._own.record()
         self.wrapper.set_gradient_accumulation_boundary(True)

@@ -29,7 +29,7 @@ class _Collector(CheckpointEngine):  # type: ignore[misc]
         self.found.append((Path(path), state_dict))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        raise NotImplementedError("these files are DeepSpeed's to read")
+        raise NotImplementedError("these files are only read by DeepSpeed")
 
     def commit(self, info: Any) -> bool:
         return True

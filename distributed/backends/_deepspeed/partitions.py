@@ -101,7 +101,7 @@ class Partitions:
             for other in members:
                 if not _same(state.get(other, {}).get(name), value):
                     raise CheckpointError(
-                        f"the optimizer's {name} of {names[first]} and of {names[other]} differ, and deepspeed keeps one for"
+                        f"the optimizer's {name} of {names[first]} and of {names[other]} differ, but deepspeed keeps one for"
                         " both: start without the checkpoint, or use backend 'fsdp'"
                     )
         return slots

@@ -83,7 +83,7 @@ class Buckets:
                 return
             if bucket.pending is not None:  # a gradient after sending would be lost
                 raise ConfigError(
-                    f"{name} got a second gradient in one backward pass, as where it is shared by parts recomputed with"
+                    f"{name} got a second gradient in one backward pass, as happens if parts that share it are recomputed with"
                     " use_reentrant=True: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
             if not self._is_begun:

@@ -70,6 +70,6 @@ def _stalled(hvd: Any) -> TrainingError:
         if ranks:
             absent = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'has' if len(ranks) == 1 else 'have'}"
     return TrainingError(
-        f"{absent} not come to an exchange that the others have waited in for {this_process.timeout_s:g} s (timeout_s): it hangs, or"
+        f"{absent} not joined an exchange in which the others have waited for {this_process.timeout_s:g} s (timeout_s): it hangs, or"
         " it needs more time for a step"
     )

@@ -47,7 +47,7 @@ class HorovodKerasBackend(TensorFlowBackend):
     def _check_options(self) -> None:
         if self.options.adasum:
             raise ConfigError(
-                f"horovod.adasum=true works with models on torch: drop it, or set {CHOICE}='torch', which trains Keras models"
+                f"horovod.adasum=true works with models on torch only: drop it, or set {CHOICE}='torch', which trains Keras models"
                 " too"
             )
 

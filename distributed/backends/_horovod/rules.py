@@ -26,13 +26,15 @@ class HorovodOptions:
     """Settings of Horovod's gradient exchange."""
 
     compression: str = setting(
-        "none", "element type of gradients on the wire; hvd.Compression.fp16 in code too", choices=("none", "fp16"),
+        "none", "element type of gradients on the wire; code may also pass hvd.Compression.fp16", choices=("none", "fp16"),
         convert=_compression_word,
     )  # fmt: skip
     adasum: bool = setting(False, "combine gradients by Adasum instead of averaging them (needs mpirun)")
     timeline: str | None = setting(None, "a file in the run directory for Horovod's trace of its collectives", str)
     keras_backend: str = setting(
-        "torch", "what Keras models run on; 'tensorflow' takes Keras models alone", choices=("torch", "tensorflow")
+        "torch",
+        "framework that runs Keras models; with 'tensorflow' only Keras models can be trained",
+        choices=("torch", "tensorflow"),
     )
 
 
@@ -53,7 +55,7 @@ def _on_tensorflow() -> dict[str, tuple[If, ...]]:
 def _has_another_rendezvous(where: Situation, name: str) -> str:
     is_theirs = where.request is None and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
     is_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ and where.backend.config.communication_backend != "gloo"
-    return "horovodrun and mpirun have limits of their own" if is_theirs or is_mpi else ""
+    return "horovodrun and mpirun use their own limits" if is_theirs or is_mpi else ""
 
 
 _OUR_RENDEZVOUS = Need("processes that horovodrun and mpirun did not start", _has_another_rendezvous)
@@ -75,7 +77,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "start_timeout": (SEVERAL_PROCESSES, _OUR_RENDEZVOUS),
 }
 REFUSES: Refusals = {
-    "communication_backend=nccl": "Horovod uses NCCL for GPUs where it was built with it: drop it",
+    "communication_backend=nccl": "Horovod uses NCCL for GPUs if it was built with NCCL: drop it",
     "communication_backend=mpi": (
         If(
             "in processes that mpirun did not start",

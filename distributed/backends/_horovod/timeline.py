@@ -38,7 +38,7 @@ class Timeline:
             self._hvd.start_timeline(str(path))
         except ValueError:
             raise ConfigError(
-                f"horovod.timeline={self._name!r} cannot begin, because Horovod runs in this process without one: set"
+                f"horovod.timeline={self._name!r} cannot begin, because Horovod already runs in this process without a timeline: set"
                 " HOROVOD_TIMELINE=DYNAMIC before hvd.init(), or the option on the script's first trainer"
             ) from None
         self._is_running = True

@@ -54,7 +54,7 @@ class HorovodWorld(TorchWorld):
         size, rank, local_rank, local_size = hvd.size(), hvd.rank(), hvd.local_rank(), hvd.local_size()
         if found is not None and found.world_size != size:
             raise ConfigError(
-                f"hvd.init() made a world of {size}, and the launcher started {found.world_size} processes: start with"
+                f"hvd.init() made a world of {size}, but the launcher started {found.world_size} processes: start with"
                 " 'python -m distributed.cli train --backend horovod' or horovodrun, or drop hvd.init()"
             )
         if plan.device == "cuda":
@@ -200,12 +200,12 @@ def load() -> Any:
         import horovod.torch as hvd
     except ModuleNotFoundError as error:
         raise ResourceError(
-            f"horovod is not whole, it has no {error.name}: run 'make horovod', which builds it"
+            f"the installed horovod is incomplete, {error.name} is missing: run 'make horovod', which builds it"
         ) from None
     except ImportError as error:
         raise ResourceError(
-            f"horovod was built for another torch than {torch.__version__}, or without torch: run 'make horovod', which builds"
-            f" it anew ({str(error).splitlines()[0]})"
+            f"horovod was built for another torch than {torch.__version__}, or without torch: run 'make horovod', which"
+            f" rebuilds it ({str(error).splitlines()[0]})"
         ) from None
     return hvd
 
@@ -243,7 +243,7 @@ def _refuse_second() -> None:
     if other is not None and getattr(other, "is_initialized", bool)():
         raise ConfigError(
             "hvd.init() of horovod.tensorflow was called in this process, and Horovod starts once: drop it, or call that of"
-            " horovod.torch, over which the trainer sends Keras models too"
+            " horovod.torch, which the trainer uses for Keras models too"
         )
 
 

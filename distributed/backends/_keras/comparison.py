@@ -30,7 +30,7 @@ class Comparison:
         if self._loss_fn is not None:
             if parts.weight is not None:
                 raise ConfigError(
-                    "the batch has a sample_weight, which a loss_fn of your own cannot get: use a loss of keras.losses, or"
+                    "the batch has a sample_weight, which a loss_fn of your own does not get: use a loss of keras.losses, or"
                     " training_step"
                 )
             return self._loss_fn(outputs, parts.x if parts.y is None else parts.y), False

@@ -99,7 +99,9 @@ def load_optimizer(optimizer: Any, model: Any, directory: Path, content: Mapping
     theirs = {_renamed(key, here): tensor for key, tensor in stored.items()}
     if theirs.keys() != slots.keys() or content["values"].keys() != values.keys():
         key = min(theirs.keys() ^ slots.keys() | content["values"].keys() ^ values.keys())
-        raise CheckpointError(f"the optimizer's {key} is on one side only: use the optimizer of the checkpoint")
+        raise CheckpointError(
+            f"either this optimizer or that of the checkpoint lacks {key}: use the optimizer of the checkpoint"
+        )
     for key, tensor in theirs.items():
         _assign(slots[key], tensor)
     for name, value in content["values"].items():

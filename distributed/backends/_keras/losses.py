@@ -31,7 +31,7 @@ class KerasLoss:
         if self._loss.reduction == "sum":
             name = type(self._loss).__name__
             raise ConfigError(
-                f"loss_fn={name}(reduction='sum') makes gradients grow with the batch: use {name}(), the mean"
+                f"loss_fn={name}(reduction='sum') makes gradients grow with the batch: use {name}(), which averages"
             )
 
     def __call__(self, targets: Any, outputs: Any, weight: Any = None) -> Any:
@@ -138,9 +138,7 @@ def default_loss(model: Any, outputs: Any, targets: Any) -> tuple[Any, str]:
         return keras.losses.MeanSquaredError(), (
             "mean squared error, because the targets are floats of the outputs' shape"
         )
-    raise ConfigError(
-        f"no loss_fn given, and outputs {here} with targets {there} do not say which is meant: {_EXAMPLE}"
-    )
+    raise ConfigError(f"no loss_fn given, and outputs {here} with targets {there} do not determine a loss: {_EXAMPLE}")
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -77,7 +77,7 @@ def check_model(model: Any) -> None:
     base = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("keras."))
     if getattr(type(model), _OWN_STEP) is not getattr(base, _OWN_STEP):
         raise ConfigError(
-            f"{type(model).__name__}.train_step is not called, as the step here is ours: override compute_loss, or pass"
+            f"{type(model).__name__}.train_step is not called, because the Trainer has its own step: override compute_loss, or pass"
             " training_step=lambda model, batch: loss"
         )
 
@@ -104,7 +104,7 @@ def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float
     if optimizer is None:
         optimizer = keras.optimizers.AdamW(learning_rate, weight_decay=1e-2, epsilon=1e-8)
     if not is_optimizer(optimizer):
-        raise ConfigError(f"the optimizer is a {type(optimizer).__name__}, and the model is of Keras: {_FIX}")
+        raise ConfigError(f"the optimizer is a {type(optimizer).__name__}, but the model is a Keras model: {_FIX}")
     _check_optimizer(optimizer)
     if not optimizer.built:
         optimizer.build(variables)
@@ -122,7 +122,7 @@ def _made(factory: Any, argument: Any, name: str, fix: str) -> Any:
     try:
         return factory(argument)
     except TypeError as error:
-        raise ConfigError(f"the {name} factory failed with what a Keras model has ({error}): {fix}") from error
+        raise ConfigError(f"the {name} factory failed when it was called for a Keras model ({error}): {fix}") from error
 
 
 def set_schedule(optimizer: Any, scheduler: Any) -> None:
@@ -133,7 +133,7 @@ def set_schedule(optimizer: Any, scheduler: Any) -> None:
     if not is_schedule(scheduler) and callable(scheduler):
         schedule = _made(scheduler, optimizer, "scheduler", fix)
     if not is_schedule(schedule):
-        raise ConfigError(f"the scheduler is a {type(schedule).__name__}, and the model is of Keras: {fix}")
+        raise ConfigError(f"the scheduler is a {type(schedule).__name__}, but the model is a Keras model: {fix}")
     optimizer.learning_rate = schedule
 
 
@@ -149,7 +149,7 @@ def _check_optimizer(optimizer: Any) -> None:
     }
     for setting, fix in refused.items():
         if (value := getattr(optimizer, setting, None)) is not None:
-            raise ConfigError(f"{name}({setting}={value}) does not work under the step here: {fix}")
+            raise ConfigError(f"{name}({setting}={value}) does not work with the Trainer's step: {fix}")
     if optimizer.use_ema and not optimizer.ema_overwrite_frequency:
         raise ConfigError(
             f"{name}(use_ema=True) has no effect without ema_overwrite_frequency, as only Keras's own fit writes the averages"

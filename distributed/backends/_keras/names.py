@@ -94,12 +94,12 @@ def matched(own: Mapping[str, Shape], stored: Mapping[str, Shape], order: Sequen
     theirs = [name for name in order if name in stored] if set(order) == set(stored) else list(stored)
     pairs = {name: name for name in own} if own.keys() == stored.keys() else dict(zip(own, theirs, strict=False))
     different = [
-        f"{name} is {list(own[name])} here, {other} is {list(stored[other])} there"
+        f"{name} is {list(own[name])} here, {other} is {list(stored[other])} in the checkpoint"
         for name, other in pairs.items()
         if own[name] != stored[other]
     ]
     if len(own) != len(stored):
-        different.insert(0, f"{len(own)} variables here, {len(stored)} there")
+        different.insert(0, f"{len(own)} variables here, {len(stored)} in the checkpoint")
     if different:
         raise CheckpointError(
             f"checkpoint {where} is of another model: {'; '.join(different[:2])}: build the model as it was saved,"

@@ -34,6 +34,8 @@ def _made(name: str) -> Any:
             " installed package"
         ) from None
     if not (isinstance(cls, type) and issubclass(cls, UserCallback)):
-        raise ConfigError(f"ray.callbacks: {name!r} is no class of ray.train.UserCallback: derive it from that")
+        raise ConfigError(
+            f"ray.callbacks: {name!r} is not a subclass of ray.train.UserCallback: derive it from that class"
+        )
     cloudpickle.register_pickle_by_value(module)  # Ray's controller may run where the module cannot be imported
     return cls()

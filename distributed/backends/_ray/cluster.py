@@ -57,7 +57,7 @@ class Cluster:
         if self._address is not None:
             return _unreached(self._address, f"no answer within {self.patience_s:g} s")
         return ResourceError(
-            f"Ray did not start on this machine within start_timeout={self.patience_s:g} s: wait longer"
+            f"Ray did not start on this machine within start_timeout={self.patience_s:g} s: set a longer one"
         )
 
     @property
@@ -127,7 +127,7 @@ class Cluster:
             check_cpus(self._request.nproc_per_node, self._cpus, resources.get("CPU", 0.0), where)
         if self._request.device == "cuda" and resources.get("GPU", 0) < self._request.nproc_per_node:
             raise ResourceError(
-                f"nproc_per_node={self._request.nproc_per_node} needs as many GPUs, and {where} has"
+                f"nproc_per_node={self._request.nproc_per_node} needs as many GPUs, but {where} has"
                 f" {resources.get('GPU', 0):g}: set nproc_per_node={max(1, int(resources.get('GPU', 0)))}, or --device cpu"
             )
 
@@ -259,7 +259,7 @@ def check_cpus(processes: int, cpus: float, there: float, where: str) -> None:
             f"ray.cpus_per_worker={cpus:g} is more than the {there:g} CPUs of {where}: set it to {there:g}"
         )
     raise ResourceError(
-        f"nproc_per_node={processes} with ray.cpus_per_worker={cpus:g} needs {processes * cpus:g} CPUs, and {where} has"
+        f"nproc_per_node={processes} with ray.cpus_per_worker={cpus:g} needs {processes * cpus:g} CPUs, but {where} has"
         f" {there:g}: set nproc_per_node={int(there / cpus)}, or ray.cpus_per_worker={int(1000 * there / processes) / 1000:g}"
     )
 
@@ -298,8 +298,8 @@ def _unreached(address: str, output: str) -> ResourceError:
         )
     lines = [line for line in output.splitlines() if line.strip()]
     return ResourceError(
-        f"the Ray cluster at {address} was not joined ({lines[-1] if lines else 'no answer'}): 'ray status' there shows whether"
-        " it is well; both sides must have one version of Ray and one RAY_AUTH_MODE"
+        f"the Ray cluster at {address} could not be joined ({lines[-1] if lines else 'no answer'}): 'ray status' there shows whether"
+        " it is healthy; both sides need the same version of Ray and the same RAY_AUTH_MODE"
     )
 
 
@@ -320,7 +320,7 @@ def _reach(address: str, host: str, port: int) -> None:
     with connection:
         if os.environ.get("RAY_USE_TLS", "0") == "0" and not _speaks_grpc(connection):
             raise ResourceError(
-                f"{_setting(address)} is not Ray's: name the port that 'ray start --head' printed (6379), or ray://HOST:10001"
+                f"{_setting(address)} is not an address of Ray: name the port that 'ray start --head' printed (6379), or ray://HOST:10001"
             )
 
 

@@ -38,7 +38,7 @@ def join(ray: Any, address: str, **settings: Any) -> None:
         finally:
             watch.end()
     raise ConnectionError(
-        f"{_TRIES} times it had no process for this client: ray_client_server.err in the logs of its head says why"
+        f"{_TRIES} times the cluster started no process for this client: ray_client_server.err in the logs of its head shows why"
     )
 
 

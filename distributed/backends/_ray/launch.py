@@ -115,7 +115,7 @@ class _Launch:
         if self._request.launcher_options.get("address") is None or not os.environ.get(VARIABLE):
             return []
         return [
-            f"no effect over Ray: {VARIABLE} (Ray's own token protects the cluster; the workers sign with a secret that is drawn"
+            f"no effect over Ray: {VARIABLE} (Ray's own token protects the cluster; the workers sign with a secret that is generated"
             " for this run)"
         ]
 
@@ -127,7 +127,7 @@ class _Launch:
         left, patience = self._request.max_restarts, self._request.start_timeout
         too_few = ResourceError(
             f"Ray did not start {self._request.nproc_per_node} workers within start_timeout={patience:g} s: free CPUs of its"
-            " cluster ('ray status' shows them), or wait longer"
+            " cluster ('ray status' shows them), or set a longer one"
         )
         while self._news_within(patience, too_few) == "begun":
             while (verdict := self._verdicts.judge(left)) is Verdict.AT_WORK:
@@ -229,7 +229,7 @@ class _Launch:
         blind = [worker for worker in workers.values() if not worker.hello["sees_run"]]
         if blind:
             self._error = ResourceError(
-                f"run directory {str(self._run.path)!r} is not seen by rank {blind[0].hello['rank']} on"
+                f"run directory {str(self._run.path)!r} is not visible to rank {blind[0].hello['rank']} on"
                 f" {blind[0].hello['host']}: run from a directory that all nodes of the cluster share"
             )
             self._server.end_attempt(restart=False)

@@ -68,12 +68,12 @@ class RayStarting(TorchStarting):
 def _check_trial(options: Any) -> None:
     if options.callbacks is not None and _trial() is not None:
         raise ConfigError(
-            "ray.callbacks are called by Ray Train, which a trial of Ray Tune does without: give tune.run callbacks, or drop it"
+            "ray.callbacks are called by Ray Train, which a trial of Ray Tune does not use: give tune.run callbacks, or drop it"
         )
     if options.report_to_tune and worker_environment() is None and not _is_in_tune():
         raise ConfigError(
-            "ray.report_to_tune=True works in a trial of Ray Tune, and this is none: drop it, or make the trainer in the function"
-            " that tune.run gets"
+            "ray.report_to_tune=True works in a trial of Ray Tune only, and this is not one: drop it, or make the trainer in the function that"
+            " is passed to tune.run"
         )
 
 

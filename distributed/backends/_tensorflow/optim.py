@@ -145,7 +145,7 @@ class Rates:
             )
         if here != there:
             notice(
-                f"the checkpoint's schedule is {there or 'none'}, and this run's {here or 'none'} holds from here on"
+                f"the checkpoint's schedule is {there or 'none'}, and this run continues with its own, {here or 'none'}"
             )
         before = float(state.get("learning_rate", self._full))
         if here is None and not _equal(before, self._full):

@@ -88,7 +88,7 @@ def measure_of(metric: Any) -> Measure:
         return measures.measure_of(metric, ENGINE, contextlib.nullcontext, on_host)
     if type(metric).__module__.startswith("torchmetrics."):
         raise ConfigError(
-            f"{type(metric).__name__} is a metric of torch, and the model is of TensorFlow: use one of keras.metrics, or"
+            f"{type(metric).__name__} is a torch metric, but the model is a TensorFlow model: use one of keras.metrics, or"
             " distributed.over_all(function)"
         )
     own = copy.deepcopy(metric)

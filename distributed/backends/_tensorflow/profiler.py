@@ -41,7 +41,7 @@ class TensorFlowProfiler:
             tf.profiler.experimental.start(str(self._directory))
         except tf.errors.AlreadyExistsError:
             raise ConfigError(
-                "profile=True finds a TensorFlow profiler at work already, of your own: drop one of the two"
+                "profile=True cannot start, because another TensorFlow profiler is already running: drop one of the two"
             ) from None
 
     def stop(self) -> Profile | None:

@@ -26,7 +26,7 @@ def mirrored(device: str, number: int) -> Replicas:
     if len(found) < number:
         raise ResourceError(
             f"tensorflow.num_devices={number}, but TensorFlow sees {len(found)} {kind}{'s' * (len(found) != 1)}: set"
-            f" tensorflow.num_devices={len(found)} or look at CUDA_VISIBLE_DEVICES and at TensorFlow's CUDA libraries"
+            f" tensorflow.num_devices={len(found)} or check CUDA_VISIBLE_DEVICES and TensorFlow's CUDA libraries"
         )
     # TensorFlow's collectives between devices of one CPU may run in different orders on the devices, and then abort
     # (TensorFlow 2.21).
@@ -44,8 +44,8 @@ def split_cpu(number: int) -> None:
     except RuntimeError:
         if len(tf.config.list_logical_devices("CPU")) < number:
             raise ConfigError(
-                f"tensorflow.num_devices={number} came after TensorFlow was used in this process, too late to make devices of"
-                f" the CPU: start with 'python -m distributed.cli train --backend tensorflow --set"
+                f"tensorflow.num_devices={number} was set after TensorFlow was used in this process, which is too late to split the"
+                f" CPU into devices: start with 'python -m distributed.cli train --backend tensorflow --set"
                 f" tensorflow.num_devices={number}', or make model and data in functions"
             ) from None
 

@@ -8,7 +8,7 @@ from distributed.backends._keras.scripts import imported
 from distributed.errors import ConfigError
 from distributed.state import Job
 
-_FIX = "choose backend='pytorch-ddp' or another one of torch's, or make it a Keras model"
+_FIX = "choose backend='pytorch-ddp' or another torch backend, or make it a Keras model"
 
 
 def refuse_torch(job: Job, words: str) -> None:
@@ -17,7 +17,7 @@ def refuse_torch(job: Job, words: str) -> None:
         of_torch = [cls for cls in type(value).__mro__ if cls.__module__.startswith("torch.")]
         if any(cls.__name__ in ("Module", "Optimizer") for cls in of_torch):
             kind = type(value).__name__
-            raise ConfigError(f"the {name} is torch's ({kind}), and {words} trains Keras models: {_FIX}")
+            raise ConfigError(f"the {name} is a torch object ({kind}), but {words} trains Keras models: {_FIX}")
 
 
 def refuse_torch_script(script: Path) -> None:
@@ -30,6 +30,6 @@ def refuse_torch_script(script: Path) -> None:
         is_of_torch |= "torch.nn" in names
     if is_of_torch:
         raise ConfigError(
-            f"{script} makes models of torch and imports neither keras nor tensorflow, and backend='tensorflow' trains Keras"
+            f"{script} makes torch models and imports neither keras nor tensorflow, but backend='tensorflow' trains Keras"
             f" models: {_FIX}"
         )

@@ -232,7 +232,9 @@ def _indexed(data: Any, role: DataRole, seed: int) -> tuple[Callable[[int, range
     """Return a function that fetches a batch, and the number of samples, for arrays or a data set with an index."""
     name = role.value
     if type(data).__mro__[-2].__name__ == "PyDataset" or any(c.__name__ == "PyDataset" for c in type(data).__mro__):
-        raise ConfigError(f"{name}: a keras PyDataset yields whole batches, which cannot be cut over ranks: {_FORMS}")
+        raise ConfigError(
+            f"{name}: a keras PyDataset yields whole batches, which cannot be divided among the ranks: {_FORMS}"
+        )
     takes_inputs = role is DataRole.PREDICTION
     pair = f"{'one array of inputs, or ' * takes_inputs}the tuple (inputs, targets)"
     if not isinstance(data, tuple) and (fault := fault_of(data, pair)) is not None:
@@ -250,7 +252,7 @@ def _indexed(data: Any, role: DataRole, seed: int) -> tuple[Callable[[int, range
         return lambda epoch, where, keys: tf.nest.map_structure(lambda a: a[numpy.asarray(keys)], arrays), lengths.pop()
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, bytes, Mapping)):
         return _Fetcher(data, seed, name), len(data)
-    raise ConfigError(f"{name}: {type(data).__name__} cannot be cut over ranks: {_FORMS}")
+    raise ConfigError(f"{name}: {type(data).__name__} cannot be divided among the ranks: {_FORMS}")
 
 
 class _Fetcher:
@@ -307,7 +309,7 @@ def _of_inner(data: Any) -> int | None:
     if len(_ranks(source)) == len(_ranks(data)) and fewer in ({0}, {1}):
         return size if fewer == {0} else None
     raise ConfigError(
-        f"the tf.data.Dataset makes something else of batches of {size} by flat_map or interleave: batch it after that"
+        f"the tf.data.Dataset changes batches of {size} with flat_map or interleave: batch it after these"
     )
 
 

@@ -238,7 +238,7 @@ def _refuse_mirrored(world_size: int) -> None:
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(
-            f"tf.distribute.MirroredStrategy is for one process with several devices, and this run has {world_size}: start"
+            f"tf.distribute.MirroredStrategy is for one process with several devices, but this run has {world_size}: start"
             " with --nproc-per-node 1, or use MultiWorkerMirroredStrategy or a Trainer"
         )
 
@@ -300,7 +300,7 @@ def check_engine(what: str, flags: str) -> None:
     engine = keras.config.backend() if keras is not None else os.environ.get("KERAS_BACKEND", "tensorflow")
     if engine != "tensorflow":
         raise ConfigError(
-            f"{what} needs Keras on TensorFlow, and Keras is set to {engine!r}: set KERAS_BACKEND=tensorflow, or"
+            f"{what} needs Keras on TensorFlow, but Keras is set to {engine!r}: set KERAS_BACKEND=tensorflow, or"
             f" leave it unset and start with {flags}"
         )
 

@@ -113,7 +113,7 @@ def near_ranks(world: TorchWorld, group_size: int | None) -> list[list[int]]:
     if len({len(ranks) for ranks in groups}) > 1:
         numbers = " and ".join(str(len(ranks)) for ranks in groups)
         raise ConfigError(
-            f"ddp.comm_hook='hierarchical' needs as many processes on each node, and here are {numbers}: set"
-            " ddp.hierarchical_group_size to a divisor of all"
+            f"ddp.comm_hook='hierarchical' needs the same number of processes on each node, and they are {numbers}: set"
+            " ddp.hierarchical_group_size to a divisor of the number of processes"
         )
     return groups

@@ -39,7 +39,7 @@ def secure(warn: Callable[[str], None]) -> None:
     if value is not None and Path(value).absolute() != default:  # torch itself sets the variable to the default
         chosen = Path(value)
         if why := stranger(chosen) if os.path.lexists(chosen) else own_directory(chosen):
-            warn(f"torch.compile runs what lies in {_VARIABLE}={value}, and {why}: name a directory of mode 0700")
+            warn(f"torch.compile runs code from {_VARIABLE}={value}, and {why}: name a directory of mode 0700")
     elif reason is not None:
         chosen = _private()
         os.environ[_VARIABLE] = str(chosen)

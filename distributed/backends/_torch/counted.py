@@ -71,7 +71,7 @@ def class_loss(loss_fn: Any) -> ClassLoss | None:
     if isinstance(loss_fn, nn.modules.loss._Loss) and loss_fn.reduction == "sum":
         name = type(loss_fn).__name__
         raise ConfigError(
-            f"loss_fn={name}(reduction='sum') makes gradients grow with the batch: use {name}(), the mean, or return"
+            f"loss_fn={name}(reduction='sum') makes gradients grow with the batch: use {name}(), which averages, or return"
             " a pair (sum, count)"
         )
     if type(loss_fn) not in (nn.CrossEntropyLoss, nn.NLLLoss) or loss_fn.reduction != "mean":

@@ -238,7 +238,7 @@ class _TwiceWatch:
         self._seen.clear()
         if self._twice:
             raise ConfigError(
-                f"{min(self._twice)} got a second gradient in one backward pass, as where it is shared by parts recomputed with"
+                f"{min(self._twice)} got a second gradient in one backward pass, as happens if parts that share it are recomputed with"
                 " use_reentrant=True: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or set"
                 " ddp.static_graph=true"
             )
@@ -265,7 +265,7 @@ def _powersgd_of(parameters: list[tuple[str, torch.nn.Parameter]], options: DDPO
     kinds = sorted({str(p.dtype) for _, p in parameters})
     if len(kinds) > 1:
         raise ConfigError(
-            f"ddp.comm_hook='powersgd' takes all gradients in one bucket, and the model's are {' and '.join(kinds)}:"
+            f"ddp.comm_hook='powersgd' puts all gradients into one bucket, but the model's are {' and '.join(kinds)}:"
             " use ddp.comm_hook='bf16'"
         )
     return PowerSGD(parameters, options.powersgd_rank, options.powersgd_start_step)
@@ -282,5 +282,5 @@ def _unused(model: torch.nn.Module, error: str) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
         f"no gradient for {', '.join(names[:3]) or 'some parameters'}{more}: a forward that does not use every parameter needs"
-        " ddp.find_unused_parameters=true (--set ddp.find_unused_parameters=true), or requires_grad=False on those"
+        " ddp.find_unused_parameters=true (--set ddp.find_unused_parameters=true), or requires_grad=False on the unused ones"
     )

@@ -132,8 +132,8 @@ def check_units(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> Non
         for parameter in own:
             if parameter.dtype != own[0].dtype:
                 raise ConfigError(
-                    f"{names[parameter]} is of {parameter.dtype} and {names[own[0]]} of {own[0].dtype}, and fully_shard cuts"
-                    " parameters together that have one type: build the model in one, or use backend='pytorch-ddp'"
+                    f"{names[parameter]} is {parameter.dtype} and {names[own[0]]} is {own[0].dtype}, but parameters that"
+                    " fully_shard shards together need one element type: build the model in one, or use backend='pytorch-ddp'"
                 )
 
 
@@ -232,7 +232,7 @@ def rebind(optimizer: Any, replaced: Mapping[torch.nn.Parameter, torch.nn.Parame
         return optimizer
     if any(parameter in replaced for parameter in optimizer.state):
         raise ConfigError(
-            "the optimizer has state of whole parameters, and fsdp shards them: pass a fresh one, or a factory:"
+            "the optimizer has state of whole parameters, but fsdp shards them: pass a fresh one, or a factory:"
             " optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
         )
     for group in optimizer.param_groups:

@@ -180,9 +180,7 @@ class MapData(ShardedData):
         size = self.batch.global_batch_size
         self.num_samples: int = count - count % size if self._source.drop_last else count
         if self.num_samples == 0 and not self._is_local:
-            why = (
-                f"drop_last leaves nothing of {count} samples with global_batch_size={size}" if count else "no samples"
-            )
+            why = f"drop_last leaves none of {count} samples with global_batch_size={size}" if count else "no samples"
             raise ConfigError(f"{self._source.name}: {why}: give more samples")
         self._starts: Sequence[int] = range(0, self.num_samples, size)
         if sizes is not None:

@@ -34,8 +34,8 @@ def _refuse_unbuilt(model: torch.nn.Module) -> None:
     tensors = (*model.named_parameters(), *model.named_buffers())
     if (name := next((name for name, tensor in tensors if torch.nn.parameter.is_lazy(tensor)), None)) is not None:
         raise ConfigError(
-            f"{name} has no shape before the model has seen a batch: call the model once on one before you pass it (in the"
-            " factory, if it is made by one), or give its layer the sizes"
+            f"{name} has no shape before the model has seen a batch: call the model on a batch once before you pass it"
+            " (in the factory, if there is one), or give its layer the sizes"
         )
 
 
@@ -45,17 +45,17 @@ def check_can_be_cut(model: torch.nn.Module, engine: str, *, allows_sparse: bool
     for name, parameter in model.named_parameters():
         if name in sparse:
             raise ConfigError(
-                f"{name} gets sparse gradients, which {engine} cannot cut: build its module with sparse=False, or use"
+                f"{name} gets sparse gradients, which {engine} cannot shard: build its module with sparse=False, or use"
                 " backend='pytorch-ddp'"
             )
         if parameter.dim() == 0:
             raise ConfigError(
-                f"{name} is a single number without a dimension, which {engine} cannot cut: make it one of shape [1],"
+                f"{name} is a single number without a dimension, which {engine} cannot shard: make it one of shape [1],"
                 " torch.nn.Parameter(torch.ones(1)), or use backend='pytorch-ddp'"
             )
         if not parameter.is_contiguous():
             raise ConfigError(
-                f"{name} is not contiguous in memory, so {engine} cannot cut it: build it with .contiguous(), or use"
+                f"{name} is not contiguous in memory, so {engine} cannot shard it: build it with .contiguous(), or use"
                 " backend='pytorch-ddp'"
             )
 

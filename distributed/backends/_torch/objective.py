@@ -99,7 +99,7 @@ class Objective:
             outputs, targets = model(inputs), inputs
         else:
             raise ConfigError(
-                "the batch is a sequence of one, so there is nothing to compare the outputs with: " + _EXAMPLE
+                "the batch has only one element, so there is nothing to compare the outputs with: " + _EXAMPLE
             )
         if self._loss_fn is None and (own := self._own_loss(outputs)) is not None:
             return dataclasses.replace(self._weigh(own, batch), outputs=outputs)
@@ -247,7 +247,7 @@ class Objective:
                 raise
             raise ConfigError(
                 f"training_step uses a part of `model`, which is wrapped on several processes ({error}): only model(...)"
-                " exchanges gradients. Let the model's forward do it, with an argument that says which part"
+                " exchanges gradients. Let the model's forward call the part, chosen by an argument"
             ) from error
 
     def _from_step(self, value: Any, batch: Any) -> Loss:
@@ -276,7 +276,7 @@ class Objective:
         if loss is not None and self._is_float64 and loss.dtype != torch.float64:
             kind = str(loss.dtype).removeprefix("torch.")
             self._notice_once(
-                f"the model is float64 and makes its own loss in {kind}: results at different numbers of processes"
+                f"the model is float64 and computes its own loss in {kind}: results at different numbers of processes"
                 " agree to about 1e-7 only; a training_step can compute it in float64"
             )
         return loss
@@ -289,7 +289,7 @@ class Objective:
         if count is None:
             self._notice_once("the model's own loss is taken as a mean over samples")
             return Loss(loss, None)
-        self._notice_once("the model's own loss is weighted by the labels that are not -100")
+        self._notice_once("the model's own loss is weighted by the number of labels that are not -100")
         # For a batch without labels the model returns 0/0. Such a batch gets weight 0.
         return Loss(torch.where(count > 0, loss, torch.zeros_like(loss)) * count, count)
 
@@ -310,7 +310,7 @@ class Objective:
                 )
                 return F.mse_loss
         raise ConfigError(
-            f"no loss_fn given, and outputs {_shape(outputs)} with targets {_shape(targets)} do not say which loss is meant: "
+            f"no loss_fn given, and outputs {_shape(outputs)} with targets {_shape(targets)} do not determine a loss: "
             + (_near_miss(outputs, targets) or _EXAMPLE)
         )
 
@@ -399,7 +399,7 @@ def _near_miss(outputs: Any, targets: Any) -> str:
         return ""
     if is_class_index(outputs, targets):
         return (
-            "one output column is no class score: give the model one for each class, or make the targets floats"
+            "one output column cannot hold class scores: give the model one column per class, or make the targets floats"
             " and pass a loss_fn such as a sigmoid with binary_cross_entropy_with_logits"
         )
     if outputs.dim() == 2 and targets.dim() == 2 and targets.shape[1] == 1 and is_class_index(outputs, targets[:, 0]):

@@ -36,7 +36,7 @@ class TorchObserver(Observer):
         own = self._backend
         kept, self._kept = self._kept, None
         if self.cuts_weights:
-            raise ConfigError("its parameters lie in pieces on the processes")
+            raise ConfigError("its parameters are sharded across the processes")
         if kept is None:
             raise ConfigError("no batch was kept")
         with own.generators.untouched(), own.precision.autocast():

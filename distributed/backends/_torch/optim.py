@@ -129,7 +129,7 @@ def build_scheduler(scheduler_or_factory: Any, optimizer: torch.optim.Optimizer,
         bound = getattr(scheduler_or_factory, "optimizer", None)
         if bound is not optimizer and bound is not original:
             raise ConfigError(
-                "the schedule belongs to another optimizer: build it from the one given, or pass a factory"
+                "the schedule belongs to another optimizer: build it from the optimizer that you pass, or pass a factory"
             )
         for schedule in _all_schedules(scheduler_or_factory):
             schedule.optimizer = optimizer

@@ -39,7 +39,9 @@ class TorchProfiler:
 
     def start(self) -> None:
         if torch.autograd._profiler_enabled():
-            raise ConfigError("profile=True finds a torch profiler at work already, of your own: drop one of the two")
+            raise ConfigError(
+                "profile=True cannot start, because another torch profiler is already running: drop one of the two"
+            )
         self._profile.start()
 
     def step(self) -> None:

@@ -37,7 +37,7 @@ class Schedule:
         if self._is_of_keras or not self.follows_updates or self._merged.is_given("scheduler_interval"):
             return None
         kind = type(self._scheduler).__name__
-        return f"{kind} steps after every update: set scheduler_interval='epoch' where it counts epochs"
+        return f"{kind} steps after every update: set scheduler_interval='epoch' if it counts epochs"
 
     def rates(self, step: int) -> list[float]:
         """Return the rate of each parameter group for the update after `step` updates."""
@@ -100,9 +100,11 @@ class Schedule:
         if here and there:
             tensors.load_scheduler_state(self._scheduler, content or {})
         elif here:
-            notice(f"the checkpoint has no schedule: {here} starts anew")
+            notice(f"the checkpoint has no schedule: {here} starts from its beginning")
         elif there:
-            notice(f"the checkpoint's {there} is not given here: the learning rate stays as it left it")
+            notice(
+                f"the checkpoint has the schedule {there}, which this run does not have: the learning rate stays at its last value"
+            )
         if not self._is_of_keras:  # Keras computes the rate from the number of updates
             self._load_rate(state, notice)
 

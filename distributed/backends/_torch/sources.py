@@ -104,13 +104,13 @@ def _read_loader(
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
         raise ConfigError(
-            f"{name}: {kind.__name__} has its own __iter__, which would not be called, because the batches are made here:"
+            f"{name}: {kind.__name__} has its own __iter__, which would not be called, because the Trainer makes the batches:"
             " give its data set with a plain DataLoader(dataset, batch_size=..., collate_fn=...)"
         )
     own_batches = loader.batch_sampler if loader.batch_size is None else None
     if loader.batch_size is None and own_batches is None and not presharded:
         raise ConfigError(
-            f"{name}: DataLoader(batch_size=None) yields items that cannot be cut over ranks: set batch_size in the"
+            f"{name}: DataLoader(batch_size=None) yields items that cannot be divided among the ranks: set batch_size in the"
             " loader, or data.presharded=true where each item is a whole batch of its rank alone"
         )
     sampler, shuffle = None, False
@@ -146,7 +146,7 @@ def _refuse_sharded(sampler: Any, name: str) -> None:
     parts = getattr(sampler, "num_replicas", 1)
     if hasattr(sampler, "rank") and isinstance(parts, int) and parts > 1:
         raise ConfigError(
-            f"{name}: {type(sampler).__name__} yields one rank's part only, and the samples are cut over ranks here:"
+            f"{name}: {type(sampler).__name__} yields one rank's part only, but the Trainer divides the samples among the ranks:"
             " give the sampler of the whole data set, or set data.presharded=true"
         )
 
@@ -206,7 +206,7 @@ def one_shot_error(source: Source, wanted: str) -> ConfigError:
     kind = type(source.dataset).__name__
     return ConfigError(
         f"{source.name}: a {kind} can be read only once, and {wanted} reads it again:"
-        " give a list, or an IterableDataset whose __iter__ starts anew"
+        " give a list, or an IterableDataset whose __iter__ starts from the beginning"
     )
 
 

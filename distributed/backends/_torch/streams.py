@@ -217,7 +217,7 @@ class PreshardedData(ShardedData):
             used += samples
             if used - samples < skip < used:
                 raise ConfigError(
-                    f"{self._name}: the checkpoint stands after {skip} samples of the epoch, inside an update here:"
+                    f"{self._name}: the checkpoint was saved after {skip} samples of the epoch, which is inside an update of this run:"
                     " resume presharded data with the same number of processes and batch size"
                 )
 

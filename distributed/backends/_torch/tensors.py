@@ -217,7 +217,7 @@ def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for key, value in unwrap(model).state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise TrainingError(
-                f"{key} is a {type(value).__name__}, and a checkpoint holds tensors only:"
+                f"{key} is a {type(value).__name__}, but a checkpoint holds tensors only:"
                 f" return a tensor from get_extra_state, or keep the value in a callback's state"
             )
         name = plain_name(key)
@@ -243,10 +243,10 @@ def _check_same_model(own: Mapping[str, torch.Tensor], stored: Mapping[str, Stor
         "it lacks": [name for name in own if name not in stored],
         "this model lacks its": [name for name in stored if name not in own],
         "other shapes:": [
-            f"{name} is {list(stored[name].shape)} there, {list(own[name].shape)} here" for name in shapes
+            f"{name} is {list(stored[name].shape)} in the checkpoint, {list(own[name].shape)} here" for name in shapes
         ],
         "other types:": [
-            f"{name} is {there} there, {here} here"
+            f"{name} is {there} in the checkpoint, {here} here"
             for name, here, there in kinds
             if here != there and not (here.is_floating_point and there.is_floating_point)
         ],
@@ -273,7 +273,9 @@ def _check_tied(own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTens
         owner = first.setdefault(_storage_key(tensor), name)
         one, other = stored[owner], stored[name]
         if one is not other and (one.dtype != other.dtype or one.read() != other.read()):
-            raise CheckpointError(f"checkpoint from another model: {owner} and {name} are one tensor here, two there")
+            raise CheckpointError(
+                f"checkpoint from another model: {owner} and {name} are one tensor here, two in the checkpoint"
+            )
 
 
 def _names(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
@@ -313,14 +315,16 @@ def _group_content(group: Mapping[str, Any], names: Mapping[int, str], index: in
 def _check_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: list[Mapping[str, Any]]) -> None:
     if len(optimizer.param_groups) != len(saved):
         raise CheckpointError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(saved)}"
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, but the checkpoint has {len(saved)}"
         )
     for i, (group, content) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         here, there = {names[id(parameter)] for parameter in group["params"]}, set(content["params"])
         if here != there:
             name = min(here ^ there)
             place = "here but not in the checkpoint" if name in here else "in the checkpoint but not here"
-            raise CheckpointError(f"optimizer group {i} holds {name} {place}: group the parameters alike")
+            raise CheckpointError(
+                f"optimizer group {i} holds {name} {place}: group the parameters as in the checkpoint"
+            )
 
 
 def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -30,8 +30,8 @@ def node(at: Surroundings) -> Node:
     world_size, index = _number(environ, "WORLD_SIZE"), _number(environ, "JOB_COMPLETION_INDEX")
     if world_size % nproc_per_node or index >= world_size // nproc_per_node:
         raise ResourceError(
-            f"WORLD_SIZE={world_size} cannot be {nproc_per_node} processes of each pod with JOB_COMPLETION_INDEX={index} among"
-            f" them: WORLD_SIZE counts processes, set it to the number of pods x {nproc_per_node}"
+            f"WORLD_SIZE={world_size} does not fit {nproc_per_node} processes per pod and"
+            f" JOB_COMPLETION_INDEX={index}: WORLD_SIZE counts processes, set it to the number of pods x {nproc_per_node}"
         )
     return NodeEnvironment(world_size // nproc_per_node, index, *_master(environ, ""), None)
 
@@ -54,7 +54,7 @@ def _of_one_process(environ: Mapping[str, str]) -> NodeEnvironment | None:
         pod = _from_torchrun_options(environ)
         if (pod.nproc_per_node or 1) > 1:
             raise ResourceError(
-                f"PET_NPROC_PER_NODE={pod.nproc_per_node}: this pod is to run {pod.nproc_per_node} processes: start the script"
+                f"PET_NPROC_PER_NODE={pod.nproc_per_node} asks for {pod.nproc_per_node} processes in this pod: start the script"
                 " with 'python -m distributed.cli train --script SCRIPT' or torchrun"
             )
         return pod if pod.num_nodes > 1 else None
@@ -98,7 +98,9 @@ def _from_torchrun_options(environ: Mapping[str, str]) -> NodeEnvironment:
 def _num_nodes(text: str) -> int:
     low, _, high = text.partition(":")
     if not low.isdigit() or int(low) < 1 or high not in ("", low):
-        raise ResourceError(f"PET_NNODES={text!r} is not one number of nodes: this version does not grow or shrink")
+        raise ResourceError(
+            f"PET_NNODES={text!r} is not a single number of nodes: set one, as the number of nodes cannot change in this version"
+        )
     return int(low)
 
 
@@ -107,7 +109,7 @@ def _master(environ: Mapping[str, str], prefix: str) -> tuple[str, int]:
     addr = environ.get(f"{prefix}MASTER_ADDR") or endpoint or environ.get("MASTER_ADDR", "")
     if not addr:
         raise ResourceError(
-            "MASTER_ADDR is not set in a pod of several: set it to the host name of pod 0, and MASTER_PORT"
+            "MASTER_ADDR is not set, but the job has several pods: set it to the host name of pod 0, and MASTER_PORT"
         )
     port = environ.get(f"{prefix}MASTER_PORT") or end or environ.get("MASTER_PORT") or str(_DEFAULT_PORT)
     return addr, _number({"MASTER_PORT": port}, "MASTER_PORT")

@@ -56,7 +56,7 @@ def read_tf_config(text: str) -> TFCluster | str:
     if not addresses:
         return TFCluster((), 0)
     if len(addresses) > 1 and not {"type", "index"} & set(task):
-        return "it has no task, which says which of its workers this process is"
+        return "it has no task, which names the worker that this process is"
     if not 0 <= index < len(kinds.get(kind, [])):
         return f"its task is {kind} {index}, which its cluster does not have"
     return TFCluster(tuple(addresses), index + (len(kinds.get("chief", [])) if kind == "worker" else 0))

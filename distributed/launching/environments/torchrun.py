@@ -131,7 +131,7 @@ def _from_variables(environ: Mapping[str, str], argv: Sequence[str]) -> WorkerEn
     rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise ResourceError(
-            f"RANK={rank} is not below WORLD_SIZE={world_size}: number processes from 0, or unset both to launch here"
+            f"RANK={rank} is not below WORLD_SIZE={world_size}: number processes from 0, or unset both to start workers here"
         )
     local_world_size = number(environ, "LOCAL_WORLD_SIZE", world_size)
     local_rank = number(environ, "LOCAL_RANK", _local_rank_in(argv, rank % max(1, local_world_size)))
@@ -156,5 +156,5 @@ def _refuse_exported_rank(environ: Mapping[str, str]) -> None:
     if environ["RANK"] != environ["SLURM_PROCID"]:
         raise ResourceError(
             f"RANK={environ['RANK']} contradicts SLURM_PROCID={environ['SLURM_PROCID']}: RANK was exported outside of srun, the"
-            " same for all tasks: drop 'export RANK' and 'export LOCAL_RANK', SLURM_PROCID and SLURM_LOCALID count then"
+            " same for all tasks: drop 'export RANK' and 'export LOCAL_RANK', then SLURM_PROCID and SLURM_LOCALID are used"
         )

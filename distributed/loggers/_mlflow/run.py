@@ -161,7 +161,9 @@ class TrackedRun:
             self._ask(self._client.log_batch, self.id, params=[Param(*each) for each in entities[start : start + 100]])
         other = sorted(name for name, value in entry["values"].items() if there.get(name, value) != value)
         if other:
-            raise Kept(f"the run has {', '.join(f'{name}={there[name]}' for name in other)}, and keeps it")
+            raise Kept(
+                f"the run has {', '.join(f'{name}={there[name]}' for name in other)}, which MLflow does not change"
+            )
 
     def _tags(self, entry: Entry) -> None:
         from mlflow.entities import RunTag

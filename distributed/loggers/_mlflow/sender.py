@@ -95,8 +95,8 @@ class Sender:
         if not self._is_warned:
             self._is_warned = True
             self._warn(
-                f"MLflow at {shown(self._uri)} {reason}: training goes on, what is logged is kept in {self._spool.path} and"
-                f" sent when it answers; what is left at the end, by 'distributed mlflow-sync {self._run_dir}'"
+                f"MLflow at {shown(self._uri)} {reason}: training continues, and records are kept in {self._spool.path} and sent"
+                f" when it answers; 'distributed mlflow-sync {self._run_dir}' sends what is left at the end"
             )
 
     def _be_patient(self, num_bytes: int = 0) -> None:
@@ -137,7 +137,7 @@ class Sender:
         logging.getLogger(__name__).debug("not sent", exc_info=error)
         self.cause = _short(error)
         what = ", ".join(map(_what, self._failed)) if isinstance(error, _FilesLeft) else "what is logged"
-        self.warn_once(f"does not take {what} ({self.cause})")
+        self.warn_once(f"does not accept {what} ({self.cause})")
         self.is_open.set()
 
     def _sleep(self, seconds: float) -> None:
@@ -198,7 +198,7 @@ class Sender:
     def _leave_out(self, entry: Entry, error: Refused) -> None:
         self._num_refused += 1
         if self._num_refused <= _REFUSALS_SHOWN:
-            more = ", and so is what else it refuses" if self._num_refused == _REFUSALS_SHOWN else ""
+            more = ", and so is anything else that it refuses" if self._num_refused == _REFUSALS_SHOWN else ""
             self._warn(f"MLflow at {shown(self._uri)} refuses {_what(entry)} ({_short(error)}): it is left out{more}")
 
     def _warn_of_deletion(self) -> None:
@@ -207,8 +207,8 @@ class Sender:
         if not self._is_warned:
             self._is_warned = True
             self._warn(
-                f"MLflow at {shown(self._uri)} has the run {self.run_id} no more, it was deleted: training goes on, and what is"
-                f" logged is kept in {self._spool.path}; 'distributed mlflow-sync {self._run_dir}' sends all of it to a new run"
+                f"MLflow at {shown(self._uri)} no longer has the run {self.run_id}, which was deleted: training continues, and records"
+                f" are kept in {self._spool.path}; 'distributed mlflow-sync {self._run_dir}' sends all of them to a new run"
             )
 
 

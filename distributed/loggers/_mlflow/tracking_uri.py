@@ -39,7 +39,7 @@ def check(merged: MergedConfig) -> None:
         check_uri(uri)
     model = merged.config.mlflow_register_model
     if model is not None and re.search(r"[/:]|^\s*$|^\.+$", model):
-        raise ConfigError(f"mlflow_register_model={model!r} is no name for MLflow: leave out '/' and ':'")
+        raise ConfigError(f"mlflow_register_model={model!r} is not a valid name in MLflow: remove '/' and ':'")
 
 
 def users_uri() -> str | None:
@@ -162,7 +162,7 @@ def _check_file(uri: str) -> None:
     if not path or path == ":memory:":
         raise ConfigError(f"{URI}={uri!r} names no file: write sqlite:///PATH/mlflow.db")
     if not Path(path).parent.is_dir():
-        raise ConfigError(f"{URI}={uri!r} lies in a directory that does not exist: make it, or name another file")
+        raise ConfigError(f"{URI}={uri!r} is in a directory that does not exist: make it, or name another file")
 
 
 def _check_directory(uri: str) -> None:

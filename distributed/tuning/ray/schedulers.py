@@ -83,7 +83,7 @@ def _mutations(plan: SearchPlan) -> dict[str, Any]:
             made[name] = getattr(tune, each.kind)(each.low, each.high)
     if not made:
         raise ConfigError(
-            "scheduler='pbt' can change nothing in this space: write uniform, loguniform, randint or choice"
+            "scheduler='pbt' finds no value that it can change in this search space: write uniform, loguniform, randint or choice"
         )
     return made
 

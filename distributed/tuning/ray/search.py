@@ -67,7 +67,7 @@ def check_here(plan: SearchPlan) -> None:
     address = address_of(plan)
     if address is not None and address.startswith("ray://"):
         raise ConfigError(
-            f"address={address!r} is of Ray's client, which cannot run a search: name the head as HOST:PORT"
+            f"address={address!r} is an address of Ray Client, which cannot run a search: name the head as HOST:PORT"
         )
     if address is not None:
         check_placement(address, 0, 0)
@@ -218,7 +218,7 @@ def _short_errors() -> Iterator[None]:
         if reason is None:
             raise
         raise ConfigError(
-            f"train_fn cannot be sent to the processes of its trials ({reason[1]}): make what it holds inside of it"
+            f"train_fn cannot be sent to the processes of its trials ({reason[1]}): create the objects that it uses inside the function"
         ) from None
 
 

@@ -121,7 +121,7 @@ class Reports:
         metrics = {self._plan.metric: returned} if _is_number(returned) else returned
         if metrics is not None and not isinstance(metrics, Mapping):
             raise ConfigError(
-                f"train_fn returned a {type(metrics).__name__}: return a dict of metrics, a number, or nothing where a Trainer reports"
+                f"train_fn returned a {type(metrics).__name__}: return a dict of metrics, a number, or nothing if a Trainer reports"
             )
         last = {**self._last, **_plain(metrics or {})}
         self._names |= last
@@ -152,7 +152,7 @@ class Reports:
         if self._names:
             return UnknownMetric(str(unknown_metric("metric", self._plan.metric, self._names)))
         return UnknownMetric(
-            f"metric={self._plan.metric!r} was not reported, nor anything else: train with a Trainer, or return metrics"
+            f"metric={self._plan.metric!r} was not reported, and no other metric was: train with a Trainer, or return metrics"
         )
 
 
