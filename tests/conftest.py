@@ -115,7 +115,7 @@ class Started:
                 self.process: Any = warm.server(MARK, kind).spawn(argv, cwd, {**env, MARK: self.mark}, *self._files)
                 return
             self.process = subprocess.Popen(
-                argv, cwd=cwd, env={**env, MARK: self.mark}, stdin=subprocess.DEVNULL,
+                [str(os.getpid()) if word == warm.PARENT else word for word in argv], cwd=cwd, env={**env, MARK: self.mark}, stdin=subprocess.DEVNULL,
                 stdout=out, stderr=err, start_new_session=True,
             )  # fmt: skip
 

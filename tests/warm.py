@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -39,16 +40,14 @@ _MODULES = (
 )  # fmt: skip
 # Backend of a command -> what its library reads too, and what it reads later only.
 _SLOW = {"tensorflow": (("KERAS",), {"TF_CONFIG"}), "deepspeed": (("DS_",), set())}
-_LAUNCH = str(
-    ROOT / "distributed" / "launching" / "main.py"
-)  # it ends if its parent is not the process that it is told
+PARENT = "PARENT"  # argument that stands for the process id of a command's parent
 _MESSAGE_BYTES = 1 << 20
 
 
 def kind_for(argv: Sequence[str], env: Mapping[str, str]) -> str | None:
     """Return the kind of server that can run a command: `python -m distributed.cli train` or `python SCRIPT`. None if none can."""
     mine = _environ()
-    is_script = argv[0] == sys.executable and len(argv) > 1 and argv[1].endswith(".py") and argv[1] != _LAUNCH
+    is_script = argv[0] == sys.executable and len(argv) > 1 and argv[1].endswith(".py")
     is_train = list(argv[:4]) == [sys.executable, "-m", "distributed.cli", "train"]
     if not (is_script or is_train) or env.get("OMP_NUM_THREADS", "1") != "1" or "profile" in " ".join(argv):
         return None
@@ -112,7 +111,7 @@ class Server:
     def spawn(self, argv: Sequence[str], cwd: Path | None, env: Mapping[str, str], out: Path, err: Path) -> Command:
         """Start a command with its output in two files."""
         request = {
-            "argv": list(argv),
+            "argv": [str(self._process.pid) if word == PARENT else word for word in argv],
             "cwd": str(cwd or Path.cwd()),
             "env": dict(env),
             "out": str(out),
@@ -213,6 +212,7 @@ def _become(request: dict[str, Any], mark: str) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
+    tempfile.tempdir = None  # TMPDIR may be another
     for fd, name, flags in (
         (0, os.devnull, os.O_RDONLY),
         (1, request["out"], os.O_WRONLY),

@@ -17,6 +17,7 @@ import pytest
 import distributed
 from distributed.launching.request import LaunchRequest
 from tests.conftest import ROOT, clean_environment, needs_backend, poll
+from tests.warm import PARENT
 
 LAUNCH = str(Path(distributed.__file__).parent / "launching" / "main.py")
 pytestmark = pytest.mark.timeout(240)
@@ -102,7 +103,7 @@ def light(script: Path, **more: object) -> list[str]:
     request = LaunchRequest(str(script.parent / "run"), script=str(script), nproc_per_node=2, preload=(), **more)  # type: ignore[arg-type]
     file = script.with_suffix(".json")
     file.write_text(request.to_json())
-    return [LAUNCH, str(file), str(os.getpid())]
+    return [LAUNCH, str(file), PARENT]
 
 
 def start_light(start, script: Path, **more: object):

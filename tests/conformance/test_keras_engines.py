@@ -36,14 +36,10 @@ ENGINES = {
     "horovod-tensorflow-3": (
         3, ON_TENSORFLOW, "horovod-tensorflow-2", ("compiled", "empty-slices", "arrived", "float32", "float32-again"),
     ),
-    "horovod": (2, ["horovod"], "horovod-tensorflow-2", (*SAME, "arrived")),
+    "horovod": (2, ["horovod"], "single", (*SAME, "arrived")),
     "ray": (2, ["ray", "--set", "ray.cpus_per_worker=0.5"], "single", ("compiled", "empty-slices", "arrived")),
 }  # fmt: skip
-OTHERS = [
-    pytest.param(name, marks=() if name in ("horovod", "horovod-tensorflow-2") else FULL)
-    for name in ENGINES
-    if name != "single"
-]
+OTHERS = [pytest.param(name, marks=() if name == "horovod" else FULL) for name in ENGINES if name != "single"]
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -108,6 +104,7 @@ def test_a_checkpoint_of_another_engine_goes_on_as_if_nothing_had_happened(ran, 
     assert distance(expected["whole"][0], expected["saved"][0]) > 1e-3
 
 
+@FULL
 def test_a_killed_rank_costs_no_bit(ran):
     out, cases = ran("horovod-tensorflow-2")
     assert cases["killed"] == [{**rank, "run_dir": cases["killed"][0]["run_dir"]} for rank in cases["killed"]]
@@ -131,10 +128,12 @@ def seen(ran):
     return ran("horovod-tensorflow-2")[1]
 
 
+@FULL
 def test_compressed_gradients_are_close_and_not_equal(seen):
     assert 1e-7 < distance(seen["compressed"][0], seen["float32"][0]) < 0.02
 
 
+@FULL
 def test_the_timeline_is_a_file_of_the_run_and_whole(seen):
     trace = json.loads((Path(seen["traced"][0]["run_dir"]) / "trace" / "of-two.json").read_text())
     names = {each["args"]["name"] for each in trace if each.get("name") == "process_name" and each["pid"]}
@@ -142,6 +141,7 @@ def test_the_timeline_is_a_file_of_the_run_and_whole(seen):
     assert distance(seen["traced"][0], seen["float32"][0]) == 0
 
 
+@FULL
 def test_adasum_is_refused_on_tensorflow(seen):
     assert all("horovod.adasum=true works with models on torch" in rank["error"] for rank in seen["with-adasum"])
 
@@ -179,7 +179,7 @@ def test_models_of_other_libraries_are_refused(monkeypatch):
     import torch
 
     with pytest.raises(
-        ConfigError, match=r"is torch.s \(Linear\), and horovod.keras_backend='tensorflow' trains Keras models"
+        ConfigError, match=r"is a torch object \(Linear\), but horovod.keras_backend='tensorflow' trains Keras models"
     ):
         adapter(monkeypatch).check(Job(torch.nn.Linear(1, 1)), here=False)
     block = type("Dense", (), {"__module__": "mxnet.gluon.nn", "__call__": lambda self: None})

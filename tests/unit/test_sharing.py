@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from distributed.launching.request import LaunchRequest
 from distributed.launching.verdicts import Verdicts
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
+from tests.warm import PARENT
 
 ROOT = Path(__file__).resolve().parents[2]
 # Each entry: what a script does, and whether it joined others by that. One process runs the torch ones, in a row.
@@ -170,7 +170,7 @@ def test_workers_tell_their_launcher_that_they_shared_nothing(run_python, tmp_pa
     )
     (tmp_path / "request.json").write_text(request.to_json())
 
-    done = run_python([LAUNCH, str(tmp_path / "request.json"), str(os.getpid())], cwd=tmp_path)
+    done = run_python([LAUNCH, str(tmp_path / "request.json"), PARENT], cwd=tmp_path)
 
     if mode != "fail":
         assert done.returncode == 0, done.output
