@@ -145,7 +145,7 @@ WRONG = [
     ([*HERE, "--config", "bad.yaml"], 2, "bad.yaml', line 3 is not YAML"),
     ([*HERE, "--resume"], 2, "--resume needs the directory of the run: add --run-dir"),
     ([*HERE, "--resume", "--run-dir", "new"], 2, "run directory 'new' does not exist, but --resume continues an existing run"),
-    ([*HERE, "--run-dir", "here.py"], 2, "run directory 'here.py' is no directory"),
+    ([*HERE, "--run-dir", "here.py"], 2, "run directory 'here.py' is not a directory"),
     ([*HERE, "--run-dir", "."], 2, "run directory '.' is not empty"),
     ([*HERE, "--num-gpus", "6", "--num-nodes", "2", "--gpus-per-node", "4"], 2, "set num_gpus=8 or drop it"),
     ([*HERE, "--num-gpus", "64"], 3, "use --num-gpus 0 --nproc-per-node 64 for CPU processes with gloo"),

@@ -153,7 +153,7 @@ def test_what_zero_cannot_cut_is_refused(seen):
     assert "trainable parameters of torch.bfloat16, but ZeRO keeps them in float32" in seen["halves"]["error"]
     assert "temperature is a single number without a dimension, which DeepSpeed cannot shard" in seen["scalar"]["error"]
     assert seen["bad-value"]["error"].startswith(
-        "deepspeed_config: DeepSpeed does not take reduce_bucket_size='large' ("
+        "deepspeed_config: DeepSpeed does not accept reduce_bucket_size='large' ("
     )
     assert "both set the optimizer" in seen["two-optimizers"]["error"]
 

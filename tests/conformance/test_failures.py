@@ -171,4 +171,4 @@ def test_a_directory_that_cannot_be_used_is_refused_before_any_worker(run_cli, t
         )
         assert done.returncode == 2 and done.within(3), done.output
         assert len(lines(done)) == 1 and lines(done)[0].startswith(f"error: {name} '{where}' "), done.output
-        assert "no directory" in done.stderr or "cannot be written" in done.stderr
+        assert "not a directory" in done.stderr or "cannot be written" in done.stderr

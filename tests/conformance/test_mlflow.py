@@ -340,7 +340,7 @@ def test_files_that_find_no_place_hold_no_figures_up_and_are_sent_later(entrance
     client = client_of(entrance.uri)
     assert steps(client, sender.run_id, "loss") == [1, 2]
     (warning,) = warnings
-    assert "does not take artifact config.yaml (" in warning and "503" in warning and WARNING in warning
+    assert "does not accept artifact config.yaml (" in warning and "503" in warning and WARNING in warning
 
     entrance.broken = ""
     assert make(entrance.uri).finish() and len(warnings) == 1

@@ -16,33 +16,39 @@ from distributed.report.sweep import read_sweep, sweep_panels
 from distributed.tuning.proposals import make_proposals
 from distributed.tuning.space import make_space
 from tests import event_files
+from tests.conformance.runs import FULL
 from tests.conftest import Started, clean_environment, needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "tuner" / "searches.py"
 pytestmark = pytest.mark.timeout(1500)
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """Return (the directory of the searches, the output of the command).
-
-    The last searches run on clusters of their own. One gets a Ctrl-C of the terminal, which goes to all processes of the command.
-    The other gets a SIGTERM, which goes to the process of the command only.
-    """
+def run(tmp_path_factory, kind, end):
+    """Yield (the directory of the searches, the output of the command). `end` ends the last search, which is on a cluster of its own."""
     needs_backend("ray")
     cwd = tmp_path_factory.mktemp("cwd")
     with tempfile.TemporaryDirectory(prefix="tuner-") as out:  # short: sockets lie in it
-        command = Started([sys.executable, str(JOB), out], cwd, cwd, clean_environment())
+        command = Started([sys.executable, str(JOB), out, kind], cwd, cwd, clean_environment())
         place = Path(out)
         try:
-            command.wait_for(lambda: reporting(place / "cut" / "trials.jsonl") >= {0, 1}, 1200)
-            os.killpg(command.pid, signal.SIGINT)
-            command.wait_for(lambda: reporting(place / "preempted" / "trials.jsonl") >= {0, 1}, 150)
-            os.kill(command.pid, signal.SIGTERM)
+            command.wait_for(lambda: reporting(place / kind / "trials.jsonl") >= {0, 1}, 1200)
+            end(command.pid)
             done = command.finish(150, grace=60)  # fails if a process is left
         finally:
             command.kill()
         yield place, done
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Run the searches of `make test`. The last one gets a Ctrl-C of the terminal, which goes to all processes of the command."""
+    yield from run(tmp_path_factory, "few", lambda pid: os.killpg(pid, signal.SIGINT))
+
+
+@pytest.fixture(scope="module")
+def ended_too(tmp_path_factory):
+    """Run the searches that only `make test-full` runs. The last one gets a SIGTERM, which goes to the process of the command only."""
+    yield from run(tmp_path_factory, "more", lambda pid: os.kill(pid, signal.SIGTERM))
 
 
 def reporting(journal):
@@ -54,7 +60,12 @@ def reporting(journal):
 
 @pytest.fixture(scope="module")
 def found(ended):
-    return json.loads(ended[1].stdout.splitlines()[-2])
+    return json.loads(ended[1].stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def more(ended_too):
+    return json.loads(ended_too[1].stdout.splitlines()[-1])
 
 
 def test_a_grid_of_a_function_that_returns_metrics(found):
@@ -64,35 +75,38 @@ def test_a_grid_of_a_function_that_returns_metrics(found):
     assert facts["first"]["score"] == 0 and facts["first"]["note"] == "3" and facts["first"]["as_object"] == 2.0
 
 
-def test_a_search_that_learns_is_told_what_came_of_its_trials(found):
+@FULL
+def test_a_search_that_learns_is_told_what_came_of_its_trials(more):
     """The first ten trials are random. The later ones differ from those of a search that gets no results."""
-    tried = found["optuna"]["tried"]
+    tried = more["optuna"]["tried"]
     deaf = make_proposals("optuna", make_space({"a": {"uniform": [0, 10]}}), 1)
     unheard = [deaf.ask()["a"] for _ in tried]
     assert tried[:10] == unheard[:10] and not set(tried[11:]) & set(unheard)
-    assert abs(found["optuna"]["best"] - 3) < 1.5, tried
+    assert abs(more["optuna"]["best"] - 3) < 1.5, tried
 
 
-def test_a_cluster_of_its_own_runs_one_trial_at_a_time(found):
+@FULL
+def test_a_cluster_of_its_own_runs_one_trial_at_a_time(more):
     """The search runs in a process that imported Ray before."""
-    assert found["own"]["best"] == {"a": 1}
+    assert more["own"]["best"] == {"a": 1}
     one = ("started", "row", "ended")
-    assert found["own"]["happened"] == [[number, event] for number in range(3) for event in one]
+    assert more["own"]["happened"] == [[number, event] for number in range(3) for event in one]
 
 
-@pytest.mark.parametrize("name", ["cut", "preempted"])
-def test_a_signal_has_all_trials_save_and_leaves_no_process(ended, name):
-    """The searches run on clusters of their own, in one process that was connected to another cluster before."""
-    place, done = ended
-    assert done.returncode == 128 + signal.SIGTERM and done.stdout.splitlines()[-1] == "KeyboardInterrupt()", (
-        done.output[-6000:]
-    )
-    sweep = json.loads((place / name / "sweep.json").read_text())
+@pytest.mark.parametrize(("kind", "number"), [("few", signal.SIGINT), pytest.param("more", signal.SIGTERM, marks=FULL)])
+def test_a_signal_has_all_trials_save_and_leaves_no_process(request, kind, number):
+    """The search runs on a cluster of its own, in a process that was connected to another cluster before."""
+    place, done = request.getfixturevalue("ended" if kind == "few" else "ended_too")
+    if number == signal.SIGINT:
+        assert done.returncode != 0 and done.stderr.splitlines()[-1] == "KeyboardInterrupt", done.output[-6000:]
+    else:
+        assert done.returncode == 128 + number and "Traceback" not in done.stderr, done.output[-6000:]
+    sweep = json.loads((place / kind / "sweep.json").read_text())
     assert [trial["status"] for trial in sweep["trials"]] == ["interrupted"] * 2  # no third trial began
-    runs = [place / name / trial["run_dir"] for trial in sweep["trials"]]
+    runs = [place / kind / trial["run_dir"] for trial in sweep["trials"]]
     assert [json.loads((run / "result.json").read_text())["status"] for run in runs] == ["interrupted"] * 2
     assert all(list((run / "checkpoints").glob("step-*")) for run in runs)
-    assert (place / name / "best.yaml").exists() and not (place / name / ".stop").exists()
+    assert (place / kind / "best.yaml").exists() and not (place / kind / ".stop").exists()
 
 
 def test_the_report_of_a_search_shows_its_parameters_and_their_importance(ended, tmp_path):
@@ -122,20 +136,18 @@ def test_asha_stops_the_bad_ones_early_and_the_best_trainer_comes_back(found):
     assert "rate 0.3" in facts["log"] and "epoch 9/9" in facts["log"]
 
 
-def test_a_population_goes_on_from_its_best_members(found):
-    facts = found["pbt"]
+@FULL
+def test_a_population_goes_on_from_its_best_members(more):
+    facts = more["pbt"]
     assert facts["epochs"] == [9, 9, 9, 9] and set(facts["statuses"]) == {"finished"}
     assert facts["num_cloned"] > 0 and facts["turns"] > 4
     assert facts["rate_replaced"]
     assert max(facts["losses"]) < 0.6, facts["losses"]  # with a rate of 1e-6 alone the loss would not have moved
 
 
-@pytest.mark.full
-def test_hyperband_ends_with_its_best(run_python):
-    needs_backend("ray")
-    with tempfile.TemporaryDirectory(prefix="tuner-") as out:
-        done = run_python([str(JOB), out, "hyperband"], timeout=300)
-    facts = json.loads(done.stdout.splitlines()[-1])["hyperband"]
+@FULL
+def test_hyperband_ends_with_its_best(more):
+    facts = more["hyperband"]
     assert facts["best"]["lr"] in (0.3, 0.2) and max(facts["epochs"]) == 9 and min(facts["epochs"]) < 9
 
 
@@ -189,8 +201,9 @@ def test_a_sweep_goes_on_as_if_it_had_never_ended(found):
     assert "saved no checkpoint: train with a Trainer" in facts["no trainer"]["said"]
 
 
-def test_mlflow_has_one_run_of_the_search_with_one_of_each_trial_below(found):
-    facts = found["tracked"]
+@FULL
+def test_mlflow_has_one_run_of_the_search_with_one_of_each_trial_below(more):
+    facts = more["tracked"]
     runs = facts["runs"]
     parents = {run["name"]: run_id for run_id, run in runs.items() if "mlflow.parentRunId" not in run["tags"]}
     assert set(parents) == {"tracked", "bowls", "gone"}
@@ -222,9 +235,10 @@ def test_mlflow_has_one_run_of_the_search_with_one_of_each_trial_below(found):
     assert late["status"] == runs[parents["gone"]]["status"] == "FINISHED" and late["metrics"]["val_loss"] < 1
 
 
-def test_tensorboard_shows_the_trials_of_a_search_with_their_metrics(ended, found):
-    shown = event_files.sessions(ended[0] / "tracked" / "trials")
-    rates = {f"{trial['id']}/tensorboard": trial["config"]["lr"] for trial in found["tracked"]["trials"]}
+@FULL
+def test_tensorboard_shows_the_trials_of_a_search_with_their_metrics(ended_too, more):
+    shown = event_files.sessions(ended_too[0] / "tracked" / "trials")
+    rates = {f"{trial['id']}/tensorboard": trial["config"]["lr"] for trial in more["tracked"]["trials"]}
     assert {name: values["learning_rate"] for name, (values, _) in shown.items()} == rates
     assert all(metrics["val/loss"] > 0 for _, metrics in shown.values())
 

@@ -501,7 +501,7 @@ def test_a_failed_save_is_reported_with_bytes_and_the_third_in_a_row_ends_traini
     assert event["kind"] == "warning"
     assert event["bytes_needed"] == verify(tmp_path / "c" / "step-00000001").total_bytes
     assert event["bytes_free"] > 0
-    for part in ("step-00000002", "No space left on device", "needs at least", "miss 1 of 3"):
+    for part in ("step-00000002", "No space left on device", "needs at least", "failed save 1 of 3"):
         assert part in event["message"]
     one.backend.before_save = lambda: None
     assert one.save(3) is not None

@@ -51,7 +51,7 @@ def trainer(**settings):
         ),
         (
             {"deepspeed_config": {"bf16": {"enabled": False}, **ZERO_3}, "mixed_precision": "bf16"},
-            "mixed_precision='bf16' is not deepspeed_config.bf16.enabled=False",
+            "mixed_precision='bf16' contradicts deepspeed_config.bf16.enabled=False",
         ),
         ({"deepspeed_config": {"bf16": True}}, "deepspeed_config.bf16=True is not a section: write {...}"),
         ({"deepspeed_config": {"optimizer": "auto"}}, "deepspeed_config.optimizer='auto' is not a section"),

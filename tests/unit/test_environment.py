@@ -308,7 +308,7 @@ def test_a_pod_of_an_indexed_job_launches_its_node_where_processes_are_asked_for
     assert worker(eight, nproc_per_node=2) is None
     assert node_environment(eight, nproc_per_node=2) == NodeEnvironment(4, 2, "train-0.train", 2345)
     assert node_environment(eight) is None
-    with pytest.raises(ResourceError, match=r"WORLD_SIZE=4 cannot be 2 processes .* number of pods x 2"):
+    with pytest.raises(ResourceError, match=r"WORLD_SIZE=4 does not fit 2 processes .* number of pods x 2"):
         worker(INDEXED, nproc_per_node=2)  # four pods of two processes are a world of eight
 
 

@@ -51,14 +51,14 @@ def test_parameters_that_are_cut_together_have_one_type():
     made = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1).bfloat16())
     made.frozen = torch.nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
     check_units(made, [made[1], made])  # the second layer on its own
-    with pytest.raises(ConfigError, match=r"1.weight is of torch.bfloat16 and 0.weight of torch.float32"):
+    with pytest.raises(ConfigError, match=r"1.weight is torch.bfloat16 and 0.weight is torch.float32"):
         check_units(made, [made])
 
 
 def test_a_lazy_layer_is_named_before_anything_is_wrapped():
     lazy = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LazyLinear(1))
     with pytest.raises(
-        ConfigError, match=r"1.weight has no shape before the model has seen a batch: call the model once"
+        ConfigError, match=r"1.weight has no shape before the model has seen a batch: call the model on a batch once"
     ):
         build_model(lambda: lazy, DistributedConfig(), torch.device("cpu"))
     lazy(torch.zeros(1, 2))

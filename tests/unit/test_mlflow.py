@@ -101,7 +101,7 @@ def test_a_uri_of_no_use_is_refused_with_the_fix(uri, said):
 
 
 def test_a_name_that_mlflow_does_not_take_is_refused():
-    with pytest.raises(ConfigError, match="mlflow_register_model='a/b' is no name"):
+    with pytest.raises(ConfigError, match="mlflow_register_model='a/b' is not a valid name"):
         check(merged(mlflow_register_model="a/b"))
 
 

@@ -282,7 +282,7 @@ def refused(paths):
 def test_what_is_no_run_is_one_line_with_the_way_out(tmp_path):
     run = write_run(tmp_path / "runs" / "one")
     assert "does not exist" in refused([tmp_path / "none"])
-    assert "is no directory" in refused([run / "metrics.jsonl"])
+    assert "is not a directory" in refused([run / "metrics.jsonl"])
     assert f"it holds 1, as {str(run)!r}" in refused([tmp_path / "runs"])
     (tmp_path / "empty").mkdir()
     assert "is not a run directory" in refused([tmp_path / "empty"])

@@ -115,7 +115,7 @@ def test_a_model_or_optimizer_of_torch_is_refused_without_tensorflow():
         ConfigError, match=r"the model is a torch object \(Linear\), but backend='tensorflow' trains Keras models"
     ):
         Trainer(model, backend="tensorflow")
-    with pytest.raises(ConfigError, match=r"the optimizer is torch's \(SGD\)"):
+    with pytest.raises(ConfigError, match=r"the optimizer is a torch object \(SGD\)"):
         Trainer(lambda: None, backend="tensorflow", optimizer=torch.optim.SGD(model.parameters(), 0.1))
     assert ("tensorflow" in sys.modules) == loaded
 

@@ -46,7 +46,7 @@ def check_before_joining(world, rank):
     assert "trains a model" in refused(init_process_group, "pytorch-ddp")
     assert "MASTER_ADDR" in refused(init_process_group, init_method="tcp://localhost:1")
     if "RANK" in os.environ:
-        assert "the launcher says" in refused(init_process_group, world_size=world + 1)
+        assert "the launcher set" in refused(init_process_group, world_size=world + 1)
 
 
 def check_collectives(world, rank):
@@ -89,7 +89,7 @@ def check_reduce_scatter(world, rank):
     mine = reduce_scatter(torch.ones(4), sizes=sizes)
     assert mine.tolist() == [float(world)] * sizes[rank]
     assert "one size for each" in refused(reduce_scatter, torch.ones(4), sizes=[3] * world)
-    assert "no rank" in refused(broadcast, torch.ones(1), src=world)
+    assert "not a rank" in refused(broadcast, torch.ones(1), src=world)
     assert "whole number" in refused(all_reduce, torch.ones(1, dtype=torch.int64), ReduceOp.AVERAGE)
     assert "pass a torch.Tensor" in refused(all_reduce, [1.0])
     assert "SUM, AVERAGE" in refused(all_reduce, torch.ones(1), "median")

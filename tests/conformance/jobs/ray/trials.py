@@ -1,5 +1,8 @@
 """Seed 002's search with Ray Tune, with a model and loaders filled in: trials that train in themselves, trials whose
-workers take the trial's placement group, trials that Tune stops, and one whose group is too small. Prints one JSON line."""
+workers take the trial's placement group, trials that Tune stops, and one whose group is too small. Prints one JSON line.
+
+trials.py OUT NAME ...   NAME: a key of KINDS
+"""
 
 import json
 import os
@@ -93,7 +96,7 @@ def main():
         address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
         object_store_memory=10**8, _temp_dir=str(OUT / "ray"),
     )  # fmt: skip
-    print(json.dumps({name: search(name) for name in KINDS}, default=str))
+    print(json.dumps({name: search(name) for name in sys.argv[2:]}, default=str))
     ray.shutdown()
 
 

@@ -1,6 +1,6 @@
 """Run searches on one local cluster of two CPUs. Prints one JSON line, with the facts of each search by its name.
 
-searches.py OUT [NAME ...]   NAME: a search function below (default: all of SEARCHES, and those that a signal ends)
+searches.py OUT KIND   KIND: "few", for `make test`, or "more". The last search of each kind runs until a signal ends it.
 """
 
 from __future__ import annotations
@@ -266,17 +266,19 @@ def _artifacts(run):
     return sorted(path.name for path in place.glob("*"))
 
 
-SEARCHES = (grid, optuna, asha, pbt, distributed_trials, failures, refusals, resume, tracked)
+SEARCHES = {
+    "few": (grid, asha, distributed_trials, failures, refusals, resume),
+    "more": (optuna, pbt, hyperband, tracked),
+}
 
 
-def main():
-    chosen = [globals()[name] for name in sys.argv[2:]]
-    found = {} if chosen else {"own": own("own", [1, 2, 3])}
+def main(kind):
+    found = {"own": own("own", [1, 2, 3])} if kind == "more" else {}
     ray.init(
         address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
         object_store_memory=10**8, _temp_dir=str(OUT / "ray"),
     )  # fmt: skip
-    for search in chosen or SEARCHES:
+    for search in SEARCHES[kind]:
         found[search.__name__] = search()
     free = time.monotonic() + 20
     while ray.available_resources().get("CPU") != 2 and time.monotonic() < free:
@@ -286,19 +288,8 @@ def main():
     found["groups left"] = [group["state"] for group in groups if group["state"] != "REMOVED"]
     ray.shutdown()
     print(json.dumps(found, default=str), flush=True)
-    if chosen:
-        return
-    try:
-        stopped("cut")
-    except KeyboardInterrupt as interrupt:
-        print(repr(interrupt), flush=True)
-        stopped("preempted")
-
-
-def stopped(name):
-    """Stop a search by a signal after two trials have ended an epoch."""
-    tuner(name, endless, {"lr": [0.1, 0.2, 0.3]}, metric="val_loss", search="grid", max_concurrent=2).tune()
+    tuner(kind, endless, {"lr": [0.1, 0.2, 0.3]}, metric="val_loss", search="grid", max_concurrent=2).tune()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[2])
