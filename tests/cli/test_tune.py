@@ -206,6 +206,7 @@ def test_interrupted_it_writes_what_there_is(start, place, cluster):
     assert (place / "sweep" / "best.yaml").exists() and not (place / "sweep" / ".stop").exists()
 
 
+@pytest.mark.full
 def test_a_metric_that_nobody_reports_ends_all_at_once(run_cli, place, cluster):
     done = run_cli(
         command(place, "--metric", "val_los", "--mode", "min", "--address", cluster), timeout=90, cwd=place, env=OPEN
@@ -217,6 +218,7 @@ def test_a_metric_that_nobody_reports_ends_all_at_once(run_cli, place, cluster):
     )
 
 
+@pytest.mark.full
 def test_a_script_that_always_crashes_is_told_by_its_cause(run_cli, place, cluster):
     (place / "space.yaml").write_text("hidden: [1, 2, 3, 4, 5, 6, 7, 8]\n")
     done = run_cli([*command(place, "--address", cluster), "--", "--crash", "yes"], timeout=90, cwd=place, env=OPEN)

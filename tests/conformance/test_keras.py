@@ -176,7 +176,7 @@ def _open_on_tensorflow(run, checkpoint, tmp_path):
         assert sums[0] == sums[1]
 
 
-@pytest.mark.parametrize("engine", ["tensorflow", "torch"])
+@pytest.mark.parametrize("engine", [pytest.param("tensorflow", marks=pytest.mark.full), "torch"])
 def test_a_model_of_a_plain_script_reaches_its_workers_and_comes_back(start, tmp_path, engine):
     if importlib.util.find_spec(engine) is None:
         pytest.skip(f"{engine} is not installed here")

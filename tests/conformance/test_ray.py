@@ -218,12 +218,14 @@ def test_killed_it_starts_again_ends_in_the_bits_of_ddp_and_tells_ray_of_each_ep
     assert_same(tmp_path / "hurt", tmp_path / "clean")
 
 
+@pytest.mark.full
 def test_no_restart_is_left_for_a_worker_that_dies(run_cli, tmp_path, cluster):
     done = run_cli(plain(tmp_path, "die", "--max-restarts", "0", "--address", cluster[0]), env=OPEN, timeout=180)
     assert done.returncode == 1, done.output
     assert done.stderr.strip() == "error: rank 1 was killed by signal 9 (SIGKILL); max_restarts=0"
 
 
+@pytest.mark.full
 def test_stopped_all_ranks_save_at_one_step_and_another_backend_goes_on(start, run_cli, tmp_path):
     command = start(
         [*CLI, *arguments(tmp_path, [], "--backend", "ray", "--log-every-n-steps", "1")], env={"SLOW": "0.05"}

@@ -104,6 +104,7 @@ def test_the_trainer_notebook(tmp_path):
     assert "<html" in (tmp_path / page).read_text()
 
 
+@pytest.mark.full
 def test_the_sweep_notebook_and_a_search_that_is_interrupted(tmp_path):
     needs_backend("ray")
     with Kernel(tmp_path) as kernel:

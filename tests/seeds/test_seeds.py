@@ -143,6 +143,7 @@ def zero(drive):
     return drive([*train, "--nproc-per-node", "2"], "zero_driver.py")
 
 
+@FULL
 @pytest.mark.parametrize("sample", names_in("zero_driver.py"))
 def test_a_sample_for_deepspeed(zero, sample):
     assert zero.get(sample) is None, zero[sample]
@@ -155,6 +156,7 @@ def horovod(drive):
     return drive(["bash", SAMPLES / "002/horovod.sh"], "horovod_driver.py")
 
 
+@FULL
 @pytest.mark.parametrize("sample", names_in("horovod_driver.py"))
 def test_a_sample_for_horovod(horovod, sample):
     assert horovod.get(sample) is None, horovod[sample]

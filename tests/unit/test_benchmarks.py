@@ -70,6 +70,7 @@ def benchmark_modules(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
 
 
+@pytest.mark.full
 def test_startup_times_both_and_counts_memory(benchmark_modules):
     import startup
 
