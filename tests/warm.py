@@ -158,7 +158,8 @@ def server(mark: str, kind: str) -> Server:
 def _import(kind: str) -> None:
     """Import what commands of this kind need."""
     for name in _MODULES if kind != "tensorflow" else ["torch"]:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # the command says what is missing
+            importlib.import_module(name)
     if kind != "torch":
         from distributed.config.registry import REGISTRY
         from distributed.launching.request import LaunchRequest
